@@ -63,7 +63,7 @@ class Opened:
         if config is None:
             raise NotACheckpoint(
                 f"there is no {CONFIG} of adapter `{adapter.name}` here or in the run: "
-                f"{describe(adapter)} is what its tensors say, and nothing says alpha",
+                f"{describe(adapter)} follows from its tensors, but alpha is unknown",
                 path=self.part.path,
                 hint="--adapter-config FILE names it; `LoraConfig(...).save_pretrained(DIR)` of the training writes it",
             )
@@ -134,7 +134,7 @@ def draft_adapters(
         notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(adapter)}")
         if config.has_changed_base:
             said = config.values["init_lora_weights"]
-            notes.append(f"the training began by changing the base ({said}): the adapter is of no use on another one")
+            notes.append(f"the training changed the base before it began ({said}): the adapter only fits that base")
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
     notes.append(f"loaders put an adapter onto its base; pass --merge to write the merged model instead ({base})")
     if options.base is not None:

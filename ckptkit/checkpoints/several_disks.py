@@ -23,7 +23,7 @@ def join_places(path: Path, also: Others = ()) -> Path:
     places = list(dict.fromkeys([*roots_of(path), *map(to_path, others)])) if others else [path]
     for place in places if others else []:
         if not place.is_dir():
-            what = "it is not a directory" if place.exists() else "there is no such directory"
+            what = "it is not a directory" if place.exists() else "the directory does not exist"
             raise Usage(f"{what}, and --also needs directories", path=place)
         steps = [step for one in (places[0], place) if (step := step_of_place(one)) is not None]
         if len(set(steps)) > 1:

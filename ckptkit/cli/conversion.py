@@ -196,4 +196,4 @@ def parse_weights(text: str) -> list[float]:
     try:
         return [float(number) for number in text.split(",")] if text else []
     except ValueError:
-        raise Usage(f"`{text}` are no weights", hint="write them like 0.5,0.3,0.2") from None
+        raise Usage(f"expected weights like 0.5,0.3,0.2; found `{text}`", hint="write them like 0.5,0.3,0.2") from None

@@ -22,7 +22,7 @@ _ROWS = 20  # of a table, unless all are asked for
 
 def diff(
     a: Annotated[Path, typer.Argument(parser=to_path, metavar="A", help="A checkpoint, or a run: then its latest.")],
-    b: Annotated[Path, typer.Argument(parser=to_path, metavar="B", help="What to hold it against.")],
+    b: Annotated[Path, typer.Argument(parser=to_path, metavar="B", help="The checkpoint to compare with.")],
     rtol: Annotated[
         float | None, typer.Option(min=0, metavar="X", help="Numbers may differ by this share of the number in B.")
     ] = None,
@@ -30,7 +30,10 @@ def diff(
         float | None, typer.Option(min=0, metavar="X", help="And by this much; NaN equals NaN then.")
     ] = None,
     allow_cast: Annotated[
-        bool, typer.Option("--allow-cast", help="Another float dtype is no difference: the wider one is rounded to it.")
+        bool,
+        typer.Option(
+            "--allow-cast", help="Do not count another float dtype as a difference: round the wider one to it."
+        ),
     ] = False,
     include: Include = None,
     exclude: Exclude = None,

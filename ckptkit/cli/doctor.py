@@ -85,7 +85,7 @@ def report(found: Diagnosis, *, every: bool) -> None:
     shown = found.findings if every else found.findings[:_ROWS]
     if shown:
         rows = [(number, one.code, one.line) for number, one in enumerate(shown, 1)]
-        print_table(rows, ("", "finding", "tensor: what is wrong"))
+        print_table(rows, ("", "finding", "tensor: problem"))
     if len(shown) < len(found.findings):
         say(f"... {len(found.findings) - len(shown):,} more: --all lists them")
     fixes = dict.fromkeys(one.fix for one in shown if one.fix)

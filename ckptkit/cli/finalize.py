@@ -13,7 +13,9 @@ from ckptkit.destinations.stores import to_destination
 
 
 def finalize(
-    out: Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="What was made in parts.")],
+    out: Annotated[
+        Path, typer.Argument(parser=to_destination, metavar="OUT", help="The output that was made in parts.")
+    ],
     jobs: Jobs = None,
     no_sync: NoSync = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work

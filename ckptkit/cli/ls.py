@@ -102,7 +102,7 @@ def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
         note(f"hint: `ckptkit prune {found.root} --keep-last N --yes` finishes a deletion that died")
     for one in found.checkpoints:
         if not one.is_complete and one.claim is None:
-            note(f"hint: `ckptkit verify {one.path}` says more of what is wrong with it")
+            note(f"hint: `ckptkit verify {one.path}` lists its problems")
             return
 
 

@@ -178,7 +178,7 @@ def parse_bytes(text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size <= 0:
-        raise Usage(f"`{text}` is no size", hint="write it like 5GB or 512MiB")
+        raise Usage(f"expected a size, found `{text}`", hint="write it like 5GB or 512MiB")
     return size
 
 

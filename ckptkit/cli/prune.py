@@ -77,7 +77,10 @@ def prune(
         prune_uploads(run, parse_age(older or _WEEK), yes=yes, json=json)
         return
     if older is not None:
-        raise Usage("--older goes with --uploads only", hint="checkpoints are kept by steps: pass --keep-last N")
+        raise Usage(
+            "--older goes with --uploads only",
+            hint="drop --older: checkpoints are kept by steps, such as --keep-last N",
+        )
     from ckptkit.ops.prune import prune as run_it
 
     run = with_others(run, also)
@@ -113,7 +116,7 @@ def parse_age(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise Usage(f"`{text}` is no time", hint="write it like 7d, 12h, 30m or 90s")
+        raise Usage(f"expected a time, found `{text}`", hint="write it like 7d, 12h, 30m or 90s")
     return seconds
 
 

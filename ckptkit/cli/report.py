@@ -24,7 +24,7 @@ def report(
     ] = None,
     also: Also = None,
     fast: Annotated[bool, typer.Option("--fast", help="Read no tensors: leave out the norms by layer.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is no report.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is not a report.")] = False,
     jobs: Jobs = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,

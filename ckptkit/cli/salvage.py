@@ -59,7 +59,7 @@ def report_lost(found: Account, output: Path, *, dry_run: bool) -> None:
         for layer, inside in by_layer([one.label for one in lost if one.name]):
             note(f"    {layer}  {inside}")
         if not all(one.name for one in lost):
-            note("    nothing here says what was in it")
+            note("    no file lists its contents")
     if len(faults) > _MOST_FAULTS:
         note(f"  ... and for {count(len(faults) - _MOST_FAULTS, 'more reason')}")
 

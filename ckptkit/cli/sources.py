@@ -28,5 +28,5 @@ def with_others(src: Path, also: Sequence[Path] | None) -> Path:
         return src
     from ckptkit.checkpoints.several_disks import join_places
 
-    note(f"together with what lies in {', '.join(map(str, also))}")
+    note(f"together with the files in {', '.join(map(str, also))}")
     return join_places(src, also)

@@ -179,7 +179,7 @@ def report(found: Sequence[Verified], *, fast: bool) -> None:
     if fast and not all(part.proved_files for part in found):
         note("only the structure was looked at: without --fast every byte is read")
     elif any(part.unchecked_bytes and not part.has_manifest for part in found):
-        note("unchecked bytes have no checksum: `ckptkit manifest` gives them one, from now on")
+        note("unchecked bytes have no checksum: `ckptkit manifest` records one for later")
 
 
 def report_comparison(found: Sequence[Verified]) -> None:

@@ -40,7 +40,9 @@ def watch(
         float,
         typer.Option(metavar="SECONDS", help="How long a command may run before it is ended; by default a day."),
     ] = 86400.0,
-    once: Annotated[bool, typer.Option("--once", help="Handle what is there, and end: for cron.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Handle the checkpoints that are complete now, and end: for cron.")
+    ] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
@@ -63,7 +65,7 @@ def watch(
     from ckptkit.watching.watch import watch as run_it
 
     if json and not once:
-        raise Usage("--json prints one object at the end, and a watch has none", hint="add --once")
+        raise Usage("--json prints one object at the end, but a watch does not end", hint="add --once")
     for line in do or ():
         require_command(line)
     reserve_stdout()
@@ -93,7 +95,7 @@ def require_command(line: str) -> None:
     if words and words[0] not in COMMANDS:
         near = get_close_matches(words[0], COMMANDS, n=1)
         hint = f"there is `{near[0]}`" if near else "another program runs by --exec"
-        raise Usage(f"ckptkit has no command `{words[0]}`", hint=hint)
+        raise Usage(f"unknown command `{words[0]}`", hint=hint)
 
 
 def tell(event: Event) -> None:

@@ -94,7 +94,7 @@ def read_record(root: Path) -> DeltaRecord:
     path = root / NAME
     if not is_there(path):
         hint = "pass what `ckptkit delta` wrote, with all of its files: it writes this one last"
-        raise Incomplete(f"`{NAME}` is missing: this is no delta, or an unfinished one", path=root, hint=hint)
+        raise Incomplete(f"`{NAME}` is missing: this is not a delta, or an unfinished one", path=root, hint=hint)
     value = parse_json(read_small(path, _LIMIT), path)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise Corrupt(f"expected format `{FORMAT}`, found another file", path=path)

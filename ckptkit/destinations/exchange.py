@@ -77,7 +77,7 @@ def swap_in_steps(path: Path, dst: Path) -> None:
 
     After an error it is there again; where the process dies, the next run puts it back.
     """
-    warn_of_loss(dst, "directories cannot be swapped in one step here: for a moment there is none")
+    warn_of_loss(dst, "this file system cannot swap directories in one step: for a moment the destination is absent")
     aside = aside_path(dst)
     again(os.rename, dst, aside)
     try:

@@ -56,7 +56,7 @@ def to_destination(place: str | os.PathLike[str]) -> Path:
     if kind_of(path) not in DESTINATIONS:
         schemes = dict.fromkeys(f"{name.partition('://')[0]}://" for name in DESTINATIONS)
         hint = f"write to a local directory, or to {', '.join(schemes)}"
-        raise Usage(f"`{place}` is no place that ckptkit writes to", hint=hint)
+        raise Usage(f"ckptkit does not write to `{place}`", hint=hint)
     if path == path.top and not keeps_others(path):
         raise Usage(f"`{place}` is a whole bucket", hint=f"write it like {place}/run/ckpt-5")
     return path
@@ -111,7 +111,7 @@ def scheme_of(path: RemotePath) -> str:
 @contextmanager
 def keeping(there: Destination) -> Iterator[None]:
     """Say of an error inside the block, which ends an upload, that the store keeps what was sent."""
-    words = f"the store keeps what was sent to {there.path}: the same command goes on with it"
+    words = f"the store keeps the parts that were sent to {there.path}: the same command continues the upload"
     try:
         yield
     except CkptError as error:

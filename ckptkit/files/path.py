@@ -252,7 +252,7 @@ def parse_url(url: str) -> Path:
     path = RemotePath(f"{scheme}:", *parts)
     if "://" in rest or not {"", ".", ".."}.isdisjoint(parts) or len(path.parts) < path._depth:
         hint = "write it like s3://bucket/run/ckpt-5 or hf://org/name"
-        raise Usage(f"`{url}` is no place of a checkpoint", hint=hint)
+        raise Usage(f"`{url}` cannot be the location of a checkpoint", hint=hint)
     return path
 
 

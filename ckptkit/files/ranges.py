@@ -109,7 +109,7 @@ class RemoteFile:
                 self._read = self._read or store.open(self.path.key, self._entry)
                 data = self._read(start, stop)
             except FileNotFoundError as error:
-                hint = "somebody deletes what is being read"
+                hint = "run the command again: another process deletes this file"
                 raise IOFailure("the file vanished while it was being read", path=self.path, hint=hint) from error
         if len(data) != stop - start:
             message = f"asked for {stop - start} bytes at {start}, the store gave {len(data)}"

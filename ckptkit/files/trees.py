@@ -50,6 +50,6 @@ def sync_path(path: Path) -> None:
         except OSError as error:
             if not (path.is_dir() and error.errno in NOT_HERE):
                 raise IOFailure(f"fsync failed: {(error.strerror or '').lower()}", path=path) from error
-            warn_of_loss(path, "directories cannot be synced here: a power cut may undo what was done")
+            warn_of_loss(path, "this file system cannot sync directories: a power cut may undo the change")
         finally:
             close(fd)

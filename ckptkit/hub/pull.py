@@ -157,7 +157,7 @@ def resumable(stage: Stage) -> Iterator[Stage]:
     except BaseException as error:
         if any(path.is_file() for path in stage.path.rglob("*") if WORK not in path.parts):
             stage.leave()
-            error.add_note(f"the same command goes on with what is in {stage.path}")
+            error.add_note(f"the same command continues with the files in {stage.path}")
         else:
             stage.discard()
         raise

@@ -54,7 +54,7 @@ class CkptkitIO(TorchCheckpointIO):
     ) -> None:
         """Save a checkpoint to directory `path`, in the place of what is there. Raises a `CkptError`."""
         if storage_options is not None:
-            raise Usage("there are no storage options: checkpoints are written to local directories")
+            raise Usage("storage options are not supported: the plugin writes to local directories")
         if FORM in checkpoint:
             raise Usage(f"`{FORM}` is a name of ckptkit's own")
         place = to_local(path)

@@ -109,7 +109,7 @@ def check_alike(one: ConsolidatedView, two: ConsolidatedView) -> None:
         if names:
             shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
             message = f"expected the tensors of {other}, found others: {shown}{and_more(len(names) - _SHOWN)}"
-            hint = "a delta is of two checkpoints of one model: `ckptkit diff` says what is in both"
+            hint = "pass two checkpoints of one model; `ckptkit diff` shows what both contain"
             raise Mismatch(message, path=path, hint=hint)
     for name, spec in before.items():
         if after[name] != spec:

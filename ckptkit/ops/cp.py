@@ -304,7 +304,7 @@ def staged(stage: Stage) -> Iterator[Stage]:
         )
         if is_passing and (stage.work / _JOURNAL).exists():
             stage.leave()
-            error.add_note(f"the same command goes on with what is in {stage.path}")
+            error.add_note(f"the same command continues with the files in {stage.path}")
         else:
             stage.discard()
         raise

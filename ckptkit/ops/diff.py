@@ -63,7 +63,7 @@ def diff(
         notes.append("numbers of 8 bits were compared without their scales: `ckptkit stats A B` takes these along")
     asked.check_globs([side.layout for pair in pairs for side in pair])
     if not any(side.layout.names for pair in pairs for side in pair):
-        raise Usage(f"nothing to compare: neither this nor {two.path} has an entry", path=one.path)
+        raise Usage(f"nothing to compare: this and {two.path} have no entries", path=one.path)
     found = Diff(one.path, two.path, notes=tuple(notes))
     for pair in pairs:
         ours, theirs = (side.select(asked.admit) for side in pair)
@@ -93,11 +93,11 @@ def prove(
         ours, theirs, remarks = match(part.layout, other.layout)
         notes = [*shared, *part.remarks, *other.remarks, *remarks]
         if ours.layout.blobs or theirs.layout.blobs:
-            notes.append("entries that are no tensor were not compared")
+            notes.append("entries that are not tensors were not compared")
         differences = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
         found[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
     if not any(diff.tensors or diff.only_in_a or diff.only_in_b or diff.different for diff in found.values()):
-        raise Usage(f"nothing to compare: neither this nor {two.path} has a tensor", path=one.path, hint=_ON_ENTRIES)
+        raise Usage(f"nothing to compare: this and {two.path} have no tensors", path=one.path, hint=_ON_ENTRIES)
     return found
 
 

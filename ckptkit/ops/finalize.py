@@ -67,4 +67,4 @@ def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]
         sources = [join_places(to_path(first), others) for first, *others in words["sources"]]
         return sources, ConvertOptions.of({}, **words["options"]), int(words["parts"])
     except (KeyError, TypeError, ValueError) as error:
-        raise Corrupt("what is being made there cannot be told", path=path, hint="remove it, and begin anew") from error
+        raise Corrupt("no file says which conversion this is", path=path, hint="remove it, and begin anew") from error

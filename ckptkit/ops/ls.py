@@ -213,6 +213,6 @@ def say(tracker: Tracker, listed: Sequence[Listed]) -> str:
     """Return what one tracker means."""
     meant = [one for one in listed if tracker.name in one.named_by]
     if not meant:
-        return f"`{tracker.name}` says {tracker.target}, and there is none"
+        return f"`{tracker.name}` says {tracker.target}, which does not exist"
     fault = "" if all(one.is_complete for one in meant) else ", which is not complete"
     return f"`{tracker.name}` says {meant[0].path.name}{fault}"

@@ -24,7 +24,11 @@ def make_manifest(
     """
     checkpoint = Checkpoint.open(local_path_of(source))
     if not checkpoint.path.is_dir():
-        raise Usage("a manifest is of a directory", path=checkpoint.path, hint="name the directory that the file is in")
+        raise Usage(
+            "expected a directory: a manifest lists the files of one",
+            path=checkpoint.path,
+            hint="name the directory that the file is in",
+        )
     parts = [place for place in checkpoint.places if place.is_dir()]  # a file beside a model is in its manifest
     known = [part for part in parts if (part / NAME).exists()]
     if known and not overwrite:

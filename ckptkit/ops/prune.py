@@ -176,7 +176,7 @@ def judge(saved: SavedCheckpoint, entry: PruneEntry, keeper: Keeper, *, demote: 
         return replace(entry, reason=f"cannot be demoted: {error.message}")
     freed = entry.nbytes - demotion.nbytes
     if freed <= 0:
-        return replace(entry, reason="its weights alone are no smaller")
+        return replace(entry, reason="its weights alone are not smaller")
     reason = f"nothing keeps all of it; deletes {', '.join(demotion.deletes[:6])}{and_more(len(demotion.deletes) - 6)}"
     return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 

@@ -408,7 +408,7 @@ def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems
             problems.add(Corrupt(message, path=path, hint=RESTORE))
     if own.manifest and own.path.is_dir():
         for name in own.strangers:
-            hint = "remove the file, if it is of another checkpoint"
+            hint = "delete the file if it belongs to another checkpoint"
             problems.add(Corrupt("the manifest does not know this file", path=own.root / name, hint=hint))
 
 

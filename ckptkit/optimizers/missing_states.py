@@ -156,7 +156,7 @@ def forms_for(
     """Return what a state is like in a group: as those in it, or if it has none, as all others."""
     peers = [one for one in group if one in states.of] or list(states.of)
     if not peers:
-        message = f"`{states.name}` has no states at all that could serve as an example"
+        message = f"`{states.name}` has no states that could serve as an example"
         raise Unsupported(message, hint="drop --complete-optimizer: the optimizer has not made a step yet")
     first = states.of[peers[0]].keys()
     other = next((one for one in peers if states.of[one].keys() != first), None)

@@ -73,7 +73,7 @@ def require_place(lock: int, root: Path, key: str) -> None:
     with translate_os_errors(root):
         is_there = is_same_file(lock, lock_of(root, key))
     if not is_there:
-        hint = "it was moved or removed while it was watched; what was done is noted in it"
+        hint = "the run was moved or deleted while it was watched; its journal lists what was done"
         raise NotACheckpoint("the run is gone", path=root, hint=hint)
 
 

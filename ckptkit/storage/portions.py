@@ -103,7 +103,9 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
         if prefix and planned.key(name)[: len(prefix)] == prefix:
             inner = ".".join(map(str, planned.key(name)[len(prefix) :]))
             hint = f"leave it out, or save to a format that has a place for it, such as `{_BESIDE}`"
-            raise Unsupported("only tensors can be saved here, and this entry is none", tensor=inner, hint=hint)
+            raise Unsupported(
+                "only tensors can be saved in this format, and this entry is not a tensor", tensor=inner, hint=hint
+            )
     model = edits.rename(edits.select(planned, weights.__contains__), weights.__getitem__)
     if len(weights) == len(planned.names):
         return (Portion("", to, model, weights),)

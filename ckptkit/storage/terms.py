@@ -27,7 +27,7 @@ from ckptkit.pictures.words import count
 
 ERROR, KEEP, ZERO, ALLOW, WARN, IGNORE = "error", "keep", "zero", "allow", "warn", "ignore"
 _MOST = 8  # names in a message
-_INITIALIZE = "a new optimizer has no states: make them with torch's `get_optimizer_state_dict`"
+_INITIALIZE = "create the states of a new optimizer with torch's `get_optimizer_state_dict` before you load"
 _TORCH_PLAN = create_default_local_load_plan.__code__
 
 
@@ -114,7 +114,7 @@ class LoadTerms:
             for name in names:
                 fill_with_zeros(wanted[name])
         done = "are zeros now" if self.missing == ZERO else "are as they were"
-        text = f"{len(names)} of what is to be loaded are not in the checkpoint, and {done}: {abridge(names)}"
+        text = f"{len(names)} entries of the state to load are not in the checkpoint, and {done}: {abridge(names)}"
         warnings.warn(text, PartialLoad, stacklevel=2)
 
     def check_casts(self, found: Iterable[tuple[str, Spec, Tensor]]) -> None:
@@ -140,7 +140,7 @@ def abridge(names: list[str]) -> str:
 
 def hint_on(names: Sequence[str]) -> str:
     """Return what to do about names that are missing."""
-    keep = 'missing="keep" leaves what is there as it is, missing="zero" makes zeros of it'
+    keep = 'pass missing="keep" to keep the values in memory, or missing="zero" to set them to zero'
     if not all("state." in name for name in names):
         return keep
     if all(name.rpartition(".")[2] in FIRST_ZERO for name in names):

@@ -65,7 +65,7 @@ NEMO = TrainerFacts(
 # megatron/training/checkpointing.py, megatron/core/dist_checkpointing: `iter_0000500` with metadata.json, which says
 # how the shards are stored, and DCP in it, or a directory `mp_rank_TT_PPP` for each rank of tensors and pipeline.
 _BUCKET = r"(?:chained_[0-9]+\.)?optimizer\.distributed\..*bucket_idx_.*"
-_OPAQUE = "the optimizer does not say of which parameters its states are: they are carried as they are"
+_OPAQUE = "the optimizer does not name the parameters of its states: the states are copied unchanged"
 
 MEGATRON = TrainerFacts(
     name="megatron",
@@ -212,7 +212,7 @@ VLLM = TrainerFacts(
     name="vllm",
     unread={
         r"model-rank-[0-9]+-part-[0-9]+\.safetensors": Unread(
-            "a sharded_state of vLLM, in which nothing says how its ranks share a tensor",
+            "this is a sharded_state of vLLM, which does not say how its ranks share a tensor",
             "take the model that it was made of",
         )
     },

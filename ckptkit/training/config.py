@@ -112,7 +112,7 @@ def require_places(config: TrainConfig) -> None:
     require_storable(config.run, config.state_dict)
     if config.tensorboard and isinstance(config.run, RemotePath):
         hint = "leave out `--tensorboard`: metrics.jsonl has the same numbers; or train into a local directory"
-        raise Usage("TensorBoard's files grow step by step, and a store has no such files", path=config.run, hint=hint)
+        raise Usage("TensorBoard appends to its files, which a store cannot do", path=config.run, hint=hint)
     if isinstance(config.data, RemotePath):
         raise Usage("ckptkit trains on local data only", path=config.data, hint="copy the data to this machine")
 
@@ -131,7 +131,7 @@ def require_adaptable(config: TrainConfig) -> None:
     """Raise `Usage` for what does not go with adapters."""
     if config.state_dict == "hf":
         hint = "save `--state-dict adapter`, and make it a model with `ckptkit consolidate --merge`"
-        raise Usage("a Hugging Face model has no place for adapters", hint=hint)
+        raise Usage("a Hugging Face model cannot store adapters", hint=hint)
     if config.freeze:
         raise Usage("all but the adapters is frozen already", hint="leave out `--freeze`")
     if config.wrap == "size":
@@ -147,7 +147,7 @@ def require_choice(name: str, value: object) -> None:
     """Raise `Usage` if the setting is one of a few words, and `value` is none of them."""
     kind = settings()[name].kind
     if get_origin(kind) is Literal and value not in get_args(kind):
-        raise Usage(f"there is no {name} `{value}`", hint=f"use one of {', '.join(get_args(kind))}")
+        raise Usage(f"unknown {name} `{value}`", hint=f"use one of {', '.join(get_args(kind))}")
 
 
 def to_toml(value: object) -> str:
@@ -166,7 +166,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise Usage(f"not a TOML file: {error}", path=path) from error
     unknown = values.keys() - settings().keys()
     if unknown:
-        raise Usage(f"there is no setting `{min(unknown)}`", path=path, hint=f"known are {', '.join(settings())}")
+        raise Usage(f"unknown setting `{min(unknown)}`", path=path, hint=f"known are {', '.join(settings())}")
     return {name: from_toml(name, value, path) for name, value in values.items()}
 
 

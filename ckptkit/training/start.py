@@ -144,7 +144,7 @@ def require_same_adapters(path: Path, text: bytes | None) -> None:
     elif path.exists():
         raise Mismatch("the checkpoint has adapters", path=path, hint="go on with its `--lora-rank`")
     elif text is not None:
-        message = "the checkpoint has no adapters to go on with"
+        message = "the checkpoint has no adapters to continue with"
         raise Mismatch(message, path=path.parent, hint="start from its weights: `--weights`, and another run")
 
 

@@ -46,7 +46,7 @@ def require_used(unused: Iterable[str], path: Path) -> None:
     strangers = [name for name in unused if not name.endswith(_COMPUTED)]
     if strangers:
         raise Mismatch(
-            f"the model has no place for {len(strangers)} of the checkpoint's tensors: {', '.join(strangers[:4])}",
+            f"the model does not have {len(strangers)} of the checkpoint's tensors: {', '.join(strangers[:4])}",
             path=path,
             tensor=strangers[0],
             hint="is this a checkpoint of the same model?",

@@ -59,7 +59,7 @@ class WatchCommand:
             raise Usage(f"`{made}` does not name the checkpoint", hint=hint)
         if not is_ours and not _PLACE.search(words[0]) and shutil.which(words[0]) is None:
             hint = "pipes and the like are a shell's: sh -c '...' with $CKPTKIT_CKPT and $CKPTKIT_OUT in it"
-            raise Usage(f"there is no program `{words[0]}`", hint=hint)
+            raise Usage(f"unknown program `{words[0]}`", hint=hint)
         return made
 
     @property

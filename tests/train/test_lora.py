@@ -185,7 +185,7 @@ def test_what_does_not_go_on_is_refused(
         (replace(alone, lora_targets=("q_proj",)), Mismatch, "of another adapter: its `target_modules` is"),
         (replace(alone, weights=None), Usage, "adapters alone mean nothing without the weights"),
         (replace(alone, weights=tmp_path / "other"), Mismatch, "which were trained on another base"),
-        (replace(whole, lora_rank=3), Mismatch, "the checkpoint has no adapters to go on with"),
+        (replace(whole, lora_rank=3), Mismatch, "the checkpoint has no adapters to continue with"),
         (
             replace(alone, lora_rank=None, lora_alpha=8, state_dict="sharded", weights=None),
             Mismatch,

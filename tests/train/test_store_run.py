@@ -237,7 +237,7 @@ def test_a_store_that_cannot_be_written_is_found_before_the_first_step(user: Use
     assert f"error: {user.run}/.ckptkit-probe: access denied" in denied.stderr
     assert user.left_here() == set()
     user.place.server.faults.clear()
-    with pytest.raises(IOFailure, match="there is no such bucket") as raised:
+    with pytest.raises(IOFailure, match="the bucket does not exist") as raised:
         require_writable(to_destination("s3://absent-bucket/run"))
     assert str(raised.value.path) == "s3://absent-bucket"
     require_writable(to_destination(user.run))

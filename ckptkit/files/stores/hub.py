@@ -30,7 +30,7 @@ _TIMEOUT = 30  # seconds without a byte
 class HubStore:
     """The repository that `hf://[datasets/]org/name[@revision]` means."""
 
-    hint = "private and gated repositories need `hf auth login` or HF_TOKEN; if a local path is meant, there is none"
+    hint = "run `hf auth login` or set HF_TOKEN for a private or gated repository; there is no local path of this name"
 
     def __init__(self, url: str) -> None:
         self._kind, self._id, self._revision = parse_repository(url.partition("://")[2])
@@ -45,7 +45,7 @@ class HubStore:
         try:
             found = self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind)
         except RevisionNotFoundError as error:
-            raise NotACheckpoint(f"the repository has no revision `{self._revision}`") from error
+            raise NotACheckpoint(f"the repository does not have revision `{self._revision}`") from error
         except RepositoryNotFoundError as error:
             raise NotACheckpoint("the Hub shows us no such repository", hint=self.hint) from error
         return str(found.sha)

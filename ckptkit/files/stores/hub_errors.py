@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 from ckptkit.errors import CkptError, IOFailure, NoRoom, NotACheckpoint, Occupied, Usage, translate_os_errors
 
 MAIN = "main"
-AGAIN = "run the same command again: what has arrived is not sent again"
+AGAIN = "run the same command again: it sends only what is missing"
 _TOKEN = re.compile(r"hf_\w+")
 _LOGIN = "`hf auth login`, or HF_TOKEN, says who you are"
 _QUOTA = re.compile(r"storage|quota|exceed", re.IGNORECASE)  # in what the Hub says where it has no room left
@@ -54,7 +54,7 @@ def translate(error: Exception, repo_id: str, revision: str) -> CkptError:
         if isinstance(behind, OfflineModeIsEnabled):
             return IOFailure("the Hub is not asked while HF_HUB_OFFLINE is set", hint="unset it")
         if isinstance(behind, HFValidationError):
-            return Usage(f"`{repo_id}` is no name that the Hub allows")
+            return Usage(f"the Hub does not allow the name `{repo_id}`")
         if type(behind).__module__.partition(".")[0] in ("httpx", "httpx2", "requests", "urllib3"):
             return unreachable(behind)
         behind = behind.__cause__
@@ -78,9 +78,9 @@ def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
         return IOFailure(f"access to `{repo_id}` has to be asked for", hint=f"do so at {page_of(repo_id)}")
     if isinstance(error, RepositoryNotFoundError) or error.response.headers.get("X-Error-Code") == "RepoNotFound":
         hint = f"check the name; if it is private, {_LOGIN}"
-        return NotACheckpoint(f"the Hub has no `{repo_id}`, or none for you", hint=hint)
+        return NotACheckpoint(f"the Hub does not have `{repo_id}`, or you may not see it", hint=hint)
     if isinstance(error, RevisionNotFoundError):
-        return NotACheckpoint(f"`{repo_id}` has no revision `{revision}`")
+        return NotACheckpoint(f"`{repo_id}` does not have revision `{revision}`")
     if status in (409, 412):
         return Occupied(f"`{repo_id}` was changed by somebody else meanwhile", hint=AGAIN)
     if status in (402, 403, 413, 507) and _QUOTA.search(said):

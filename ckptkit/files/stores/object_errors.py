@@ -30,7 +30,7 @@ _WORDS = {  # by the scheme of a URL: what the hints say
     },
 }
 _AGAIN = "run the same command again"
-_BUCKET = ("there is no such {bucket}", "create the {bucket}, or correct the URL or {endpoint}")
+_BUCKET = ("the {bucket} does not exist", "create the {bucket}, or correct the URL or {endpoint}")
 _BAD_NAME = ("this cannot be the name of a {bucket}", "correct the URL")
 _DENIED = ("access denied", "{rights}")
 _EXPIRED = ("the credentials have expired", "log in again, or renew them: {keys}")

@@ -18,7 +18,7 @@ _LOGIN = "log in again, or renew AWS_SESSION_TOKEN"
 _REGION = "set AWS_DEFAULT_REGION to {region}"
 _AGAIN = "run the same command again"
 _NETWORK = "check the network, and AWS_ENDPOINT_URL if the store is not AWS"
-_BUCKET = ("there is no such bucket", "create the bucket, or correct the URL and AWS_ENDPOINT_URL")
+_BUCKET = ("the bucket does not exist", "create the bucket, or correct the URL and AWS_ENDPOINT_URL")
 _DENIED = ("access denied", _RIGHTS)
 _EXPIRED = ("the credentials have expired", _LOGIN)
 _ELSEWHERE = ("the bucket is in another region", _REGION)
@@ -79,7 +79,7 @@ LIBRARY = {  # what the library raises before a store has answered, as the name 
     "UnauthorizedSSOTokenError": ("the login has expired", "run `aws sso login`"),
     "SSOTokenLoadError": ("the login has expired", "run `aws sso login`"),
     "TokenRetrievalError": ("the login has expired", "run `aws sso login`"),
-    "NoRegionError": ("there is no region", "set AWS_DEFAULT_REGION to the region of the bucket"),
+    "NoRegionError": ("the region is missing", "set AWS_DEFAULT_REGION to the region of the bucket"),
     "ParamValidationError": ("this cannot be the name of a bucket", "correct the URL"),
     "SSLError": ("the store's certificate is not trusted", "check AWS_ENDPOINT_URL, or set AWS_CA_BUNDLE"),
     "ProxyConnectionError": ("the proxy cannot be reached", "check HTTPS_PROXY and NO_PROXY"),

@@ -57,7 +57,7 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any, name: str) -> None:
         if tokenizer.eos_token_id is None:
             hint = "name its `eos_token` in tokenizer_config.json"
-            raise Usage(f"the tokenizer `{name}` has no token that ends a text", hint=hint)
+            raise Usage(f"the tokenizer `{name}` does not have an end-of-text token", hint=hint)
         self.name = name
         self.end = int(tokenizer.eos_token_id)
         # Not len(tokenizer): where added tokens leave ids unused, the highest is more than that.
@@ -91,7 +91,7 @@ def choose_tokenizer(name: str | None) -> Tokenizer:
         hint = "pip install 'ckptkit-fsdp[hf]', or leave `--tokenizer` out to train on bytes"
         raise Usage("a Hugging Face tokenizer needs the package transformers", hint=hint) from error
     if "/" in name and not Path(name).exists() and not is_model_id(name):
-        raise Usage(f"no tokenizer `{name}`: there is no such file or directory", hint=hint_on_id(name))
+        raise Usage(f"no tokenizer `{name}`: the file or directory does not exist", hint=hint_on_id(name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(Path(name).parent if Path(name).name == "tokenizer.json" else name)
     except Exception as error:  # the tokenizers library raises nothing narrower

@@ -194,7 +194,7 @@ def check(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
         checksum = zlib.crc32(block.data, checksum)
     if not followed:
         hint = "give text with `--data`"
-        raise Usage("there is no text to train on: no document has a token and a next", path=data, hint=hint)
+        raise Usage("there is no text to train on: every document has fewer than two tokens", path=data, hint=hint)
     return replace(tokens, checksum=checksum)
 
 

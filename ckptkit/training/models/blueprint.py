@@ -61,14 +61,14 @@ def resolve_model(model: str) -> str:
         return model
     if not is_model_id(model):
         hint = f"use one of {', '.join(SIZES)}, a config.json, a model's directory or a Hub id like `org/model`"
-        raise Usage(f"there is no model `{model}`", hint=hint)
+        raise Usage(f"unknown model `{model}`", hint=hint)
     from huggingface_hub import snapshot_download
 
     with downloading(model):
         found = Path(snapshot_download(model, allow_patterns=[*FILES, "model*.safetensors*"], ignore_patterns="*/*"))
     if weights_in(found) is None:
         hint = "download it and `ckptkit convert` its weights, or give a directory with its config.json to start anew"
-        raise Unsupported(f"`{model}` has no weights in safetensors files on the Hub", hint=hint)
+        raise Unsupported(f"`{model}` does not have safetensors files on the Hub", hint=hint)
     return str(found)
 
 

@@ -98,7 +98,7 @@ class ModelConfig:
         parameters only with its vocabulary of 128256.
         """
         if size not in SIZES:
-            raise Usage(f"there is no model size `{size}`", hint=f"use one of {', '.join(SIZES)}, or a config.json")
+            raise Usage(f"unknown model size `{size}`", hint=f"use one of {', '.join(SIZES)}, or a config.json")
         return cls(**SIZES[size], vocab_size=BYTES if vocab_size is None else vocab_size, tie_word_embeddings=tied)
 
     @classmethod

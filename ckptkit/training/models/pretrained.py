@@ -126,7 +126,7 @@ class Pretrained:
         for key, parameter in parameters.items():
             if parameter.isnan().any():
                 raise Unsupported(
-                    f"transformers has no rule to initialise it in a `{self.config.model_type}`",
+                    f"transformers does not know how to initialize it in a `{self.config.model_type}`",
                     path=self.directory,
                     tensor=f"{name}.{key}".lstrip("."),
                     hint="start from weights: put them beside its config.json",

@@ -85,7 +85,7 @@ def read_outline(reader: Reader) -> Tree:
         leaves |= dict.fromkeys(layout.blobs) | {name: without_data(spec) for name, spec in layout.specs.items()}
         keys |= layout.keys
     if not keys:
-        raise Unsupported("saved without the names of what is nested in it", path=reader.path)
+        raise Unsupported("saved without the names of its nested entries", path=reader.path)
     return unflatten_state_dict(leaves, keys)
 
 

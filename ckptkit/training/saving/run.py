@@ -66,7 +66,7 @@ class Run:
         files: Mapping[str, bytes] | None = None,
     ) -> None:
         if state_dict not in FORMATS:
-            raise Usage(f"there is no state dict `{state_dict}`", hint=f"use one of {', '.join(FORMATS)}")
+            raise Usage(f"unknown state dict `{state_dict}`", hint=f"use one of {', '.join(FORMATS)}")
         self.root = to_destination(root)
         require_storable(self.root, state_dict)
         self.state_dict = state_dict

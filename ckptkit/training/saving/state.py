@@ -78,7 +78,7 @@ class Training:
             if name not in stored:
                 there = ", ".join(f"`{name}`" for name in stored)
                 raise Mismatch(
-                    f"the checkpoint has no `{name}`, only {there}", hint="load without it, if that is meant"
+                    f"the checkpoint does not have `{name}`, only {there}", hint="load without it, if that is meant"
                 )
         wanted = {name: blank(stored[name]) for name in ("step", *self.others)}
         ours = get_model_state_dict(self.model)
@@ -99,7 +99,7 @@ class Training:
         for name in state:
             if name not in ours["state"]:
                 hint = "is it the same optimizer over the same parameters?"
-                raise Mismatch("the optimizer has no state of this parameter", tensor=f"optim.state.{name}", hint=hint)
+                raise Mismatch("the optimizer has no state for this parameter", tensor=f"optim.state.{name}", hint=hint)
         return {
             # a parameter that never had a gradient has no state, in the checkpoint and then here
             "state": {name: fit(state[name], ours["state"][name], f"optim.state.{name}") for name in state},

@@ -246,7 +246,7 @@ def test_what_is_not_there(bucket: Bucket) -> None:
     with pytest.raises(NotACheckpoint) as raised:
         inspect(f"{bucket.url}/nothing")
     assert str(raised.value.path) == f"{bucket.url}/nothing"
-    with pytest.raises(IOFailure, match="there is no such bucket") as refused:
+    with pytest.raises(IOFailure, match="the bucket does not exist") as refused:
         inspect("s3://no-such-bucket/ckpt")
     assert str(refused.value.path) == "s3://no-such-bucket"
 

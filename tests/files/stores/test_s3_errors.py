@@ -18,7 +18,7 @@ from tests.files.stores.conftest import Bucket
 
 REGION = (("x-amz-bucket-region", "eu-west-3"),)
 ANSWERS = [  # status, code, headers: our message and hint
-    (404, "NoSuchBucket", (), "there is no such bucket", "create the bucket"),
+    (404, "NoSuchBucket", (), "the bucket does not exist", "create the bucket"),
     (403, "AccessDenied", (), "access denied", "s3:GetObject"),
     (403, "", (), "access denied", "s3:GetObject"),
     (403, "InvalidAccessKeyId", (), "does not know this access key", "AWS_ACCESS_KEY_ID"),
