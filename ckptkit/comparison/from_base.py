@@ -19,7 +19,8 @@ from ckptkit.models.fit import abridge
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
 from ckptkit.quantized.find import Quantized, find_quantized
-from ckptkit.quantized.plain import dtype_of, plain_name, recipe_of
+from ckptkit.quantized.packed import plain_name
+from ckptkit.quantized.plain import dtype_of, recipe_of
 
 Added = dict[str, tuple[Spec, RecipeFor]]  # tensors that the output gets, by name
 
@@ -95,9 +96,9 @@ def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> li
 
 
 def with_partners(name: str, quantized: Quantized | None) -> tuple[str, ...]:
-    """Return a tensor, and with one half of a quantized weight the other: numbers and scales mean nothing alone."""
-    pairs = ((weight, packed.scale) for weight, packed in quantized.weights.items()) if quantized else ()
-    return next((pair for pair in pairs if name in pair), (name,))
+    """Return a tensor, and with one of a quantized weight all others: numbers and scales mean nothing alone."""
+    groups = ((weight, *packed.beside) for weight, packed in quantized.weights.items()) if quantized else ()
+    return next((group for group in groups if name in group), (name,))
 
 
 def taken(name: str, number: int) -> RecipeFor:
