@@ -85,10 +85,11 @@ def read_said(config: Mapping[str, Any] | None) -> Said:
 
 def words_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the section on quantization; None without any. That of a text model may lie deeper."""
-    for section in (config, config.get(TEXT)):
-        for key in (*KEYS, MLX) if isinstance(section, dict) else ():
-            if isinstance(section.get(key), dict) and is_about_quantization(key, section[key]):
-                found: Mapping[str, Any] = section[key]
+    text = config.get(TEXT)
+    for section in (config, text) if isinstance(text, dict) else (config,):
+        for key in (*KEYS, MLX):
+            found = section.get(key)
+            if isinstance(found, dict) and is_about_quantization(key, found):
                 return found
     return None
 

@@ -98,7 +98,7 @@ def is_half(name: str, spec: Spec) -> bool:
 def are_numbers(name: str, spec: Spec) -> bool:
     """Return whether a tensor is numbers that need scales."""
     is_block = name.endswith(BLOCKS) and spec.dtype.name == "uint8"
-    return is_eight_bits(spec) or is_block or name.endswith(PACKED)
+    return (is_eight_bits(spec) and not are_scales(name, spec)) or is_block or name.endswith(PACKED)
 
 
 def are_scales(name: str, spec: Spec) -> bool:

@@ -54,7 +54,8 @@ class Codes(NamedTuple):
         if self.bits == 8:
             return table(self.numbers).take(raw)
         if self.bits == 4:
-            return pairs(self.numbers).take(raw).view(np.float32)
+            found: Array = pairs(self.numbers).take(raw).view(np.float32)
+            return found
         runs = raw.reshape(*raw.shape[:-1], -1, self.bits)  # eight numbers in each
         streams = sum(runs[..., number].astype(np.uint64) << np.uint64(8 * number) for number in range(self.bits))
         shifts = np.arange(8, dtype=np.uint64) * np.uint64(self.bits)

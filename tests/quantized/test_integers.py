@@ -57,6 +57,7 @@ def shaped(*shape: int) -> Tensor:
 
 
 GOOD = {W + "_packed": torch.zeros(4, 16, dtype=torch.int32), W + "_scale": torch.ones(4, 4).bfloat16()}
+ZEROS, TWO_ZEROS = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
 WAY = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], str]] = {
     "no scale": ({W + "_scale": None}, {}, Mismatch, "no scales of it"),
@@ -70,15 +71,9 @@ BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], 
     "bits by words": ({}, {"num_bits": "4"}, Corrupt, "have 4 bits"),
     "5 bits": ({W + "_packed": torch.zeros(4, 20, dtype=torch.int32)}, {"num_bits": 5}, Unsupported, "5 bits"),
     "no zero points": ({}, {"symmetric": False}, Mismatch, "expected zero points"),
-    "zero points of a symmetric model": (
-        *({W + "_zero_point": torch.zeros(1, 4, dtype=torch.int32)}, {}, Mismatch, "calls symmetric"),
-    ),
-    "zero points of another shape": (
-        *({W + "_zero_point": torch.zeros(2, 4, dtype=torch.int32)}, {"symmetric": False}, Mismatch, r"\[1, 4\]"),
-    ),
-    "zero points of floats": (
-        *({W + "_zero_point": torch.zeros(4, 4)}, {"symmetric": False}, Mismatch, "found float32"),
-    ),
+    "zero points of a symmetric model": ({W + "_zero_point": ZEROS}, {}, Mismatch, "calls symmetric"),
+    "zero points of another shape": ({W + "_zero_point": TWO_ZEROS}, {"symmetric": False}, Mismatch, r"\[1, 4\]"),
+    "zero points of floats": ({W + "_zero_point": ZEROS.float()}, {"symmetric": False}, Mismatch, "found float32"),
     "NaN": ({W + "_scale": torch.full((4, 4), torch.nan)}, {}, Corrupt, "scale of nan"),
     "negative": ({W + "_scale": -torch.ones(4, 4)}, {}, Corrupt, "scale of -1"),
     "zero": ({W + "_scale": torch.zeros(4, 4)}, {}, Corrupt, "is 0, and the numbers"),

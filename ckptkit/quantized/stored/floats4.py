@@ -15,7 +15,7 @@ transformers/integrations/finegrained_fp8.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ def find(layout: Layout, said: Said) -> Iterator[tuple[str, Packed]]:  # noqa: A
             yield name, packed(layout, name, scale, level)
 
 
-def level_of(stem: str, specs: Layout | dict[str, Spec]) -> Level | None:
+def level_of(stem: str, specs: Mapping[str, Spec]) -> Level | None:
     """Return the number for a whole weight; None without one."""
     levels = (Level(stem + _GLOBAL, divides=True), Level(stem + _SECOND, divides=False))
     return next((level for level in levels if level.name in specs), None)
