@@ -7,7 +7,8 @@ computed in float32; products that a library rounds to another dtype are rounded
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import lcm, prod
 from typing import NamedTuple, Protocol
@@ -16,7 +17,9 @@ import numpy as np
 
 from ckptkit.engine.recipes import FLOAT32, Array, as_stored
 from ckptkit.errors import Corrupt
-from ckptkit.layout.plan import Operand
+from ckptkit.layout.plan import Operand, Verdict
+from ckptkit.models.fit import abridge
+from ckptkit.pictures.words import count
 from ckptkit.quantized.plain_blocks import as_numbers, check_factors
 from ckptkit.tensors.box import Box, Shape, whole
 from ckptkit.tensors.casting import cast, widener
@@ -79,6 +82,7 @@ class Grouped:
         group: int,
         rounds_to: DType = FLOAT32,
     ) -> None:
+        self.verdict: Verdict | None = next((part.verdict for part in parts if isinstance(part, Extremes)), None)
         self._codes, self._parts, self._shape, self._group = codes, parts, shape, group
         self._rounds_to = rounds_to
         self._bits = 8 * numbers.dtype.itemsize
@@ -250,21 +254,44 @@ class Declared:
         return False
 
 
-class Extremes:
-    """Note a group that would be other numbers if its weights were quantized again, with a scale of their maximum.
+@dataclass(frozen=True, slots=True)
+class Requantized:
+    """Whether integers of so many bits would be the same if their weights were quantized again.
 
-    That is a group whose numbers, all smaller, or one larger than `limit`, do not have one of this magnitude.
+    The scale of a group is then its maximum, divided by the largest integer.
+    """
+
+    bits: int
+
+    @property
+    def largest(self) -> int:
+        return (1 << (self.bits - 1)) - 1
+
+    def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
+        """Return for how many weights it is so; `noted` are the others."""
+        others = [name for name in judged if name in noted]
+        again = f"quantized again to int{self.bits} with scales of maximum / {self.largest}"
+        if not others:
+            return f"{again}, {count(len(judged), 'weight')} would have the same integers"
+        same = len(judged) - len(others)
+        return f"{again}, {same} of {count(len(judged), 'weight')} would have the same integers, not {abridge(others)}"
+
+
+class Extremes:
+    """Note a group whose integers would be others if its weights were quantized again.
+
+    That is a group without an integer of the largest magnitude, or with a larger one, unless all of them are 0.
     """
 
     operands: Sequence[Operand] = ()
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, bits: int) -> None:
+        self.verdict = Requantized(bits)
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:  # noqa: ARG002
         """Return whether there is one."""
         peaks = np.maximum(values.max(-1), -values.min(-1))
-        return bool(((peaks != self._limit) & (peaks != 0)).any())
+        return bool(((peaks != self.verdict.largest) & (peaks != 0)).any())
 
 
 def of_each_group(operand: Operand, shape: Shape) -> Operand:

@@ -43,7 +43,17 @@ def part_of(recipe: Recipe, tensors: Mapping[str, Tensor], box: Box) -> Tensor:
         part = tensors[operand.name][tuple(map(slice, region.start, region.stop))]
         assert tuple(part.shape) == region.size
         part = part.float() if operand.dtype.name == "float32" else part
-        blocks.append(memoryview(bytearray(part.reshape(-1).clone().view(torch.uint8).numpy().tobytes())))
+        blocks.append(
+            memoryview(
+                bytearray(
+                    torch.empty(part.numel(), dtype=part.dtype)
+                    .copy_(part.reshape(-1))
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
+                )
+            )
+        )
     made, _ = recipe(box, DTYPES["float32"], blocks)
     return torch.from_numpy(np.frombuffer(made, np.float32).copy()).reshape(box.size)
 

@@ -129,3 +129,34 @@ def test_a_text_model_may_say_it(tmp_path: Path) -> None:
     assert config(tmp_path / "out")["text_config"] == {"dtype": "bfloat16"} or "quantization_config" not in str(
         config(tmp_path / "out")
     )
+
+
+@pytest.mark.usefixtures("sizes")
+def test_a_note_says_whether_the_integers_would_come_back(tmp_path: Path) -> None:
+    """As after training that is aware of quantization: each group has an integer of the largest magnitude."""
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized", reason="the library is the judge")
+    codes = torch.randint(-7, 8, (44, 192), dtype=torch.int8)
+    codes[:, ::32] = 7
+    codes[3, 32:64] = 0
+    scales = (torch.rand(44, 6) * 0.1 + 0.01).bfloat16()
+    others = codes.clone()
+    others[5, 64:96] = 3
+    lowest = codes.clone()
+    lowest[9, 7] = -8
+
+    def noted(root: Path, **weights: Tensor) -> str:
+        tensors = {f"{name}.weight_packed": library.pack_to_int32(one, 4) for name, one in weights.items()}
+        tensors |= {f"{name}.weight_scale": scales for name in weights}
+        done = consolidate(written(root / "in", integers(4).said, tensors), root / "out", dtype="bf16")
+        (note,) = (note for note in done.notes if "quantized again" in note)
+        return note
+
+    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, 1 weight would have the same integers")
+    note = noted(tmp_path / "some", a=codes, b=others, c=lowest)
+    assert note.endswith("1 of 3 weights would have the same integers, not b.weight, c.weight")
+    plain = model(tmp_path / "some" / "out")
+    for name, same in {"a": codes, "b": others, "c": lowest}.items():
+        groups = plain[f"{name}.weight"].float().unflatten(-1, (-1, 32))
+        peaks = groups.abs().amax(-1, keepdim=True)
+        again = torch.where(peaks > 0, groups / (peaks / 7), 0).round().flatten(-2)
+        assert torch.equal(again, same.float()) == (name == "a")

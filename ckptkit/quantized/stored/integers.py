@@ -41,16 +41,6 @@ class Fit:
     is_packed: bool = True
     is_declared: bool = False
 
-    @property
-    def scales(self) -> Shape:
-        """Return the shape of the scales."""
-        return (*self.shape[:-1], self.shape[-1] // self.group)
-
-    @property
-    def largest(self) -> int:
-        """Return the largest magnitude of a number that is quantized again, with a scale of the maximum."""
-        return (1 << (self.way.bits - 1)) - 1
-
 
 def find(layout: Layout, said: Said) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are integers and have scales.
@@ -174,7 +164,7 @@ def recipe_of(fit: Fit) -> Callable[[Sequence[Operand]], Recipe]:
             bits = fit.way.bits if fit.of_zeros.dtype.name == "int32" else None
             parts.append(blocks.ZeroPoints(rest.pop(), fit.of_zeros.shape, bits))
         elif fit.group < fit.shape[-1]:
-            parts.append(blocks.Extremes(fit.largest))
+            parts.append(blocks.Extremes(fit.way.bits))
         parts.append(blocks.Factors(as_read(scales), fit.of_scales.shape, 1 << fit.way.bits))
         codes = blocks.Codes(fit.way.bits, patterns(fit))
         return blocks.Grouped(numbers, codes, parts, fit.shape, fit.group, fit.of_scales.dtype)
