@@ -41,7 +41,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     quantized = find_quantized(layout, base.companions.config)
     if quantized is not None and quantized.members.isdisjoint(chosen):
         quantized = None
-    chosen = list(dict.fromkeys(one for name in chosen for one in with_partners(name, quantized)))
+    chosen = with_partners(chosen, quantized)
     stored_as: dict[str, str] = {}
     if quantized is None or is_quantized(model):
         added = copied(chosen, layout, model)
@@ -59,7 +59,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
 
 def copied(chosen: Sequence[str], layout: Layout, model: Model) -> Added:
     """Return the chosen tensors of a base as they are."""
-    return {name: (layout.specs[name], taken(name, number_in(model))) for name in chosen}
+    return {name: (layout.tensors[name].spec, taken(name, number_in(model))) for name in chosen}
 
 
 def dequantized(
@@ -71,7 +71,7 @@ def dequantized(
     plain = [name for name in chosen if name not in quantized.members]
     added = copied(plain, layout, model)
     added |= {new: made_plain(quantized, old, model) for new, old in packed.items()}
-    return added, {new: f"{layout.specs[old].dtype} times scales" for new, old in packed.items()}
+    return added, {new: f"{layout.tensors[old].spec.dtype} times scales" for new, old in packed.items()}
 
 
 def number_in(model: Model) -> int:
@@ -95,10 +95,11 @@ def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> li
     return list(dict.fromkeys(chosen))
 
 
-def with_partners(name: str, quantized: Quantized | None) -> tuple[str, ...]:
-    """Return a tensor, and with one of a quantized weight all others: numbers and scales mean nothing alone."""
-    groups = ((weight, *packed.beside) for weight, packed in quantized.weights.items()) if quantized else ()
-    return next((group for group in groups if name in group), (name,))
+def with_partners(chosen: Sequence[str], quantized: Quantized | None) -> list[str]:
+    """Return tensors, and with one of a quantized weight all others: numbers and scales mean nothing alone."""
+    groups = [(weight, *packed.beside) for weight, packed in quantized.weights.items()] if quantized else []
+    group_of = {name: group for group in groups for name in group}
+    return list(dict.fromkeys(one for name in chosen for one in group_of.get(name, (name,))))
 
 
 def taken(name: str, number: int) -> RecipeFor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
 from ckptkit.quantized.config import Said, read_said
 from ckptkit.quantized.foreign import find_foreign
@@ -67,7 +67,10 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     said = read_said(config)
     if not said.is_known:
         return None if is_plain(specs) else unknown(layout, said)
-    weights = {name: packed for find in FINDERS for name, packed in find(layout, said)}
+    try:
+        weights = {name: packed for find in FINDERS for name, packed in find(specs, said)}
+    except CkptError as error:
+        raise error.blame(path=layout.root) from None
     if not (weights or (said.method and any(map(is_half, specs, specs.values())))):
         return None
     beside = {name for packed in weights.values() for name in packed.beside}

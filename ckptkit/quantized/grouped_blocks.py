@@ -63,7 +63,8 @@ class Codes(NamedTuple):
         streams = sum(runs[..., number].astype(np.uint64) << np.uint64(8 * number) for number in range(self.bits))
         shifts = np.arange(8, dtype=np.uint64) * np.uint64(self.bits)
         patterns = (np.asarray(streams)[..., None] >> shifts) & np.uint64((1 << self.bits) - 1)
-        return table(self.numbers).take(patterns.reshape(*raw.shape[:-1], -1).astype(np.intp))
+        numbers: Array = table(self.numbers).take(patterns.reshape(*raw.shape[:-1], -1).astype(np.intp))
+        return numbers
 
 
 class Grouped:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptkit.layout import Layout
+from ckptkit.layout import Spec
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.quantized.config import Said
 from ckptkit.tensors.box import Shape
@@ -29,7 +29,8 @@ class Packed:
     make: Callable[[Sequence[Operand]], Recipe]
 
 
-Finder = Callable[[Layout, Said], Iterator[tuple[str, Packed]]]  # yields weights by the names of their numbers
+Specs = Mapping[str, Spec]
+Finder = Callable[[Specs, Said], Iterator[tuple[str, Packed]]]  # yields weights by the names of their numbers
 
 
 def plain_name(name: str) -> str:

@@ -218,5 +218,5 @@ def say_small(layout: Layout, asked: Edits) -> list[str]:
 
 def recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
     """Return the recipe of a weight, by the name of its numbers in the checkpoint, the source of this number."""
-    packed, specs = quantized.weights[name], quantized.layout.specs
-    return packed.make([Operand(source, one, specs[one].dtype) for one in (name, *packed.beside)])
+    packed, tensors = quantized.weights[name], quantized.layout.tensors
+    return packed.make([Operand(source, one, tensors[one].spec.dtype) for one in (name, *packed.beside)])

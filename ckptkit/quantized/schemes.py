@@ -90,5 +90,6 @@ def in_channels(left: Sequence[str]) -> Mapping[str, Any]:
     }
 
 
-_WAYS = (("_scale_inv", (128, 128)), ("_scale", None), ("_scale_inv", (128, 128), True))
+_BLOCK = (128, 128)
+_WAYS = (("_scale_inv", _BLOCK, False), ("_scale", None, False), ("_scale_inv", _BLOCK, True))
 SCHEMES = {name: Scheme(name, *way) for name, way in zip(QUANTIZATIONS, _WAYS, strict=True)}

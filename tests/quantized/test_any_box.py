@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ CASES: Mapping[str, Callable[[], Stored]] = {
     "mxfp4": mxfp4,
     "modelopt": lambda: modelopt((3, 20, 64)),
     "deepseek": deepseek_v4,
-    **{f"mlx {bits}": lambda bits=bits: mlx(bits, 32) for bits in (2, 3, 4, 5, 6, 8)},
+    **{f"mlx {bits}": partial(mlx, bits, 32) for bits in (2, 3, 4, 5, 6, 8)},
 }
 
 

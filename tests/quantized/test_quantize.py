@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def by_compressed_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-JUDGES = {
+JUDGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
     "fp8-block": by_transformers,
     "fp8-channel": by_compressed_tensors,
     "fp8-block-ue8m0": partial(by_transformers, scale_fmt="ue8m0"),

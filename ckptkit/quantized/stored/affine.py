@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ckptkit.errors import Unsupported
-from ckptkit.layout import Layout
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.quantized.config import Integers, Said
-from ckptkit.quantized.packed import Packed
+from ckptkit.quantized.packed import Packed, Specs
 from ckptkit.quantized.stored.scales import mismatch
 from ckptkit.tensors.box import Shape
 from ckptkit.tensors.dtypes import DType
@@ -20,12 +19,11 @@ from ckptkit.tensors.dtypes import DType
 WEIGHT, SCALES, BIASES = ".weight", ".scales", ".biases"
 
 
-def find(layout: Layout, said: Said) -> Iterator[tuple[str, Packed]]:
+def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are triples.
 
     Raises `Mismatch` for scales or biases of other shapes than they need, `Unsupported` where config.json says nothing.
     """
-    specs = layout.specs
     for name, spec in specs.items():
         module = name.removesuffix(WEIGHT)
         if spec.dtype.name != "uint32" or module == name or f"{module}{SCALES}" not in specs:
@@ -33,24 +31,24 @@ def find(layout: Layout, said: Said) -> Iterator[tuple[str, Packed]]:
         way = said.modules.get(module) or next(iter(said.integers), None)
         if way is None:
             message = f"it is {spec}, and config.json does not say how many bits a number has"
-            raise Unsupported(message, path=layout.root, tensor=name, hint="is the config.json of the model missing?")
-        yield name, packed(layout, name, module, way)
+            raise Unsupported(message, tensor=name, hint="is the config.json of the model missing?")
+        yield name, packed(specs, name, module, way)
 
 
-def packed(layout: Layout, name: str, module: str, way: Integers) -> Packed:
+def packed(specs: Specs, name: str, module: str, way: Integers) -> Packed:
     """Return the weight that a triple stands for."""
-    stored, scales, biases = layout.specs[name], f"{module}{SCALES}", f"{module}{BIASES}"
+    stored, scales, biases = specs[name], f"{module}{SCALES}", f"{module}{BIASES}"
     assert way.group is not None
     columns = stored.shape[-1] * 32 // way.bits
     wanted = (*stored.shape[:-1], columns // way.group)
     for beside in (scales, biases):
-        found = layout.specs.get(beside)
+        found = specs.get(beside)
         fits = found is not None and found.shape == wanted and found.dtype.kind == "float"
         if not fits or columns % way.group or stored.shape[-1] * 32 % way.bits:
             which = f"a float for each {way.group} numbers of {way.bits} bits, {list(wanted)}"
-            raise mismatch(layout, beside, which, found or "none")
+            raise mismatch(beside, which, found or "none")
     shape = (*stored.shape[:-1], columns)
-    make = recipe_of(way, shape, way.group, layout.specs[scales].dtype)
+    make = recipe_of(way, shape, way.group, specs[scales].dtype)
     return Packed(f"mlx {way.bits} bits", shape, (scales, biases), (1, way.group), make)
 
 

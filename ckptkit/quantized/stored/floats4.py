@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ckptkit.layout import Layout, Spec
+from ckptkit.layout import Spec
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.quantized.config import Said
-from ckptkit.quantized.packed import Packed
+from ckptkit.quantized.packed import Packed, Specs
 from ckptkit.quantized.stored.integers import PACKED
 from ckptkit.quantized.stored.scales import is_exponent, mismatch, require_shape, scale_of
 from ckptkit.tensors.box import Shape
@@ -39,12 +39,11 @@ class Level(NamedTuple):
     divides: bool
 
 
-def find(layout: Layout, said: Said) -> Iterator[tuple[str, Packed]]:  # noqa: ARG001
+def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:  # noqa: ARG001
     """Yield the weights that are floats of 4 bits and have scales.
 
     Raises `Mismatch` for tensors beside them of other shapes than they need.
     """
-    specs = layout.specs
     for name, spec in specs.items():
         if spec.dtype.name not in _BYTES or len(spec.shape) < 2:
             continue
@@ -54,7 +53,7 @@ def find(layout: Layout, said: Said) -> Iterator[tuple[str, Packed]]:  # noqa: A
             continue
         level = level_of(stem, specs)
         if level is not None or is_exponent(specs[scale]) or spec.dtype.name != "int8":
-            yield name, packed(layout, name, scale, level)
+            yield name, packed(specs, name, scale, level)
 
 
 def level_of(stem: str, specs: Mapping[str, Spec]) -> Level | None:
@@ -63,24 +62,24 @@ def level_of(stem: str, specs: Mapping[str, Spec]) -> Level | None:
     return next((level for level in levels if level.name in specs), None)
 
 
-def packed(layout: Layout, name: str, scale: str, level: Level | None) -> Packed:
+def packed(specs: Specs, name: str, scale: str, level: Level | None) -> Packed:
     """Return the weight that floats of 4 bits stand for. Raises `Mismatch` for scales of another dtype or shape."""
-    stored, scales = layout.specs[name], layout.specs[scale]
+    stored, scales = specs[name], specs[scale]
     group = _MXFP4 if level is None else _NVFP4
     fits = is_exponent(scales) if level is None else scales.dtype.name == "float8_e4m3fn"
     if not fits:
         wanted = "exponents (float8_e8m0fnu or uint8)" if level is None else "float8_e4m3fn"
-        raise mismatch(layout, scale, f"scales in {wanted} for {stored}", scales.dtype)
+        raise mismatch(scale, f"scales in {wanted} for {stored}", scales.dtype)
     columns = 2 * stored.shape[-1]
     if columns % group:
-        raise mismatch(layout, name, f"columns in groups of {group}", columns)
+        raise mismatch(name, f"columns in groups of {group}", columns)
     shape = (*stored.shape[:-1], columns)
-    require_shape(layout, scale, (*shape[:-1], columns // group), f"a scale for {group} numbers,")
+    require_shape(specs, scale, (*shape[:-1], columns // group), f"a scale for {group} numbers,")
     if level is None:
         return Packed("mxfp4", shape, (scale,), (1, group), one_level(shape, scales.shape))
-    found = layout.specs[level.name]
+    found = specs[level.name]
     if prod(found.shape) != 1 or found.dtype.kind != "float":
-        raise mismatch(layout, level.name, "one number for the whole weight", found)
+        raise mismatch(level.name, "one number for the whole weight", found)
     make = two_levels(shape, (scales.shape, found.shape), divides=level.divides)
     return Packed("nvfp4", shape, (scale, level.name), (1, group), make)
 

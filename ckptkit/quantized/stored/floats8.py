@@ -13,20 +13,19 @@ from functools import partial
 from math import prod
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.layout import Layout, Spec
+from ckptkit.layout import Spec
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.quantized.config import Block, Said
-from ckptkit.quantized.packed import Packed
+from ckptkit.quantized.packed import Packed, Specs
 from ckptkit.quantized.stored.scales import is_exponent, scale_of
 from ckptkit.tensors.box import Shape
 
 
-def find(layout: Layout, said: Said) -> Iterator[tuple[str, Packed]]:
+def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are floats of 8 bits and have scales."""
-    specs = layout.specs
     for name, spec in specs.items():
         if is_eight_bits(spec) and (scale := scale_of(name, specs)) is not None:
-            steps = steps_for(layout, name, scale, said.blocks)
+            steps = steps_for(specs, name, scale, said.blocks)
             group = () if steps == spec.shape else steps[-2:]
             make = partial(recipe, specs[scale].shape, steps)
             yield name, Packed("fp8", spec.shape, (scale,), group, make)
@@ -44,15 +43,15 @@ def recipe(shape_of_scales: Shape, steps: Shape, operands: Sequence[Operand]) ->
     return scaled(operands[0], operands[1], shape_of_scales, steps)
 
 
-def steps_for(layout: Layout, name: str, scale: str, blocks: tuple[Block, ...]) -> Shape:
+def steps_for(specs: Specs, name: str, scale: str, blocks: tuple[Block, ...]) -> Shape:
     """Return the box of a weight of 8 bits that has one scale.
 
     Raises `Mismatch` for scales that are no numbers, or not as many as there have to be, and `Unsupported` if more than
     one of the sizes of `blocks` would fit.
     """
-    shape, found = layout.specs[name].shape, layout.specs[scale]
+    shape, found = specs[name].shape, specs[scale]
     if not (found.dtype.kind == "float" or is_exponent(found)):
-        raise Mismatch(f"scales of {layout.specs[name]} cannot be {found}", path=layout.root, tensor=scale)
+        raise Mismatch(f"scales of {specs[name]} cannot be {found}", tensor=scale)
     if prod(found.shape) == 1:
         return shape
     sizes = [*blocks, *([(1, shape[-1]), (shape[-2], shape[-1])] if len(shape) > 1 else [])]
@@ -62,11 +61,11 @@ def steps_for(layout: Layout, name: str, scale: str, blocks: tuple[Block, ...]) 
         message = (
             f"there are {list(found.shape)} scales for {list(shape)} weights: no scale a row, or for each {wanted}"
         )
-        raise Mismatch(message, path=layout.root, tensor=scale)
+        raise Mismatch(message, tensor=scale)
     if len(fitting) > 1:
         several = " or ".join(str(list(steps)) for steps in fitting)
         message = f"{list(found.shape)} scales for {list(shape)} weights may be for each {several}"
-        raise Unsupported(message, path=layout.root, tensor=scale)
+        raise Unsupported(message, tensor=scale)
     return next(iter(fitting))
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from math import prod
 
 from ckptkit.errors import Unsupported
-from ckptkit.layout import Layout, Spec
+from ckptkit.layout import Spec
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.quantized.config import Integers, Said
-from ckptkit.quantized.packed import Packed
+from ckptkit.quantized.packed import Packed, Specs
 from ckptkit.quantized.stored.scales import mismatch, require_shape
 from ckptkit.tensors.box import Shape
 
@@ -42,17 +42,16 @@ class Fit:
     is_declared: bool = False
 
 
-def find(layout: Layout, said: Said) -> Iterator[tuple[str, Packed]]:
+def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are integers and have scales.
 
     Raises `Mismatch` for tensors beside them of other shapes than they need, and `Unsupported` for bits that ckptkit
     does not know.
     """
-    specs = layout.specs
     for name, spec in specs.items():
         stem = stem_of(name, spec)
         if stem is not None and (scale := f"{stem}{_SCALE}") in specs and specs[scale].dtype.kind == "float":
-            yield name, packed(layout, name, stem, said)
+            yield name, packed(specs, name, stem, said)
 
 
 def stem_of(name: str, spec: Spec) -> str | None:
@@ -62,19 +61,18 @@ def stem_of(name: str, spec: Spec) -> str | None:
     return name if spec.dtype.name == "int8" and len(spec.shape) > 1 else None
 
 
-def packed(layout: Layout, name: str, stem: str, said: Said) -> Packed:
+def packed(specs: Specs, name: str, stem: str, said: Said) -> Packed:
     """Return the weight that integers stand for."""
-    specs = layout.specs
     scale, zeros, shape = f"{stem}{_SCALE}", f"{stem}{_ZEROS}", f"{stem}{_SHAPE}"
-    fit = fit_of(layout, name, scale, said)
+    fit = fit_of(specs, name, scale, said)
     beside = [scale]
     if zeros in specs:
-        require_zeros(layout, zeros, fit)
+        require_zeros(specs, zeros, fit)
         beside.append(zeros)
     elif not fit.way.is_symmetric:
-        raise mismatch(layout, name, f"zero points in `{zeros}`, as config.json says", "none")
+        raise mismatch(name, f"zero points in `{zeros}`, as config.json says", "none")
     if shape in specs:
-        require_shape(layout, shape, (len(fit.shape),), "the sizes of a shape")
+        require_shape(specs, shape, (len(fit.shape),), "the sizes of a shape")
         beside.append(shape)
     fit = Fit(
         *(fit.way, fit.shape, fit.group, fit.of_scales, specs.get(zeros)),
@@ -85,28 +83,27 @@ def packed(layout: Layout, name: str, stem: str, said: Said) -> Packed:
     return Packed(f"int{fit.way.bits}", fit.shape, tuple(beside), () if is_whole else (1, fit.group), recipe_of(fit))
 
 
-def fit_of(layout: Layout, name: str, scale: str, said: Said) -> Fit:
+def fit_of(specs: Specs, name: str, scale: str, said: Said) -> Fit:
     """Return how a weight is to be read: in the one way of those in config.json that its shapes fit."""
-    stored, scales = layout.specs[name], layout.specs[scale]
+    stored, scales = specs[name], specs[scale]
     ways = said.integers
     if not ways:
         message = f"it is {stored}, and config.json does not say how many bits a number has"
         hint = "is the config.json of the quantized model missing?"
-        raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
+        raise Unsupported(message, tensor=name, hint=hint)
     fits = [fit for way in ways if (fit := fitting(stored, scales, way)) is not None]
     if len({(fit.way.bits, fit.shape, fit.group) for fit in fits}) > 1:
         several = " or ".join(f"{fit.way.bits} bits" for fit in fits)
         message = f"{stored} with {list(scales.shape)} scales may be numbers of {several}"
-        raise Unsupported(message, path=layout.root, tensor=name)
+        raise Unsupported(message, tensor=name)
     if not fits:
         wanted = " or ".join(describe(way) for way in ways)
-        raise mismatch(layout, scale, f"scales for {stored} of {wanted}", list(scales.shape))
+        raise mismatch(scale, f"scales for {stored} of {wanted}", list(scales.shape))
     (fit, *_) = fits
     if fit.way.bits not in _BITS or fit.way.is_ordered:
         what = "columns in the order of their activations" if fit.way.is_ordered else f"{fit.way.bits} bits"
         raise Unsupported(
             f"config.json says that integers have {what}: ckptkit reads 4 and 8 bits, in order",
-            path=layout.root,
             tensor=name,
         )
     return fit
@@ -135,18 +132,18 @@ def describe(way: Integers) -> str:
     return f"{way.bits} bits with {scales}"
 
 
-def require_zeros(layout: Layout, zeros: str, fit: Fit) -> None:
+def require_zeros(specs: Specs, zeros: str, fit: Fit) -> None:
     """Raise `Mismatch` for zero points of another shape than the scales, or packed ones that should not be there."""
-    found = layout.specs[zeros]
+    found = specs[zeros]
     shape = fit.of_scales.shape
     if found.dtype.name == "int8":
-        require_shape(layout, zeros, shape, "as many zero points as scales")
+        require_shape(specs, zeros, shape, "as many zero points as scales")
     elif found.dtype.name != "int32" or fit.way.is_symmetric:
         kind = "symmetric" if fit.way.is_symmetric else "not symmetric"
-        raise mismatch(layout, zeros, f"zero points of a model that config.json calls {kind}", found)
+        raise mismatch(zeros, f"zero points of a model that config.json calls {kind}", found)
     else:
         rows = -(-fit.shape[-2] * fit.way.bits // _WORD)
-        require_shape(layout, zeros, (*shape[:-2], rows, shape[-1]), "zero points in words")
+        require_shape(specs, zeros, (*shape[:-2], rows, shape[-1]), "zero points in words")
 
 
 def recipe_of(fit: Fit) -> Callable[[Sequence[Operand]], Recipe]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ckptkit.errors import Mismatch
-from ckptkit.layout import Layout, Spec
+from ckptkit.layout import Spec
+from ckptkit.quantized.packed import Specs
 from ckptkit.tensors.box import Shape
 
 _SUFFIXES = ("_scale_inv", "_scale")
@@ -13,7 +12,7 @@ _WEIGHT, _OF_MODULE = ".weight", ".scale"  # DeepSeek V4 has the scales of `X.we
 EXPONENTS = ("float8_e8m0fnu", "uint8")  # dtypes of scales that are powers of 2
 
 
-def scale_of(name: str, specs: Mapping[str, Spec]) -> str | None:
+def scale_of(name: str, specs: Specs) -> str | None:
     """Return the tensor with the scales of another; None without any."""
     names = [name + suffix for suffix in _SUFFIXES]
     if name.endswith(_WEIGHT):
@@ -26,14 +25,14 @@ def is_exponent(spec: Spec) -> bool:
     return spec.dtype.name in EXPONENTS
 
 
-def mismatch(layout: Layout, name: str, expected: object, found: object) -> Mismatch:
+def mismatch(name: str, expected: object, found: object) -> Mismatch:
     """Return the error for a tensor beside numbers that does not go with them."""
     hint = "is a file of the model missing, or of another model?"
-    return Mismatch(f"expected {expected}, found {found}", path=layout.root, tensor=name, hint=hint)
+    return Mismatch(f"expected {expected}, found {found}", tensor=name, hint=hint)
 
 
-def require_shape(layout: Layout, name: str, shape: Shape, what: str) -> None:
+def require_shape(specs: Specs, name: str, shape: Shape, what: str) -> None:
     """Raise `Mismatch` for a tensor beside numbers of another shape than they need."""
-    found = layout.specs[name].shape
+    found = specs[name].shape
     if found != shape:
-        raise mismatch(layout, name, f"{what} {list(shape)}", list(found))
+        raise mismatch(name, f"{what} {list(shape)}", list(found))
