@@ -62,7 +62,9 @@ FLOORS = (
     ("runs", "runs.*"),
     # what recognizes quantized weights and computes them lies below conversions; the steps that change them lie above
     tuple(f"quantized.{name}" for name in ("grouped_blocks", "plain_blocks")),
-    tuple(f"quantized.{name}" for name in ("config", "find", "foreign", "packed", "require_plain", "signs", "stored.*")),
+    tuple(
+        f"quantized.{name}" for name in ("config", "find", "foreign", "packed", "require_plain", "signs", "stored.*")
+    ),
     ("conversion", "conversion.*"),
     ("quantized", "quantized.*"),
     ("adapters", "adapters.*"),
