@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, safe_open
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from scripts.benchmarks.trillion import EXPERTS, GROUP, HIDDEN, INNER, LAYERS, write
