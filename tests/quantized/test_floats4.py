@@ -140,3 +140,12 @@ def test_kinds_that_are_not_known_are_refused_by_name(tmp_path: Path, said: dict
         consolidate(root, tmp_path / "out", dtype="bf16")
     consolidate(root, tmp_path / "bytes", names="keep")
     assert model(tmp_path / "bytes").keys() == GOOD.keys()
+
+
+def test_experts_of_deepseek_without_exponents_are_an_error(tmp_path: Path) -> None:
+    stored = deepseek_v4()
+    (name, raw), (scale, _) = stored.tensors.items()
+    root = saved(tmp_path / "in", Stored({name: raw, scale: torch.ones(44, 6)}, stored.said, raw))
+    with pytest.raises(Mismatch, match="expected scales in exponents") as caught:
+        consolidate(root, tmp_path / "out", dtype="bf16")
+    assert (caught.value.path, caught.value.tensor) == (root, scale)

@@ -39,7 +39,7 @@ class Level(NamedTuple):
     divides: bool
 
 
-def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:  # noqa: ARG001
+def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are floats of 4 bits and have scales.
 
     Raises `Mismatch` for tensors beside them of other shapes than they need.
@@ -52,7 +52,8 @@ def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:  # noqa: ARG
         if scale is None or specs[scale].dtype.name in ("int8", "int32"):
             continue
         level = level_of(stem, specs)
-        if level is not None or is_exponent(specs[scale]) or spec.dtype.name != "int8":
+        may_be_integers = spec.dtype.name == "int8" and said.method != "fp8"  # of a method that is not known
+        if level is not None or is_exponent(specs[scale]) or not may_be_integers:
             yield name, packed(specs, name, scale, level)
 
 
