@@ -35,7 +35,7 @@ def open_quantized(model: Model, options: ConvertOptions) -> Model:
     """
     asked = options.edits
     is_concerned = options.weights or options.quantize or asked.dtype or asked.changes_names
-    quantized = look_for_quantized(model.part) if is_concerned else None
+    quantized = look_for_quantized(model.part, model.config) if is_concerned else None
     if options.weights and quantized is not None:
         message = f"the weights are quantized ({quantized.method}): their numbers have no mean without their scales"
         hint = "dequantize each first: ckptkit consolidate SRC OUT --dtype bf16"
@@ -50,9 +50,12 @@ def open_quantized(model: Model, options: ConvertOptions) -> Model:
     return make_plain(model, quantized, chosen)
 
 
-def look_for_quantized(part: Part) -> Quantized | None:
-    """Return the quantized weights in a part of a checkpoint; None without any."""
-    return find_quantized(part.layout, find_config(part.path))
+def look_for_quantized(part: Part, base: Mapping[str, Any] | None = None) -> Quantized | None:
+    """Return the quantized weights in a part of a checkpoint; None without any.
+
+    The config.json of a `base` says how they are quantized where none lies beside them.
+    """
+    return find_quantized(part.layout, find_config(part.path) or base)
 
 
 def refuse_quantized(part: Part, quantized: Quantized | None) -> None:
@@ -108,7 +111,7 @@ def make_all_plain(model: Model) -> Model:
 
     Raises `Unsupported` if ckptkit cannot compute them.
     """
-    quantized = look_for_quantized(model.part)
+    quantized = look_for_quantized(model.part, model.config)
     chosen = frozenset(old for old in model.weights.came_from.values() if quantized and old in quantized.weights)
     if quantized is None or not (chosen or quantized.refusal):
         return without_false_words(model)

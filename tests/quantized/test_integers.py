@@ -160,3 +160,11 @@ def test_a_note_says_whether_the_integers_would_come_back(tmp_path: Path) -> Non
         peaks = groups.abs().amax(-1, keepdim=True)
         again = torch.where(peaks > 0, groups / (peaks / 7), 0).round().flatten(-2)
         assert torch.equal(again, same.float()) == (name == "a")
+
+
+def test_the_config_of_a_base_says_it_where_there_is_no_other(tmp_path: Path) -> None:
+    stored = integers(4)
+    root, base = written(tmp_path / "in", None, stored.tensors), written(tmp_path / "base", stored.said, {})
+    (root / "config.json").unlink()
+    consolidate(root, tmp_path / "out", dtype="bf16", base=str(base))
+    assert_same(model(tmp_path / "out"), {W: stored.truth})
