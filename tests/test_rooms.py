@@ -60,8 +60,11 @@ FLOORS = (
     ("checkpoints.find_parts",),
     ("checkpoints", "checkpoints.*"),
     ("runs", "runs.*"),
-    # what recognizes quantized weights lies below conversions; the steps that change them lie above
-    tuple(f"quantized.{name}" for name in ("config", "find", "foreign", "require_plain", "signs")),
+    # what recognizes quantized weights and computes them lies below conversions; the steps that change them lie above
+    tuple(f"quantized.{name}" for name in ("grouped_blocks", "plain_blocks")),
+    tuple(
+        f"quantized.{name}" for name in ("config", "find", "foreign", "packed", "require_plain", "signs", "stored.*")
+    ),
     ("conversion", "conversion.*"),
     ("quantized", "quantized.*"),
     ("adapters", "adapters.*"),

@@ -19,7 +19,8 @@ from ckptkit.models.fit import abridge
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
 from ckptkit.quantized.find import Quantized, find_quantized
-from ckptkit.quantized.plain import dtype_of, plain_name, recipe_of
+from ckptkit.quantized.packed import plain_name
+from ckptkit.quantized.plain import dtype_of, recipe_of
 
 Added = dict[str, tuple[Spec, RecipeFor]]  # tensors that the output gets, by name
 
@@ -43,7 +44,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     quantized = find_quantized(layout, base.companions.config)
     if quantized is not None and quantized.members.isdisjoint(chosen):
         quantized = None
-    chosen = list(dict.fromkeys(one for name in chosen for one in with_partners(name, quantized)))
+    chosen = with_partners(chosen, quantized)
     stored_as: dict[str, str] = {}
     if quantized is None or is_quantized(model):
         added = copied(chosen, layout, model)
@@ -61,7 +62,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
 
 def copied(chosen: Sequence[str], layout: Layout, model: Model) -> Added:
     """Return the chosen tensors of a base as they are."""
-    return {name: (layout.specs[name], taken(name, number_in(model))) for name in chosen}
+    return {name: (layout.tensors[name].spec, taken(name, number_in(model))) for name in chosen}
 
 
 def dequantized(
@@ -73,7 +74,7 @@ def dequantized(
     plain = [name for name in chosen if name not in quantized.members]
     added = copied(plain, layout, model)
     added |= {new: made_plain(quantized, old, model) for new, old in packed.items()}
-    return added, {new: f"{layout.specs[old].dtype} times scales" for new, old in packed.items()}
+    return added, {new: f"{layout.tensors[old].spec.dtype} times scales" for new, old in packed.items()}
 
 
 def number_in(model: Model) -> int:
@@ -97,10 +98,11 @@ def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> li
     return list(dict.fromkeys(chosen))
 
 
-def with_partners(name: str, quantized: Quantized | None) -> tuple[str, ...]:
-    """Return a tensor, and with one half of a quantized weight the other: numbers and scales mean nothing alone."""
-    pairs = ((weight, packed.scale) for weight, packed in quantized.weights.items()) if quantized else ()
-    return next((pair for pair in pairs if name in pair), (name,))
+def with_partners(chosen: Sequence[str], quantized: Quantized | None) -> list[str]:
+    """Return tensors, and with one of a quantized weight all others: numbers and scales mean nothing alone."""
+    groups = [(weight, *packed.beside) for weight, packed in quantized.weights.items()] if quantized else []
+    group_of = {name: group for group in groups for name in group}
+    return list(dict.fromkeys(one for name in chosen for one in group_of.get(name, (name,))))
 
 
 def taken(name: str, number: int) -> RecipeFor:

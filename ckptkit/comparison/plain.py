@@ -12,7 +12,8 @@ from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.models.companions import find_config
 from ckptkit.pictures.words import count
 from ckptkit.quantized.find import Quantized, find_quantized
-from ckptkit.quantized.plain import plain_name, recipe_of
+from ckptkit.quantized.packed import plain_name
+from ckptkit.quantized.plain import recipe_of
 from ckptkit.tensors.dtypes import DTYPES
 
 _FLOAT32 = DTYPES["float32"]
@@ -68,4 +69,4 @@ class Plain:
             stored = self.packed.get(name, name)
             yield stored
             if self.quantized is not None and name in self.packed:
-                yield self.quantized.weights[stored].scale
+                yield from self.quantized.weights[stored].beside

@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
 MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
-QUANTIZATIONS = ("fp8-block", "fp8-channel")  # the schemes of `quantized.schemes`
+QUANTIZATIONS = ("fp8-block", "fp8-channel", "fp8-block-ue8m0")  # the schemes of `quantized.schemes`
 RANK = "rank"  # the part of a process that torchrun started
 
 _AT_LEAST_ONE = ("world_size", "vocab_size", "jobs")
@@ -74,7 +74,10 @@ class ConvertOptions:
     )
     quantize: Annotated[
         str | None,
-        About("Weights of linear layers in 8 bits, with scales for blocks or rows.", "fp8-block|fp8-channel"),
+        About(
+            "Weights of linear layers in 8 bits, with scales for blocks or rows.",
+            "fp8-block|fp8-channel|fp8-block-ue8m0",
+        ),
     ] = None
     exclude_quantize: Annotated[
         tuple[str, ...], About("With --quantize: do not quantize matching weights; repeatable.", "GLOB")

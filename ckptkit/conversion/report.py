@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import Caution
 from ckptkit.files.path import RemotePath
+from ckptkit.layout.plan import Verdict
 from ckptkit.models.fit import abridge
 from ckptkit.names.weights import UNKNOWN, LeftOut
 from ckptkit.pictures.numbers import format_bytes
@@ -146,12 +148,14 @@ def count_entries(found: Iterable[Entries]) -> dict[str, int]:
     return {"written": sum(len(entries.written) for entries in found), "dropped": dropped, "left": left}
 
 
-def complete(prospect: Converted, written: Written, seconds: float) -> Converted:
+def complete(conversion: Conversion, prospect: Converted, written: Written, seconds: float) -> Converted:
     """Return the report of a conversion that is done, from the one that was planned."""
     copied, ledgers = written.copied or (), written.ledgers
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
     last = prospect.sources[-1]
-    notes = [f"integers and booleans that differ come from {last}: {abridge(noted)}"] if noted else []
+    notes = list(verdicts(conversion, noted)) if written.copied is not None else []
+    if noted and prospect.weights:
+        notes.append(f"integers and booleans that differ come from {last}: {abridge(noted)}")
     left = [path for done in copied for path in done.uncompared]
     if left:
         what = f"{count(len(left), 'file')} of the source, because ckptkit read only a part"
@@ -170,6 +174,17 @@ def complete(prospect: Converted, written: Written, seconds: float) -> Converted
         dry_run=False,
         is_finished=written.copied is not None,
     )
+
+
+def verdicts(conversion: Conversion, noted: Collection[str]) -> Iterator[str]:
+    """Yield what the recipes say of their tensors, all of which are made."""
+    judged: dict[Verdict, list[str]] = defaultdict(list)
+    for draft in conversion.drafts:
+        for name, recipe in draft.recipes.items():
+            verdict = getattr(recipe, "verdict", None)
+            if verdict is not None and name in draft.wanted.tensors:
+                judged[verdict].append(name)
+    yield from (verdict.words(names, set(noted)) for verdict, names in judged.items())
 
 
 def peak_rss_bytes() -> int:

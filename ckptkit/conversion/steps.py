@@ -10,7 +10,7 @@ from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import Caution, Unsupported, and_more
+from ckptkit.errors import Caution, Mismatch, Unsupported, and_more
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import CONFIG, Companions, describe_weights, find_companions, find_config
 from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
@@ -24,6 +24,7 @@ from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.prefixes import take_off_prefix
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import Weights, find_weights
+from ckptkit.quantized.signs import is_said_quantized
 from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.trainers import who_wrote
 
@@ -140,7 +141,12 @@ def resize_vocabulary(model: Model, options: ConvertOptions) -> Model:
 def fit_config(model: Model, options: ConvertOptions) -> Model:
     """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
     expected = expect(model)
-    layout, dropped, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
+    try:
+        layout, dropped, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
+    except Mismatch as error:
+        if is_said_quantized(model.config):
+            error.hint = "--dtype bf16 makes plain weights of quantized ones; --names keep copies them as they are"
+        raise
     siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
     remarks += differences_of_base(model, options)
     tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
@@ -55,6 +55,13 @@ class ByRows(Recipe, Protocol):
     """A recipe that makes so many rows of a tensor at once, or less at its end, of operands that are small enough."""
 
     rows: int
+
+
+class Verdict(Protocol):
+    """What a report says of tensors, by whether each of them was worth a note. A recipe may have one: `verdict`."""
+
+    def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
+        """Return a sentence on all tensors that were `judged`, of which some were `noted`."""
 
 
 class Copy(NamedTuple):

@@ -154,7 +154,7 @@ def report_on(
     if options.dry_run:
         return prospect
     written = work(conversion)
-    return complete(prospect, written, time.perf_counter() - began)
+    return complete(conversion, prospect, written, time.perf_counter() - began)
 
 
 @collector_paused()

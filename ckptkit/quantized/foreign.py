@@ -16,14 +16,13 @@ _BY_SUFFIX = {
     ".qweight": "GPTQ or AWQ",
     "._weight_qdata": "torchao",
     ":_data": "torchao",
-    ".weight_packed": "compressed-tensors with packed numbers",
-    ".weight_zero_point": "compressed-tensors with zero points",
-    ".weight_g_idx": "compressed-tensors with columns in another order",
-    ".weight_scale_2": "ModelOpt in 4 bits",
+    ".weight_g_idx": "compressed-tensors with columns in another order (g_idx)",
+    ".bitmask": "compressed-tensors, with sparse weights",
+    ".pre_quant_scale": "ModelOpt with AWQ",
     ".W_q": "HQQ",
     ".codebooks": "AQLM",
 }
-_INT8 = "scaled integers of 8 bits"
+_ZEROS, _OF_FLOATS = ".weight_zero_point", "compressed-tensors with zero points of floats"
 
 
 def find_foreign(specs: Mapping[str, Spec]) -> tuple[str, frozenset[str]] | None:
@@ -48,7 +47,10 @@ def method_of(name: str, specs: Mapping[str, Spec]) -> str | None:
     by_suffix = next((method for suffix, method in _BY_SUFFIX.items() if name.endswith(suffix)), None)
     if by_infix or by_suffix:
         return by_infix or by_suffix
-    return _INT8 if specs[name].dtype.name == "int8" and f"{name}_scale" in specs else None
+    module = name.removesuffix(_ZEROS)
+    numbers = next((specs[one] for one in (f"{module}.weight_packed", f"{module}.weight") if one in specs), None)
+    is_of_floats = module != name and numbers is not None and numbers.dtype.name not in ("int32", "int8")
+    return _OF_FLOATS if is_of_floats else None
 
 
 def module_of(name: str) -> str:

@@ -21,10 +21,10 @@ from ckptkit.models.fit import abridge
 from ckptkit.names.weights import Weights
 from ckptkit.pictures.words import count
 from ckptkit.quantized.config import read_said, without_quantization
-from ckptkit.quantized.find import BLOCKS, Packed, Quantized, find_quantized, is_plain
+from ckptkit.quantized.find import Quantized, find_quantized, is_plain
+from ckptkit.quantized.packed import plain_name, renamed_alike
 from ckptkit.tensors.dtypes import DTYPES, DType
 
-_MOST_AT_HAND = 1 << 28  # bytes of one expert, where a block needs all of it
 _BY_LIBRARY = "dequantize them first, with the library that made them"
 
 
@@ -35,7 +35,7 @@ def open_quantized(model: Model, options: ConvertOptions) -> Model:
     """
     asked = options.edits
     is_concerned = options.weights or options.quantize or asked.dtype or asked.changes_names
-    quantized = look_for_quantized(model.part) if is_concerned else None
+    quantized = look_for_quantized(model.part, model.config) if is_concerned else None
     if options.weights and quantized is not None:
         message = f"the weights are quantized ({quantized.method}): their numbers have no mean without their scales"
         hint = "dequantize each first: ckptkit consolidate SRC OUT --dtype bf16"
@@ -50,9 +50,12 @@ def open_quantized(model: Model, options: ConvertOptions) -> Model:
     return make_plain(model, quantized, chosen)
 
 
-def look_for_quantized(part: Part) -> Quantized | None:
-    """Return the quantized weights in a part of a checkpoint; None without any."""
-    return find_quantized(part.layout, find_config(part.path))
+def look_for_quantized(part: Part, base: Mapping[str, Any] | None = None) -> Quantized | None:
+    """Return the quantized weights in a part of a checkpoint; None without any.
+
+    The config.json of a `base` says how they are quantized where none lies beside them.
+    """
+    return find_quantized(part.layout, find_config(part.path) or base)
 
 
 def refuse_quantized(part: Part, quantized: Quantized | None) -> None:
@@ -108,7 +111,7 @@ def make_all_plain(model: Model) -> Model:
 
     Raises `Unsupported` if ckptkit cannot compute them.
     """
-    quantized = look_for_quantized(model.part)
+    quantized = look_for_quantized(model.part, model.config)
     chosen = frozenset(old for old in model.weights.came_from.values() if quantized and old in quantized.weights)
     if quantized is None or not (chosen or quantized.refusal):
         return without_false_words(model)
@@ -164,11 +167,6 @@ def unpack(found: Weights, quantized: Quantized, chosen: frozenset[str], dtype: 
     )
 
 
-def plain_name(name: str) -> str:
-    """Return what a weight is called when its numbers are not packed any more."""
-    return name.removesuffix(BLOCKS)
-
-
 def check_together(quantized: Quantized | None, model: Model, asked: Edits) -> None:
     """Raise `Usage` if quantized weights would be written without their scales, or under names that do not match.
 
@@ -178,10 +176,11 @@ def check_together(quantized: Quantized | None, model: Model, asked: Edits) -> N
         return
     names = {old: new for new, old in model.weights.came_from.items()}
     for name, packed in quantized.weights.items():
-        new, scale = names.get(name), names.get(packed.scale)
-        stem = plain_name(name)
-        if scale != (None if new is None else plain_name(new) + packed.scale.removeprefix(stem)):
-            message = f"{name} would become {new or 'nothing'}, and its scales {packed.scale} {scale or 'nothing'}"
+        olds = (name, *packed.beside)
+        news = [names.get(old) for old in olds]
+        if not renamed_alike(olds, news):
+            new, *rest = (one or "nothing" for one in news)
+            message = f"{name} would become {new}, and its scales {packed.beside[0]} {rest[0]}"
             hint = "select and rename both alike, or add --dtype bf16, which makes plain weights of them"
             raise Usage(message, path=model.part.path, hint=hint)
 
@@ -222,20 +221,5 @@ def say_small(layout: Layout, asked: Edits) -> list[str]:
 
 def recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
     """Return the recipe of a weight, by the name of its numbers in the checkpoint, the source of this number."""
-    from ckptkit.quantized.plain_blocks import Transposed4, scaled  # imports numpy, which no copy needs
-
-    packed, specs = quantized.weights[name], quantized.layout.specs
-    numbers = Operand(source, name, specs[name].dtype)
-    scales = Operand(source, packed.scale, specs[packed.scale].dtype)
-    if packed.steps is not None:
-        return scaled(numbers, scales, specs[packed.scale].shape, packed.steps)
-    require_modest(quantized, name, packed)
-    return Transposed4(numbers, scales, packed.shape)
-
-
-def require_modest(quantized: Quantized, name: str, packed: Packed) -> None:
-    """Raise `Unsupported` for experts of which one would not be held in memory."""
-    _, columns, rows = packed.shape
-    if columns * rows // 2 > _MOST_AT_HAND:
-        message = f"one expert of {list(packed.shape)} would take {columns * rows // 2} bytes of memory"
-        raise Unsupported(message, path=quantized.layout.root, tensor=name)
+    packed, tensors = quantized.weights[name], quantized.layout.tensors
+    return packed.make([Operand(source, one, tensors[one].spec.dtype) for one in (name, *packed.beside)])

@@ -111,15 +111,21 @@ class Transposed4:
 
 def scaled(numbers: Operand, scales: Operand, shape_of_scales: Shape, steps: Shape) -> Scaled:
     """Return the recipe of a tensor of numbers of 8 bits; its operands have the dtypes that they are stored in."""
-    reads_as = scales.dtype if scales.dtype == _E8M0 else FLOAT32
-    return Scaled(numbers._replace(region=same), scales._replace(dtype=reads_as), shape_of_scales, steps)
+    return Scaled(numbers._replace(region=same), as_read(scales), shape_of_scales, steps)
 
 
 def as_numbers(operand: Operand, block: memoryview) -> Array:
-    """Return scales in a row."""
-    if operand.dtype == _E8M0:
+    """Return scales in a row. Bytes are exponents."""
+    if operand.dtype == _UINT8:
         return table(_E8M0)[np.frombuffer(block, np.uint8)]
+    if operand.dtype.name in SMALL_FLOATS:
+        return table(operand.dtype)[np.frombuffer(block, np.uint8)]
     return np.frombuffer(block, np.float32)
+
+
+def as_read(scales: Operand) -> Operand:
+    """Return scales as they are read: floats of 16 bits and more as float32, others as they are stored."""
+    return scales._replace(dtype=FLOAT32) if scales.dtype.kind == "float" else scales
 
 
 def check_factors(factors: Array, name: str, most: float) -> None:

@@ -20,10 +20,11 @@ from ckptkit.errors import Corrupt
 from ckptkit.layout.plan import Operand
 from ckptkit.tensors.box import Box, Shape
 from ckptkit.tensors.casting import widener
-from ckptkit.tensors.dtypes import DType
+from ckptkit.tensors.dtypes import DTYPES, DType
 from ckptkit.tensors.eight_bits import LARGEST, to_e4m3
 
 _PART = 1 << 16  # elements computed at a time: they stay near the cache
+_E8M0, _TINY = DTYPES["float8_e8m0fnu"], np.finfo(np.float32).tiny
 _LEAST = {"bfloat16": 2.0**-7, "float32": 2.0**-23}  # the scale of numbers that are all 0
 
 
@@ -33,6 +34,7 @@ class Grid:
 
     Scales are stored as `dtype`. Either numbers are multiplied by what makes the largest of a box 448, of which the
     inverse is stored; or, `by_division`, they are divided by the scale as it is stored, whatever it was rounded to.
+    A `dtype` of exponents alone makes each scale the next power of 2.
     """
 
     rows: int
@@ -53,10 +55,18 @@ class Grid:
             return np.where(wide == 0, np.float32(_LEAST[self.dtype.name]), wide)
         with np.errstate(divide="ignore", over="ignore"):
             factors = np.float32(1) / peaks * np.float32(LARGEST)  # in two steps, as torch divides a number by a tensor
-        return np.where(np.isfinite(factors), factors, np.float32(1))
+        factors = np.where(np.isfinite(factors), factors, np.float32(1))
+        return np.float32(1) / next_powers(np.float32(1) / factors) if self.dtype == _E8M0 else factors
 
     def scales(self, factors: Array) -> Array:
         return factors if self.by_division else np.float32(1) / factors
+
+    def stored(self, scales: Array) -> memoryview:
+        """Return scales in the bytes of their dtype."""
+        if self.dtype == _E8M0:
+            exponents = np.ascontiguousarray(scales).view(np.uint32) >> 23
+            return exponents.astype(np.uint8).reshape(-1).data
+        return as_stored(scales, FLOAT32, self.dtype)
 
     def apply(self, values: Array, factors: Array) -> Array:
         """Return numbers, whole boxes of them, as they are before they are rounded."""
@@ -73,6 +83,12 @@ class Grid:
         for top in range(0, rows, high):
             for left in range(0, columns, wide):
                 yield slice(top, min(top + high, rows)), slice(left, min(left + wide, columns))
+
+
+def next_powers(scales: Array) -> Array:
+    """Return the powers of 2 that scales are rounded up to, by logarithms in float32 as transformers has them."""
+    logarithms = np.log2(np.maximum(scales, _TINY).astype(np.float64)).astype(np.float32)
+    return np.exp2(np.ceil(logarithms))
 
 
 class Matrix(NamedTuple):
@@ -143,12 +159,12 @@ class Scales:
         high = self._grid.rows
         return Box((box.start[0] * high, 0), (box.size[0] * high, self._matrix.columns))
 
-    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the scales of some rows of boxes as `dtype`, that of the grid."""
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
+        """Return the scales of some rows of boxes, in the dtype of the grid."""
         stored, grid = self._matrix.elements(blocks[0]), self._grid
         made = np.empty(box.size, np.float32)
         for rows, columns in grid.parts(stored.shape):
             peaks = self._matrix.peaks(self._matrix.values(stored[rows, columns]), grid)
             top, left = rows.start // grid.rows, columns.start // grid.columns
             made[top : top + len(peaks), left : left + peaks.shape[1]] = grid.scales(grid.factors(peaks))
-        return as_stored(made, FLOAT32, dtype), False
+        return grid.stored(made), False

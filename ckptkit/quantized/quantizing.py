@@ -32,7 +32,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     assert options.quantize is not None
     form, scheme = form_of(model), SCHEMES[options.quantize]
     linear = expected(model.config).linear_layers(form)
-    names = [name for name in linear.names if name in model.layout.specs]
+    names = [name for name in linear.names if name in model.layout.tensors]
     made_of = {name: model.weights.origins_of([name]) for name in names}
     globs = [one for glob in options.exclude_quantize for one in [*map(escape, became_of(glob, made_of))] or [glob]]
     options.edits.check_matched(

@@ -22,11 +22,15 @@ _EXPERTS = ".experts"  # the last part of the name of a module that has several
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A way to quantize matrices: the suffix of the names of scales, and the box with one scale, None for each row."""
+    """A way to quantize matrices: the suffix of the names of scales, and the box with one scale, None for each row.
+
+    Scales may be powers of 2, of which only `exponents` are stored: UE8M0.
+    """
 
     name: str
     suffix: str
     block: Block | None
+    exponents: bool = False
 
     def scales(self, shape: Shape) -> Shape | None:
         """Return the shape of the scales of a matrix; None if its boxes would not be whole.
@@ -44,12 +48,17 @@ class Scheme:
 
     def dtype(self, dtype: DType) -> DType:
         """Return the dtype of the scales in a model of this dtype."""
+        if self.exponents:
+            return DTYPES["float8_e8m0fnu"]
         is_half = self.block is None and dtype.name == "bfloat16"
         return DTYPES["bfloat16" if is_half else "float32"]
 
     def said(self, left: Sequence[str]) -> Mapping[str, Any]:
         """Return what config.json says of a model that is quantized so, but for the modules that are `left`."""
-        return in_blocks(self.block, left) if self.block else in_channels(left)
+        if self.block is None:
+            return in_channels(left)
+        words = in_blocks(self.block, left)
+        return {**words, "scale_fmt": "ue8m0"} if self.exponents else words
 
 
 def in_blocks(block: Block, left: Sequence[str]) -> Mapping[str, Any]:
@@ -81,5 +90,6 @@ def in_channels(left: Sequence[str]) -> Mapping[str, Any]:
     }
 
 
-_SUFFIXES_AND_BLOCKS = (("_scale_inv", (128, 128)), ("_scale", None))
-SCHEMES = {name: Scheme(name, *rest) for name, rest in zip(QUANTIZATIONS, _SUFFIXES_AND_BLOCKS, strict=True)}
+_BLOCK = (128, 128)
+_WAYS = (("_scale_inv", _BLOCK, False), ("_scale", None, False), ("_scale_inv", _BLOCK, True))
+SCHEMES = {name: Scheme(name, *way) for name, way in zip(QUANTIZATIONS, _WAYS, strict=True)}

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from ckptkit.checkpoints.part import Part
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.models.companions import find_config
-from ckptkit.quantized.find import Packed, Quantized, find_quantized
+from ckptkit.quantized.find import Quantized, find_quantized
 from ckptkit.tensors.box import Shape
-
-_GROUP = (1, 32)  # of MXFP4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +40,6 @@ def inspect_quantized(part: Part) -> InspectedQuantized | None:
 
 def look(found: Quantized) -> InspectedQuantized:
     """Look at quantized weights."""
-    sizes = tuple(sorted({size_of(packed) for packed in found.weights.values()}))
+    sizes = tuple(sorted({packed.group for packed in found.weights.values()}))
     stored = sum(found.layout.tensors[name].spec.numel for name in found.members) if found.weights else 0
     return InspectedQuantized(found.method, len(found.weights), found.parameters, stored, sizes, found.refusal)
-
-
-def size_of(packed: Packed) -> Shape:
-    """Return the rows and columns that have one scale; () if a whole weight has one."""
-    if packed.steps is None:
-        return _GROUP
-    return () if packed.steps == packed.shape else packed.steps[-2:]

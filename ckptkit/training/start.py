@@ -157,7 +157,8 @@ def require_same(path: Path, text: bytes, what: str, but: Collection[str] = ()) 
     if different:
         key = different[0]
         raise Mismatch(
-            f"the checkpoint is of another {what}: its `{key}` is {theirs.get(key)!r}, not {ours.get(key)!r}", path=path
+            f"the checkpoint has another {what}: expected `{key}` {ours.get(key)!r}, found {theirs.get(key)!r}",
+            path=path,
         )
 
 

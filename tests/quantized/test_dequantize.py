@@ -311,9 +311,10 @@ FOREIGN: dict[str, dict[str, Tensor]] = {
     "bitsandbytes in 8 bits": {"x.weight": HALF.to(torch.int8), "x.SCB": torch.ones(4)},
     "GPTQ or AWQ": {"x.qweight": HALF.int(), "x.qzeros": HALF.int(), "x.scales": HALF},
     "torchao": {"x._weight_qdata": HALF.to(torch.int8), "x._weight_scale": HALF},
-    "packed numbers": {"x.weight_packed": HALF.int(), "x.weight_scale": HALF, "x.weight_shape": torch.ones(2).int()},
+    "g_idx": {"x.weight_packed": HALF.int(), "x.weight_scale": HALF, "x.weight_g_idx": torch.ones(64).int()},
+    "sparse weights": {"x.compressed": HALF, "x.bitmask": HALF.to(torch.uint8), "x.shape": torch.ones(2).int()},
+    "ModelOpt with AWQ": {"x.weight": HALF.to(torch.uint8), "x.weight_scale": HALF, "x.pre_quant_scale": HALF[0]},
     "zero points": {"x.weight": HALF.to(E4M3), "x.weight_scale": HALF, "x.weight_zero_point": HALF.to(E4M3)},
-    "integers of 8 bits": {"x.weight": HALF.to(torch.int8), "x.weight_scale": HALF},
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ckptkit.comparison.moved import Moved
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.layout import Spec
 from ckptkit.quantized.choose import ALONE, ASKED, HEADS, RAGGED, choose, modules_of
+from ckptkit.quantized.quantized_blocks import next_powers
 from ckptkit.quantized.schemes import SCHEMES
 from ckptkit.tensors.dtypes import DTYPES
 from tests.formats.contract import assert_same
@@ -61,13 +64,13 @@ def config(root: Path) -> Any:
     return json.loads((root / "config.json").read_text())
 
 
-def by_transformers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def by_transformers(tensors: dict[str, Tensor], **said: str) -> dict[str, Tensor]:
     """What transformers' own step makes of each projection."""
     from types import SimpleNamespace
 
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-    step = Fp8Quantize(SimpleNamespace(quantization_config=transformers.FineGrainedFP8Config()))
+    step = Fp8Quantize(SimpleNamespace(quantization_config=transformers.FineGrainedFP8Config(**said)))
     made = {name: step.convert({name: tensor}) for name, tensor in tensors.items() if name.endswith("_proj.weight")}
     return tensors | {name: tensor for parts in made.values() for name, tensor in parts.items()}
 
@@ -88,7 +91,11 @@ def by_compressed_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-JUDGES = {"fp8-block": by_transformers, "fp8-channel": by_compressed_tensors}
+JUDGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "fp8-block": by_transformers,
+    "fp8-channel": by_compressed_tensors,
+    "fp8-block-ue8m0": partial(by_transformers, scale_fmt="ue8m0"),
+}
 
 
 @pytest.mark.usefixtures("sizes")
@@ -117,7 +124,7 @@ def test_transformers_loads_it_as_it_comes_back(tmp_path: Path, scheme: str) -> 
     assert said.get("ignore", said.get("modules_to_not_convert")) == ["lm_head", "model.embed_tokens"]
     more = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.bfloat16, **({} if scheme == "fp8-block" else more)
+        tmp_path / "out", dtype=torch.bfloat16, **(more if scheme == "fp8-channel" else {})
     )
     consolidate(tmp_path / "out", tmp_path / "back", dtype="bf16")
     theirs = {name: tensor for name, tensor in loaded.state_dict().items() if name != "lm_head.weight"}
@@ -141,7 +148,9 @@ def test_experts_are_found_and_routers_left(tmp_path: Path, scheme: str) -> None
     left = ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     assert said.get("ignore", said.get("modules_to_not_convert")) == left
     dequantize = (
-        {} if scheme == "fp8-block" else {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+        {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+        if scheme == "fp8-channel"
+        else {}
     )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, **dequantize)
     consolidate(tmp_path / "out", tmp_path / "back", dtype="bf16")
@@ -220,6 +229,18 @@ def test_experts_are_left_together() -> None:
     assert {reason: len(names) for reason, names in found.reasons.items()} == {HEADS: 1, ASKED: 1, ALONE: 3}
     assert modules_of(specs) == ["layers.0.experts", "layers.0.visual.a"]
     assert r"re:layers\.0\.experts\..*" in SCHEMES["fp8-channel"].said(modules_of(specs))["ignore"]
+
+
+def test_scales_become_the_powers_that_transformers_makes_of_them() -> None:
+    """Its logarithms are those of float32: a scale a little above a power of 2 may become that power."""
+    scales = torch.cat(
+        [torch.rand(4000) * 10.0**size for size in range(-36, 37, 4)] + [torch.exp2(torch.arange(-126.0, 119))]
+    )
+    scales = torch.cat(
+        [scales, torch.nextafter(scales, torch.tensor(torch.inf)), scales * (1 + 2**-19), scales * (1 - 2**-20)]
+    )
+    theirs = torch.pow(2.0, torch.ceil(torch.log2(scales.clamp(min=torch.finfo(torch.float32).tiny))))
+    assert torch.equal(torch.from_numpy(next_powers(scales.numpy())), theirs)
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
