@@ -68,7 +68,7 @@ def apply(
         prospect = report(conversion, time.perf_counter() - began)
         if dry_run:
             return prospect
-        return complete(prospect, write(conversion), time.perf_counter() - began)
+        return complete(conversion, prospect, write(conversion), time.perf_counter() - began)
 
 
 def is_own(path: Path) -> bool:

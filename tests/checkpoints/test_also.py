@@ -213,7 +213,7 @@ def test_the_same_twice_is_no_harm(produce: Produce, tmp_path: Path) -> None:
 def test_other_steps_by_name(produce: Produce, tmp_path: Path) -> None:
     first, second = share_out(produce(producers.fsdp2).root, tmp_path)
     other = second.rename(second.with_name("ckpt-400"))
-    with pytest.raises(Corrupt, match=r"it is of step 400, and .* of step 500"):
+    with pytest.raises(Corrupt, match=r"expected step 500 .*, found step 400"):
         Checkpoint.open(first, other)
     (tmp_path / "global_step_7").mkdir()
     inside = Path(shutil.move(other, tmp_path / "global_step_7" / "actor"))

@@ -104,13 +104,31 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "convert": lambda source, out: ckptkit.convert(source, out / "file.pt", to="pt"),
     "reshard": lambda source, out: ckptkit.reshard(source, out / "resharded", to=2),
     "cp": lambda source, out: ckptkit.cp(source, out / "copy"),
+    "delta": lambda source, out: ckptkit.delta(source, source, out / "delta", force=True),
     "average": lambda source, out: ckptkit.average([source, source], out / "mean"),
     "push": lambda source, _: refused(source),
     "doctor": lambda source, _: ckptkit.doctor(source),
     "explain": lambda source, _: ckptkit.explain("Missing key in checkpoint state_dict: w", source),
 }
-# tests/adapters/test_merge.py names the model and the adapters of `merge` in several ways
-SOURCELESS = {"estimate", "finalize", "merge", "prove", "pull", "prune", "smoke", "train", "unpin", "watch"}
+# tests/adapters/test_merge.py names the model and the adapters of `merge` in several ways, tests/deltas those of `apply`
+SOURCELESS = {
+    "apply",
+    "apply_in_place",
+    "delta_version",
+    "inspect_delta",
+    "verify_delta",
+    "estimate",
+    "finalize",
+    "merge",
+    "prove",
+    "pull",
+    "prune",
+    "prune_uploads",
+    "smoke",
+    "train",
+    "unpin",
+    "watch",
+}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -224,7 +242,7 @@ def test_a_run_with_something_to_read_is_read(tmp_path: Path) -> None:
     ]
     sound, unread = ckptkit.verify(tmp_path / "run")
     assert (sound.problems, unread.path) == ((), root)
-    assert "no partition of ZeRO" in unread.problems[0].message
+    assert "expected a ZeRO partition" in unread.problems[0].message
 
 
 def test_one_rank_alone_has_the_whole_model(tmp_path: Path) -> None:

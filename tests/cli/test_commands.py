@@ -200,7 +200,7 @@ def test_errors(arguments: list[str], code: int, kind: str, source: Path, tmp_pa
         ("consolidate a b --dtype", "requires an argument"),
         ("inspect a --nonsense", "no such option: --nonsense"),
         ("inspekt a", "no such command 'inspekt'"),
-        ("consolidate a b --max-shard-size many", "`many` is no size"),
+        ("consolidate a b --max-shard-size many", "expected a size, found `many`"),
     ],
 )
 def test_usage_errors(command: str, words: str) -> None:

@@ -102,7 +102,7 @@ def test_what_a_reader_is_told(run: Path, tmp_path: Path) -> None:
         "renamed 8 entries, such as model.up.weight => model.upper.weight\n",
         " tensors: float32 => bfloat16\n",
         " tensors: float32 => float16\n",
-        "note: left out `rng_state_2.pth` and the like: the state of 3 ranks, of no use to 2\n",
+        "note: skipped `rng_state_2.pth` and similar files: state of 3 ranks, which 2 cannot use\n",
         "; peak memory ",
         " of the source compared with its CRC-32\n",
     ):

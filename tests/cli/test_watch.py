@@ -60,7 +60,7 @@ def test_a_command_that_hangs_is_said_with_its_limit(run: Path) -> None:
     [
         (
             ("--do", "consolidat {ckpt} {out}"),
-            "error: ckptkit has no command `consolidat`\nhint: there is `consolidate`\n",
+            "error: unknown command `consolidat`\nhint: there is `consolidate`\n",
         ),
         ((), "error: nothing says what to do\n"),
     ],

@@ -54,7 +54,7 @@ def test_what_is_not_an_option(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["pt", "dcp", "ranks", "universal"])
 def test_a_size_of_safetensors_files_is_refused_where_none_are_written(form: str, tmp_path: Path) -> None:
-    with pytest.raises(Usage, match=f"`{form}` has no safetensors files"):
+    with pytest.raises(Usage, match=f"`{form}` does not write safetensors files"):
         convert(tmp_path / "absent", tmp_path / "out", to=form, max_shard_size=1000)
 
 

@@ -48,7 +48,7 @@ def rewrite(delta: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 
 def test_no_delta_json(made: tuple[Path, Path]) -> None:
     (made[1] / "delta.json").unlink()
-    refused(*made, Incomplete, "`delta.json` is missing: this is no delta, or an unfinished one")
+    refused(*made, Incomplete, "`delta.json` is missing: this is not a delta, or an unfinished one")
     with pytest.raises(Unsupported, match="expected a checkpoint, found a delta"):
         ckptkit.inspect(made[1])
 

@@ -260,7 +260,7 @@ def test_a_file_that_changed_is_sent_again(place: Place, source: Path, tmp_path:
     save_file({"w": content}, root / "model.safetensors")
     (root / "config.json").write_text("{}")
     place.server.fail("POST .*uploadId", status=403)
-    with pytest.raises(IOFailure, match="the same command goes on with it"):
+    with pytest.raises(IOFailure, match="the same command continues the upload"):
         ckptkit.cp(root, place.url)
     content[0] = 1
     save_file({"w": content}, root / "model.safetensors")

@@ -227,7 +227,7 @@ def test_the_states_beside_an_empty_adapter_are_taken(produce: Produce, tmp_path
     empty = {f"base_model.model.up.lora_{side}.weight": torch.empty(0) for side in "AB"}
     save_file(empty, root / ADAPTER, metadata={"format": "pt"})
     (finding,) = (one for one in doctor(root).findings if one.code == "empty_adapter")
-    assert "the states in `global_step2` have its weights" in finding.message
+    assert "`global_step2` contains the weights" in finding.message
     done = ckptkit.consolidate(root, tmp_path / "out")
     assert any(
         "the states in `global_step2` were taken, not `adapter_model.safetensors`" in note for note in done.notes

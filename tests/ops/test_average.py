@@ -155,7 +155,7 @@ def test_integers_are_those_of_the_last_and_that_is_said(tmp_path: Path) -> None
     states = [{"w": torch.ones(3), "seen": torch.tensor(i), "ids": torch.arange(3)} for i in (5, 7)]
     done = ckptkit.average([as_hf(tmp_path / f"src{i}", state) for i, state in enumerate(states)], tmp_path / "out")
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), states[1])
-    assert f"integers and booleans that differ are those of {tmp_path / 'src1'}: seen" in done.notes
+    assert f"integers and booleans that differ come from {tmp_path / 'src1'}: seen" in done.notes
 
 
 def tied(seed: int, *, as_one: bool) -> Saved:

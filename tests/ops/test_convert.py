@@ -39,7 +39,7 @@ def test_a_job_of_fsdp2_starts_from_hugging_face_weights(tmp_path: Path, tied: b
     done = convert(tmp_path / "hf", tmp_path / "start", to="dcp", world_size=3, under="model")
     spawn(3, _start, tmp_path / "start", tmp_path / "truth", tied)
     spawn(2, _start, tmp_path / "start", tmp_path / "truth", tied)
-    assert done.notes == (["`lm_head.weight` is tied, and was written too"] if tied else [])
+    assert done.notes == (["`lm_head.weight` is tied and was written too"] if tied else [])
     assert done.world_size == 3
     beside = {"config.json", "generation_config.json", "tokenizer.json"}
     data = {".metadata", "ckptkit.json", *(f"__{rank}_0.distcp" for rank in range(3))}
@@ -209,7 +209,7 @@ def test_what_is_not_to_be_had(produce: Produce, tmp_path: Path) -> None:
 def test_names_that_cannot_be_nested_in_one_another(tmp_path: Path) -> None:
     save_alone({"a": {"w": counted(2)}, "b": {"v": counted(2)}, "c": counted(3)}, tmp_path / "in")
     for to in ("dcp", "pt"):
-        with pytest.raises(Mismatch, match="`a` would lie where this needs a dict") as caught:
+        with pytest.raises(Mismatch, match="expected a dict at `a`") as caught:
             convert(tmp_path / "in", tmp_path / "out", to=to, rename=["^c$=>a"])
         assert caught.value.tensor == "a.w"
 

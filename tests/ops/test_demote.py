@@ -144,7 +144,7 @@ def test_what_has_no_model_or_would_not_shrink_is_kept(tmp_path: Path) -> None:
     done = demote(tmp_path)
     reasons = {entry.step: entry.reason for entry in done.keep}
     assert reasons[1].startswith("cannot be demoted: no model weights here")
-    assert reasons[2].startswith("cannot be demoted: which of these is the model: actor, critic?")
+    assert reasons[2].startswith("cannot be demoted: several entries could be the model: actor, critic?")
     assert done.demote == ()
 
 

@@ -530,7 +530,7 @@ def test_a_lost_shard_is_taken_from_an_earlier_step(produce: Produce, tmp_path: 
         shutil.copytree(produce(producers.fsdp2).root, path)
     (root / "__1_0.distcp").unlink()
     found = the_one(root, "incomplete")
-    assert "ckpt-8 beside it is whole" in found.message
+    assert "ckpt-8 beside it is complete" in found.message
     (remark,) = (note for note in doctor(root).notes if "keeps" in note)
     assert "keeps 5 of 15 weights (6.1%, 71 B), takes 10 of 15 weights (93.8%, 1.08 KB) from" in remark
     fixed = run(found.fix, code=1)
@@ -544,7 +544,7 @@ def test_a_salvage_without_weights_is_not_suggested(tmp_path: Path) -> None:
     root = situations.lacks_a_rank(tmp_path)
     found = doctor(root)
     assert [(one.code, one.fix) for one in found.findings] == [("incomplete", None)]
-    assert any("all 3 weights have lost something" in note and "--fill-from OTHER" in note for note in found.notes)
+    assert any("all 3 weights lost some data" in note and "--fill-from OTHER" in note for note in found.notes)
     earlier = Path(shutil.copytree(tmp_path / "whole", root.with_name("ckpt-8")))
     assert doctor(root).findings[0].fix == f"ckptkit doctor {earlier}"  # all weights would be those of this one
 

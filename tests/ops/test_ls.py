@@ -197,7 +197,7 @@ def test_pins_and_trackers_are_told(run: Path, place: Place) -> None:
         "`best` says iter_0000010; `latest_checkpointed_iteration.txt` says iter_0000015, which is not complete"
     )
     (run / "latest_checkpointed_iteration.txt").write_text("16\n")
-    assert "says 16, and there is none" in str(list_run(run).tracker)
+    assert "says 16, which does not exist" in str(list_run(run).tracker)
 
 
 def test_one_checkpoint_is_listed_alone(run: Path, place: Place) -> None:

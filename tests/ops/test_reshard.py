@@ -162,7 +162,7 @@ def test_both_parts_of_a_checkpoint_and_the_files_beside_them(produce: Produce, 
         *beside,
         *(f"{part.name}/{name}" for part in parts for name in data),
     }
-    assert "left out `latest`: not a regular file" in done.notes
+    assert "skipped `latest`: not a regular file" in done.notes
     for part in parts:
         truth = tmp_path / f"{part.name}.truth"
         names = structure(part)

@@ -233,7 +233,7 @@ def test_tokens_may_be_given(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(Usage, match="`absent` is no file"):
         prove(tmp_path / "out", against=llama, tokens="absent")
     (tmp_path / "tokens.json").write_text("one two")
-    with pytest.raises(Usage, match="holds no tokens"):
+    with pytest.raises(Usage, match="contains no tokens"):
         prove(tmp_path / "out", against=llama, tokens=tmp_path / "tokens.json")
 
 

@@ -441,7 +441,7 @@ def test_a_journal_that_is_none_is_refused(run: Path) -> None:
         ("consolidate {chkpt} out", (), "`{chkpt}` in `consolidate {chkpt} out` is nothing that can be filled in"),
         ("consolidate run out", (), "`consolidate run out` does not name the checkpoint"),
         ("consolidate '{ckpt}", (), "cannot be split into words"),
-        ((), "no-such-program {ckpt}", "there is no program `no-such-program`"),
+        ((), "no-such-program {ckpt}", "unknown program `no-such-program`"),
         ((), "", "a command without words"),
     ],
 )
