@@ -51,11 +51,11 @@ def inspect(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
     """
-    from ckptkit.deltas.open_bytes import is_any_delta as is_delta
+    from ckptkit.deltas.find import is_any_delta
     from ckptkit.ops.inspect import inspect as look
 
     path = with_others(path, also)
-    if is_delta(path):
+    if is_any_delta(path):
         from ckptkit.cli.delta import show_delta
 
         show_delta(path, tensors=tensors, json=json)

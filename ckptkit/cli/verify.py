@@ -63,14 +63,14 @@ def verify(
 
     Exit codes: 0 nothing found; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
-    from ckptkit.deltas.open_bytes import is_any_delta as is_delta
+    from ckptkit.deltas.find import is_any_delta
     from ckptkit.ops.verify import verify as check
     from ckptkit.ops.verify_delta import verify_delta as check_delta
 
     if also and len(paths) > 1:
         raise Usage("--also is for one checkpoint", hint="verify them one by one")
     paths = [with_others(path, also) for path in paths]
-    deltas = [path for path in paths if is_delta(path)]
+    deltas = [path for path in paths if is_any_delta(path)]
     if base and len(deltas) < len(paths):
         raise Usage("--base is for deltas", hint="leave it out, or use --against")
     if deltas and (fast or against or stats):

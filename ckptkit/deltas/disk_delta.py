@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from ckptkit.deltas.byte_delta import OVERWRITE, XOR, ByteChange, ByteDelta
 from ckptkit.deltas.digests import ADLER
+from ckptkit.deltas.find import ENCODING, INDEX
 from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported
-from ckptkit.files.file import is_there, names_in
+from ckptkit.files.file import names_in
 from ckptkit.formats.indices import read_index
 from ckptkit.formats.safetensors_headers import load_header, read_header
 
 FORMAT = "disk-delta"
-INDEX = "model.safetensors.index.json"
 STATE = ".weight_sync/state.json"  # in an engine's own copy: the version that it is
-VERSION, BASE, ENCODING = "version", "base_version", "delta_encoding"
+VERSION, BASE = "version", "base_version"
 COMPRESSION, CHECKSUM = "compression_format", "checksum_format"
 ZSTD = "zstd"
 _NAME = re.compile(r"weight_v([0-9]{6,})")
@@ -37,16 +36,6 @@ def versions_in(root: Path) -> dict[int, Path]:
     """Return the directories of the versions in a directory, by their numbers, in order."""
     found = {int(match[1]): root / name for name in names_in(root) if (match := _NAME.fullmatch(name))}
     return dict(sorted(found.items()))
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """Return what the index of a version says of it; {} without an index."""
-    return read_index(path / INDEX)[1] if is_there(path / INDEX) else {}
-
-
-def is_byte_delta(path: Path) -> bool:
-    """Return whether a version is a delta, and not a whole model."""
-    return path.is_dir() and ENCODING in read_metadata(path)
 
 
 def open_version(path: Path) -> ByteDelta:

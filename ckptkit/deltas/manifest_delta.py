@@ -11,24 +11,15 @@ from pathlib import Path
 
 from ckptkit.deltas.byte_delta import XOR, ByteChange, ByteDelta
 from ckptkit.deltas.digests import SHA256, XXH3
+from ckptkit.deltas.find import LIMIT, MANIFEST
 from ckptkit.errors import CkptError, Corrupt
-from ckptkit.files.file import check_name, is_there, names_in, read_small
+from ckptkit.files.file import check_name, names_in, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.safetensors_headers import read_header
 from ckptkit.layout import Chunk
 
 FORMAT = "skyrl"
-NAME = "manifest.json"
-_LIMIT = 1 << 28  # bytes
 _VERSION = re.compile(r"delta-([0-9]{8,})")
-
-
-def is_manifest_delta(path: Path) -> bool:
-    """Return whether a directory has such a manifest."""
-    if not (path.is_dir() and is_there(path / NAME)):
-        return False
-    value = parse_json(read_small(path / NAME, _LIMIT), path / NAME)
-    return isinstance(value, dict) and {"base_version", "tensors"} <= value.keys()
 
 
 def deltas_in(root: Path) -> dict[int, Path]:
@@ -39,8 +30,8 @@ def deltas_in(root: Path) -> dict[int, Path]:
 
 def open_manifest_delta(path: Path) -> ByteDelta:
     """Open the delta at `path`. Raises `Corrupt` for files that do not fit the manifest."""
-    manifest = path / NAME
-    value = parse_json(read_small(manifest, _LIMIT), manifest)
+    manifest = path / MANIFEST
+    value = parse_json(read_small(manifest, LIMIT), manifest)
     chunks: dict[str, dict[str, Chunk]] = {}
     tensors: dict[str, ByteChange] = {}
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptkit.deltas.find import RECORD
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckptkit.files.file import check_name, is_there, read_small
 from ckptkit.formats.json_text import parse_json
@@ -15,7 +16,6 @@ from ckptkit.layout import Spec
 from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.version import __version__
 
-NAME = "delta.json"
 FORMAT, VERSION = "ckptkit-delta", 1
 _LIMIT = 1 << 28  # bytes
 
@@ -84,17 +84,12 @@ def tensor_json(tensor: DeltaTensor) -> dict[str, Any]:
     }
 
 
-def is_delta(path: Path) -> bool:
-    """Return whether a delta of this format lies in a directory, as far as its `delta.json` shows."""
-    return path.is_dir() and is_there(path / NAME)
-
-
 def read_record(root: Path) -> DeltaRecord:
     """Return what the delta in directory `root` says of itself. Raises `Incomplete` if it does not say anything."""
-    path = root / NAME
+    path = root / RECORD
     if not is_there(path):
         hint = "pass what `ckptkit delta` wrote, with all of its files: it writes this one last"
-        raise Incomplete(f"`{NAME}` is missing: this is not a delta, or an unfinished one", path=root, hint=hint)
+        raise Incomplete(f"`{RECORD}` is missing: this is not a delta, or an unfinished one", path=root, hint=hint)
     value = parse_json(read_small(path, _LIMIT), path)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise Corrupt(f"expected format `{FORMAT}`, found another file", path=path)
@@ -108,7 +103,7 @@ def read_record(root: Path) -> DeltaRecord:
     except CkptError as error:
         raise error.blame(path=path) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"not a `{NAME}` of version {VERSION} ({error!r})", path=path) from error
+        raise Corrupt(f"not a `{RECORD}` of version {VERSION} ({error!r})", path=path) from error
     for file in {tensor.file for tensor in tensors.values()}:
         check_name(file, root)
     return record

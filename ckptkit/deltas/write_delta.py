@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.seal import create_files, write_manifest
+from ckptkit.deltas.find import RECORD
 from ckptkit.deltas.identity import identify
 from ckptkit.deltas.payload import INDICES, VALUES, WHOLE, is_whole, payload_specs
-from ckptkit.deltas.record import NAME, DeltaRecord, DeltaTensor
+from ckptkit.deltas.record import DeltaRecord, DeltaTensor
 from ckptkit.deltas.spool import Spool
 from ckptkit.destinations.allocation import check_room, write_file
 from ckptkit.engine.copy import check_complete, copy
@@ -82,8 +83,8 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
     for file in files:
         check_readable(root / file, {key: t.chunks[0] for key, t in made.tensors.items() if t.chunks[0].path == file})
     record = difference.record({name: file for file, names in files.items() for name in names})
-    write_file(root / NAME, record.to_bytes(difference.payload_bytes))
-    write_manifest(made, sums, [*files, NAME], anew=True, source=source)
+    write_file(root / RECORD, record.to_bytes(difference.payload_bytes))
+    write_manifest(made, sums, [*files, RECORD], anew=True, source=source)
     return record
 
 

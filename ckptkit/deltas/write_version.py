@@ -11,7 +11,8 @@ import numpy as np
 
 from ckptkit.deltas.byte_delta import OVERWRITE, XOR
 from ckptkit.deltas.digests import new_digest
-from ckptkit.deltas.disk_delta import BASE, CHECKSUM, COMPRESSION, ENCODING, INDEX, VERSION, ZSTD
+from ckptkit.deltas.disk_delta import BASE, CHECKSUM, COMPRESSION, VERSION, ZSTD
+from ckptkit.deltas.find import ENCODING, INDEX
 from ckptkit.deltas.new_blocks import blocks_of
 from ckptkit.deltas.zstd import compressing
 from ckptkit.destinations.allocation import check_room, create_file, write_file

@@ -16,7 +16,7 @@ from ckptkit.conversion.draft import Conversion, Draft
 from ckptkit.conversion.options import Keywords
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, complete, report
-from ckptkit.deltas.record import is_delta
+from ckptkit.deltas.find import is_any_byte_delta, is_delta
 from ckptkit.errors import Usage
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_path
@@ -73,8 +73,6 @@ def apply(
 
 def is_own(path: Path) -> bool:
     """Return whether a delta is not one of the formats that hold bytes."""
-    from ckptkit.deltas.open_bytes import is_any_byte_delta
-
     return is_delta(path) or not is_any_byte_delta(path)
 
 

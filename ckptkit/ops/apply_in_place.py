@@ -13,10 +13,10 @@ from ckptkit.deltas import disk_delta, in_place, manifest_delta
 from ckptkit.deltas.byte_delta import ByteDelta, ByteSuccessor, check_versions
 from ckptkit.deltas.chain import DeltaChain, short
 from ckptkit.deltas.check_delta import check_delta
+from ckptkit.deltas.find import is_byte_delta, is_delta, is_manifest_delta
 from ckptkit.deltas.identity import identify, sums_of
 from ckptkit.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.deltas.open_delta import Delta, open_delta
-from ckptkit.deltas.record import is_delta
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.files.file import is_there, names_in, read_small
 from ckptkit.files.path import to_local, to_path
@@ -104,11 +104,7 @@ def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
     versions = disk_delta.versions_in(root)
     if versions:
         return update_by_versions(model, root, versions)
-    published = {
-        number: place
-        for number, place in manifest_delta.deltas_in(root).items()
-        if manifest_delta.is_manifest_delta(place)
-    }
+    published = {number: place for number, place in manifest_delta.deltas_in(root).items() if is_manifest_delta(place)}
     if published:
         deltas = [manifest_delta.open_manifest_delta(place) for place in published.values()]
         return update_by_bytes(model, [delta for delta in deltas if delta.version > version_of(model.root)])
@@ -170,7 +166,7 @@ def update_by_versions(model: Layout, root: Path, versions: Mapping[int, Path]) 
     """Return what the versions after a model's own make of it: the last whole one among them, and deltas after that."""
     at = version_of(model.root)
     later = {number: path for number, path in versions.items() if number > at}
-    wholes = [number for number, path in later.items() if not disk_delta.is_byte_delta(path)]
+    wholes = [number for number, path in later.items() if not is_byte_delta(path)]
     start = wholes[-1] if wholes else at
     seed = open_plain(later[start]) if wholes else None
     deltas = [disk_delta.open_version(path) for number, path in later.items() if number > start]

@@ -12,6 +12,7 @@ from ckptkit.conversion.directories import check_apart
 from ckptkit.deltas import disk_delta
 from ckptkit.deltas.byte_delta import OVERWRITE, XOR
 from ckptkit.deltas.digests import best_algorithm, new_digest
+from ckptkit.deltas.find import is_byte_delta
 from ckptkit.deltas.write_version import EncodedTensor, VersionTerms, encode, is_written, write_version
 from ckptkit.destinations.allocation import make_folder
 from ckptkit.destinations.staging import Stage
@@ -182,7 +183,7 @@ def next_version(root: Path, asked: int | None) -> tuple[int, str, dict[str, str
     digests: dict[str, str] = {}
     algorithm: str | None = None
     for path in reversed(versions.values()):
-        if not disk_delta.is_byte_delta(path):
+        if not is_byte_delta(path):
             break
         for name, tensor in disk_delta.open_version(path).tensors.items():
             algorithm = algorithm or tensor.algorithm

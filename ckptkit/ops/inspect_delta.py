@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.deltas.chain import short
-from ckptkit.deltas.open_bytes import is_any_byte_delta, open_byte_delta
+from ckptkit.deltas.find import is_any_byte_delta
+from ckptkit.deltas.open_bytes import open_byte_delta
 from ckptkit.deltas.open_delta import open_delta
 from ckptkit.deltas.record import FORMAT, DeltaRecord
 from ckptkit.files.path import to_path

@@ -13,11 +13,12 @@ from ckptkit.checkpoints.seal import sum_files
 from ckptkit.deltas.byte_delta import ByteDelta, ByteSuccessor, check_frames
 from ckptkit.deltas.chain import DeltaChain
 from ckptkit.deltas.check_delta import check_delta
+from ckptkit.deltas.find import RECORD, is_any_byte_delta
 from ckptkit.deltas.identity import sums_of
 from ckptkit.deltas.nan import say_nan
-from ckptkit.deltas.open_bytes import is_any_byte_delta, open_byte_delta
+from ckptkit.deltas.open_bytes import open_byte_delta
 from ckptkit.deltas.open_delta import Delta, open_delta
-from ckptkit.deltas.record import FORMAT, NAME
+from ckptkit.deltas.record import FORMAT
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.files.crc32 import RESTORE
 from ckptkit.files.file import file_size
@@ -55,7 +56,7 @@ def look_into(delta: Delta, problems: Problems) -> Verified:
     """Read all of a delta, and note each tensor and file that is damaged."""
     checked = check_delta(delta, problems.add)
     manifest = read_manifest(delta.path)
-    files = {NAME, *delta.layout.files}
+    files = {RECORD, *delta.layout.files}
     if manifest is not None:
         compare_with_manifest(delta.path, manifest, files, problems)
     return Verified(

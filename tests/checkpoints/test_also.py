@@ -217,7 +217,7 @@ def test_other_steps_by_name(produce: Produce, tmp_path: Path) -> None:
         Checkpoint.open(first, other)
     (tmp_path / "global_step_7").mkdir()
     inside = Path(shutil.move(other, tmp_path / "global_step_7" / "actor"))
-    with pytest.raises(Corrupt, match=r"it is of step 7, and .* of step 500"):
+    with pytest.raises(Corrupt, match=r"expected step 500 .*, found step 7"):
         Checkpoint.open(first, inside)
 
 

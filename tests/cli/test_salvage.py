@@ -79,7 +79,7 @@ def test_weights_of_another_checkpoint_are_said_first(tmp_path: Path) -> None:
     assert weights == {"own": 0, "own_bytes": 0, "filled": 3, "filled_bytes": 384, "lost": 0, "lost_bytes": 0}
     seen = run("verify", tmp_path / "out")
     assert seen.returncode == 0
-    assert "0 of 3 weights are its own" in seen.stderr
+    assert "0 of 3 weights are from the checkpoint itself" in seen.stderr
 
 
 def test_what_is_lost_is_grouped_by_layer(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_conversion_is_proved(checkpoint: Path, tmp_path: Path) -> None:
     assert ckptkit("consolidate", checkpoint, tmp_path / "out", "--dtype", "bf16").returncode == 0
     refused = ckptkit("verify", tmp_path / "out", "--against", checkpoint)
     assert refused.returncode == 1
-    assert "hint: --allow-cast" in refused.stdout
+    assert "hint: pass --allow-cast" in refused.stdout
     proved = ckptkit("verify", tmp_path / "out", "--against", checkpoint, "--allow-cast", "--json")
     assert proved.returncode == 0
     assert json.loads(proved.stdout)["compared"][0]["tensors"] > 0

@@ -50,7 +50,7 @@ def test_every_parameter(pair: tuple[dict[str, Tensor], dict[str, Tensor]], tmp_
     changes = [movement.change for movement in found.tensors]
     assert changes == sorted(changes, reverse=True)
     assert changes[-1] == 0
-    assert "1 tensor is not in both" in found.notes[0]
+    assert "1 tensor is missing in one" in found.notes[0]
 
 
 def test_layers_are_taken_together(pair: tuple[dict[str, Tensor], dict[str, Tensor]], tmp_path: Path) -> None:

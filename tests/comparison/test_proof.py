@@ -71,7 +71,7 @@ def test_one_bit(source: Path, tmp_path: Path) -> None:
     edit(tmp_path / "out" / "model.safetensors", lambda t: t[names[2]].view(-1).view(torch.uint8)[0].bitwise_xor_(1))
     (problem,) = one(tmp_path / "out", source).problems
     assert problem.tensor == names[2]
-    assert "its bytes are not those" in problem.message
+    assert "the bytes differ from those" in problem.message
 
 
 def test_one_tensor_less_and_one_more(source: Path, tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ def test_by_its_own_command(source: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "place", "said"),
     [
-        ("hf", "training", "a part of the source"),
+        ("hf", "training", "is inside the source"),
         ("dcp", ".", "the source is the destination"),
-        ("dcp", "..", "lies inside it"),
+        ("dcp", "..", "or inside it"),
     ],
 )
 def test_what_would_change_the_source_is_refused(source: Path, to: str, place: str, said: str) -> None:
@@ -87,7 +87,7 @@ def test_no_file_of_the_source_is_replaced(tmp_path: Path) -> None:
     torch.save({"w": counted(3)}, whole / "mine.pth")
     for name, said in (
         ("mine.pth", "a file of the source"),
-        ("other.pt", "taken for the source"),
+        ("other.pt", "read as a part of the source"),
         ("state.pt", "a file"),
     ):
         with pytest.raises(Unsafe, match=said):

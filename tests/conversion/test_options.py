@@ -68,7 +68,7 @@ def test_the_config_of_an_adapter_is_refused_where_there_is_none(tmp_path: Path)
 
 def test_options_are_checked_before_anything_is_opened(tmp_path: Path) -> None:
     absent = tmp_path / "absent"
-    with pytest.raises(Usage, match="no format `zip`"):
+    with pytest.raises(Usage, match="unknown format `zip`"):
         convert(absent, tmp_path / "out", to="zip")
     with pytest.raises(Usage, match="jobs is 0"):
         convert(absent, tmp_path / "out", to="pt", jobs=0)

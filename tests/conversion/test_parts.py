@@ -223,7 +223,7 @@ def test_the_same_command_goes_on(large: Path, tmp_path: Path, how: str, code: i
     ended = run_and_die(2, how, ["consolidate", str(large), str(out)])
     assert ended.returncode == code, ended.stderr
     assert not out.exists()
-    assert how == "SIGKILL" or "the same command goes on" in ended.stderr
+    assert how == "SIGKILL" or "the same command continues" in ended.stderr
     copied = bytes_written(["consolidate", str(large), str(out)])
     assert copied == 32 << 20
     consolidate(large, tmp_path / "whole")

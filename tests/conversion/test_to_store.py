@@ -145,7 +145,7 @@ def test_whatever_request_fails_the_output_is_absent_or_whole(
 
 def test_an_interrupted_output_is_continued(place: Place, source: Path) -> None:
     place.server.fail("POST .*uploadId", status=403)
-    with pytest.raises(IOFailure, match="the store keeps what was sent"):
+    with pytest.raises(IOFailure, match="the store keeps the parts that were sent"):
         ckptkit.consolidate(source, place.url)
     sent = place.sent()
     forget()
@@ -194,7 +194,7 @@ def test_a_dry_run_sends_nothing(place: Place, source: Path) -> None:
 
 
 def test_files_that_repeat_data_are_refused(place: Place, source: Path) -> None:
-    with pytest.raises(Unsupported, match="copied between them at the end"):
+    with pytest.raises(Unsupported, match="which needs a local disk"):
         ckptkit.convert(source, place.url, to="ranks")
     assert not place.names()
 

@@ -134,8 +134,8 @@ def test_hybrid_shard_is_left_out_only_where_nobody_asked_for_it() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"world_size": 0}, "world_size is 0"),
-        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"world_size": 0}, "world_size: expected 1 or more, found 0"),
+        ({"micro_batch_size": 0}, "micro_batch_size: expected 1 or more, found 0"),
         ({"recompute_every": -1}, "recompute_every is -1"),
         ({"strategy": "zero1"}, "no strategy `zero1`"),
         ({"strategy": "ddp", "replicas": 2}, "2 replicas under ddp"),
