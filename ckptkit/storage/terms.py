@@ -113,8 +113,8 @@ class LoadTerms:
         if self.missing == ZERO:
             for name in names:
                 fill_with_zeros(wanted[name])
-        done = "are zeros now" if self.missing == ZERO else "are as they were"
-        text = f"{len(names)} entries of the state to load are not in the checkpoint, and {done}: {abridge(names)}"
+        done = "now zero" if self.missing == ZERO else "unchanged"
+        text = f"{count(len(names), 'entry', 'is')} not in the checkpoint, and {done}: {abridge(names)}"
         warnings.warn(text, PartialLoad, stacklevel=2)
 
     def check_casts(self, found: Iterable[tuple[str, Spec, Tensor]]) -> None:

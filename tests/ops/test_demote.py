@@ -143,8 +143,8 @@ def test_what_has_no_model_or_would_not_shrink_is_kept(tmp_path: Path) -> None:
     save_alone({"model": {"w": torch.ones(9)}}, tmp_path / "ckpt-3")
     done = demote(tmp_path)
     reasons = {entry.step: entry.reason for entry in done.keep}
-    assert reasons[1].startswith("cannot be demoted: no model weights here")
-    assert reasons[2].startswith("cannot be demoted: several entries could be the model: actor, critic?")
+    assert reasons[1].startswith("cannot be demoted: expected model weights")
+    assert reasons[2].startswith("cannot be demoted: several entries could be the model: actor, critic")
     assert done.demote == ()
 
 
@@ -198,10 +198,10 @@ def test_no_training_goes_on_from_weights_alone_and_none_deletes_them(tmp_path: 
     run.save(4, model)
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt-1", "ckpt-2", "ckpt-4"}
     for path in (tmp_path / "ckpt-1", None):
-        with pytest.raises(NotACheckpoint, match="only the weights are here"):
+        with pytest.raises(NotACheckpoint, match="contains only weights"):
             run.load(model, path=path)
         shutil.rmtree(tmp_path / "ckpt-4", ignore_errors=True)
-    with pytest.raises(NotACheckpoint, match="only the weights are here"):
+    with pytest.raises(NotACheckpoint, match="contains only weights"):
         find_resume(TrainConfig(run=tmp_path, resume="auto"))
 
 

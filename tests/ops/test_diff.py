@@ -219,7 +219,7 @@ def test_only_one_has_an_optimizer(source: Path, tmp_path: Path) -> None:
     found = diff(source, tmp_path / "out")
     assert found.is_equal
     assert any("compared only the model" in text and "optim" in text for text in found.notes)
-    assert any("`model.` was taken off" in text for text in found.notes)
+    assert any("removed the prefix `model.`" in text for text in found.notes)
 
 
 def test_an_optimizer_under_another_wrapper(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_prefix_of_its_trainer(tmp_path: Path) -> None:
     found = {one.code: one for one in doctor(root, model=model).findings}
     assert found.keys() == {"renamed", "unexpected"}
     assert found["renamed"].tensor == "net.*"
-    assert found["renamed"].message.endswith("calls it `*`")
+    assert found["renamed"].message.endswith("uses the name `*`")
     assert found["unexpected"].tensor == "scale"
     assert found["renamed"].fix == found["unexpected"].fix
     fixed = run(found["renamed"].fix)
@@ -521,7 +521,7 @@ def test_a_command_that_would_be_refused_is_not_named(produce: Produce, tmp_path
 
     found = doctor(produce(experts).root / "zero1", world_size=5)
     assert [(one.code, one.fix) for one in found.findings] == [("world_size", None)]
-    assert any("would end with: an expert" in note for note in found.notes)
+    assert any("would fail with: this is an expert" in note for note in found.notes)
 
 
 def test_a_lost_shard_is_taken_from_an_earlier_step(produce: Produce, tmp_path: Path) -> None:
@@ -612,7 +612,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].split() == ["finding", "tensor:", "what", "is", "wrong"]
+    assert lines[0].split() == ["finding", "tensor:", "problem"]
     assert any("missing" in line and "model.layers.*.mlp.up_proj.weight (2): " in line for line in lines)
     assert any(line.startswith("fixes ") and "--vocab-size 40" in line for line in lines)
     assert lines[-1].endswith("findings")

@@ -61,8 +61,8 @@ def test_a_missing_step_is_not_that_of_the_optimizer(tmp_path: Path) -> None:
     wanted = {"step": torch.tensor(0)}
     for extra, said in (
         ({}, "the checkpoint does not contain it"),
-        ({"state": wanted}, "the checkpoint has it as `state.step`"),
-        ({"a": wanted, "b": wanted}, "the checkpoint has it as `a.step` or `b.step`"),
+        ({"state": wanted}, "the checkpoint contains it as `state.step`"),
+        ({"a": wanted, "b": wanted}, "the checkpoint contains it as `a.step` or `b.step`"),
     ):
         path = tmp_path / f"{len(extra)}{'state' in extra}" / "ckpt-1"
         save_alone({**state, **extra}, path)
@@ -195,7 +195,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "a pointer of git-lfs"),
         (b"<!doctype html>", "a web page"),
-        (bytes(5000), "one of zeros"),
+        (bytes(5000), "only zeros"),
         (b"", "the file is empty"),
     ],
     ids=["pointer", "page", "zeros", "empty"],

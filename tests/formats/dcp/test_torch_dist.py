@@ -149,7 +149,7 @@ def test_buckets_are_carried_as_they_are_and_that_is_said(tmp_path: Path) -> Non
     assert (found.groups["model"].entries, found.groups["optimizer"].entries) == (1, 2)
     assert list(ckptkit.open(consolidate(root, tmp_path / "out", names="keep").output)) == [name]
     done = ckptkit.reshard(root, tmp_path / "resharded", to=2)
-    assert any("does not say of which parameters" in note for note in done.notes)
+    assert any("does not name the parameters" in note for note in done.notes)
     assert torch.equal(ckptkit.open(tmp_path / "resharded")[bucket].torch(), state[bucket])
 
 

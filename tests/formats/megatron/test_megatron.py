@@ -91,7 +91,7 @@ def test_a_config_of_a_model_makes_no_model_of_it(made: Produced, tmp_path: Path
     (tmp_path / "base").mkdir()
     for config in ({"model_type": "qwen3_moe"}, {"model_type": "llama", "num_hidden_layers": 2}):
         (tmp_path / "base" / "config.json").write_text(json.dumps(config))
-        with pytest.raises(CkptError, match=r"config\.json does not say") as raised:
+        with pytest.raises(CkptError, match=r"config\.json does not have") as raised:
             consolidate(made.root / "moe" / "legacy", tmp_path / "out", base=str(tmp_path / "base"))
         assert raised.value.exit_code == 3
     assert not (tmp_path / "out").exists()

@@ -105,7 +105,7 @@ def test_a_file_is_consolidated_beside_itself_but_not_over_itself(tmp_path: Path
     torch.save({"a.weight": torch.arange(4.0), "a.bias": torch.ones(1)}, tmp_path / "best.pt")
     consolidate(tmp_path / "best.pt", tmp_path / "out")
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["a.weight"], torch.arange(4.0))
-    with pytest.raises(Unsafe, match="lies inside it"):
+    with pytest.raises(Unsafe, match="or inside it"):
         consolidate(tmp_path / "best.pt", tmp_path, overwrite=True)
     assert (tmp_path / "best.pt").exists()
 

@@ -308,7 +308,7 @@ def test_what_loaders_keep_in_fp32_stays_so(model_type: str, part: str, tmp_path
     done = consolidate(run, tmp_path / "out", dtype=dtype)
     wide = {name for name, tensor in load_file(tmp_path / "out" / WEIGHTS).items() if tensor.dtype == torch.float32}
     assert wide == {name for name in load_file(tmp_path / "out" / WEIGHTS) if name.endswith(part)} != set()
-    assert any("stayed in fp32" in note and part in note for note in done.notes)
+    assert any("kept in fp32" in note and part in note for note in done.notes)
     consolidate(run, tmp_path / "narrow", dtype=[dtype, f"*{part}={dtype}"])
     assert all(one.dtype != torch.float32 for one in load_file(tmp_path / "narrow" / WEIGHTS).values())
 
@@ -320,7 +320,7 @@ def test_a_demoted_checkpoint_keeps_them_too(tmp_path: Path) -> None:
     plan = prune(run, keep_last=1, demote=True)
     done = prune(run, keep_last=1, demote=True, yes=True)
     assert [entry.freed_bytes for entry in plan.demote] == [entry.freed_bytes for entry in done.demote]
-    assert [entry.reason.rpartition("; ")[2] for entry in done.demote] == ["tensors that stayed in fp32: 1"]
+    assert [entry.reason.rpartition("; ")[2] for entry in done.demote] == ["tensors that kept in fp32: 1"]
     wide = {name for name, one in load_file(run / "ckpt-1" / WEIGHTS).items() if one.dtype == torch.float32}
     assert wide == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
@@ -336,7 +336,7 @@ def test_dtypes_like_those_of_another_model(tmp_path: Path) -> None:
     consolidate(run, tmp_path / "out", dtype=f"like:{tmp_path / 'like'}")
     assert_same(load_file(tmp_path / "out" / WEIGHTS), mixed)
     save_file({name: t for name, t in mixed.items() if "norm" not in name}, tmp_path / "like" / WEIGHTS)
-    with pytest.raises(Mismatch, match="no such tensor"):
+    with pytest.raises(Mismatch, match="does not have this tensor"):
         consolidate(run, tmp_path / "none", dtype=f"like:{tmp_path / 'like'}")
     consolidate(run, tmp_path / "some", dtype=[f"like:{tmp_path / 'like'}", "*norm*=fp16"])
     assert load_file(tmp_path / "some" / WEIGHTS)["model.norm.weight"].dtype == torch.float16
