@@ -74,7 +74,7 @@ def test_options_are_checked_before_anything_is_opened(tmp_path: Path) -> None:
         convert(absent, tmp_path / "out", to="pt", jobs=0)
     with pytest.raises(Usage, match="world_size is 0"):
         reshard(absent, tmp_path / "out", to=0)
-    with pytest.raises(Usage, match="no `=>`"):
+    with pytest.raises(Usage, match="`=>` is missing"):
         consolidate(absent, tmp_path / "out", rename="x")
     with pytest.raises(Usage, match="is no part"):
         consolidate(absent, tmp_path / "out", part="3/2")

@@ -230,7 +230,7 @@ def test_tokens_may_be_given(llama: Path, tmp_path: Path) -> None:
         assert prove(tmp_path / "out", against=llama, tokens=tokens).logits.tokens == 3
     with pytest.raises(Usage, match="token 96 is not in the vocabulary, which has 96"):
         prove(tmp_path / "out", against=llama, tokens="1,96")
-    with pytest.raises(Usage, match="expected a file or a list of token ids .*found `absent`"):
+    with pytest.raises(Usage, match=r"expected a file or a list of token ids .*found `absent`"):
         prove(tmp_path / "out", against=llama, tokens="absent")
     (tmp_path / "tokens.json").write_text("one two")
     with pytest.raises(Usage, match="contains no tokens"):
