@@ -366,7 +366,7 @@ def require_least(options: ConvertOptions) -> None:
     for name in _AT_LEAST_ONE:
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise Usage(f"{name} is {value}; it must be at least 1")
+            raise Usage(f"{name}: expected 1 or more, found {value}")
 
 
 def parse_part(part: str) -> tuple[int, int]:

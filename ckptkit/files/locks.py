@@ -47,7 +47,7 @@ def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
-        warn_of_loss(path, "files cannot be locked here: of two runs that write it neither would see the other")
+        warn_of_loss(path, "this file system cannot lock files: two commands that write here would not see each other")
     return True
 
 

@@ -70,13 +70,13 @@ def test_options_are_checked_before_anything_is_opened(tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     with pytest.raises(Usage, match="unknown format `zip`"):
         convert(absent, tmp_path / "out", to="zip")
-    with pytest.raises(Usage, match="jobs is 0"):
+    with pytest.raises(Usage, match="jobs: expected 1 or more, found 0"):
         convert(absent, tmp_path / "out", to="pt", jobs=0)
-    with pytest.raises(Usage, match="world_size is 0"):
+    with pytest.raises(Usage, match="world_size: expected 1 or more, found 0"):
         reshard(absent, tmp_path / "out", to=0)
     with pytest.raises(Usage, match="`=>` is missing"):
         consolidate(absent, tmp_path / "out", rename="x")
-    with pytest.raises(Usage, match="is no part"):
+    with pytest.raises(Usage, match="expected a part like 1/8"):
         consolidate(absent, tmp_path / "out", part="3/2")
     with pytest.raises(Usage, match=r"config\.json"):
         convert(absent, tmp_path / "out", to="pt", base="org/name")

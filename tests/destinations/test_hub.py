@@ -402,7 +402,7 @@ def test_one_process_only(url: str, hub: Hub, small: Path) -> None:
         ("hf://buckets/org/many", Usage, "is a whole bucket"),
         ("hf://nobody/name", IOFailure, "403"),
         ("hf://buckets/nobody/name/run", IOFailure, "403"),
-        ("hf://org/-bad-", Usage, "no name that the Hub allows"),
+        ("hf://org/-bad-", Usage, "does not allow the name"),
     ],
 )
 def test_where_nothing_can_be_written(url: str, kind: type[CkptError], words: str, hub: Hub, small: Path) -> None:

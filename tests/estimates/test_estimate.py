@@ -136,8 +136,8 @@ def test_hybrid_shard_is_left_out_only_where_nobody_asked_for_it() -> None:
     [
         ({"world_size": 0}, "world_size: expected 1 or more, found 0"),
         ({"micro_batch_size": 0}, "micro_batch_size: expected 1 or more, found 0"),
-        ({"recompute_every": -1}, "recompute_every is -1"),
-        ({"strategy": "zero1"}, "no strategy `zero1`"),
+        ({"recompute_every": -1}, "recompute_every: expected 0 or more, found -1"),
+        ({"strategy": "zero1"}, "unknown strategy `zero1`"),
         ({"strategy": "ddp", "replicas": 2}, "2 replicas under ddp"),
         ({"param_dtype": "int8"}, "param_dtype is int8"),
         ({"master_dtype": "float8_e5m2"}, "master_dtype is float8_e5m2"),
@@ -209,7 +209,7 @@ def test_a_config_comes_from_a_file_or_its_directory(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(NotACheckpoint, match=r"no config\.json"):
         estimate(tmp_path, world_size=8)
-    with pytest.raises(Usage, match="no Hub id"):
+    with pytest.raises(Usage, match="a Hub id like"):
         estimate(path, world_size=8)
 
 
