@@ -205,7 +205,7 @@ def make_smaller(entry: PruneEntry, jobs: int | None, tell: Told | None) -> Prun
     """Demote a checkpoint, and say what that freed."""
     nbytes, saved_at = measure(entry.path)
     wide = demote(entry.path, saved_at=saved_at, jobs=jobs, progress=tell)
-    reason = f"{entry.reason}; tensors that stayed in fp32: {wide}" if wide else entry.reason
+    reason = f"{entry.reason}; tensors kept in fp32: {wide}" if wide else entry.reason
     return replace(entry, reason=reason, freed_bytes=nbytes - measure(entry.path)[0])
 
 

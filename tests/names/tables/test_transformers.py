@@ -320,7 +320,7 @@ def test_a_demoted_checkpoint_keeps_them_too(tmp_path: Path) -> None:
     plan = prune(run, keep_last=1, demote=True)
     done = prune(run, keep_last=1, demote=True, yes=True)
     assert [entry.freed_bytes for entry in plan.demote] == [entry.freed_bytes for entry in done.demote]
-    assert [entry.reason.rpartition("; ")[2] for entry in done.demote] == ["tensors that kept in fp32: 1"]
+    assert [entry.reason.rpartition("; ")[2] for entry in done.demote] == ["tensors kept in fp32: 1"]
     wide = {name for name, one in load_file(run / "ckpt-1" / WEIGHTS).items() if one.dtype == torch.float32}
     assert wide == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
