@@ -100,7 +100,7 @@ def test_interrupted(hub: Hub, out: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.startswith("interrupted\nthe same command goes on")
+    assert err.startswith("interrupted\nthe same command continues")
     fault.go.set()
     assert not out.exists()
     assert ckptkit(hub, "pull", "org/tiny", out).returncode == 0

@@ -402,7 +402,7 @@ def test_what_cannot_work_is_refused(place: Place, fill: Fill) -> None:
         for change in (lambda url: prune(url, keep_last=1), ckptkit.pin, ckptkit.unpin):
             with pytest.raises(Usage, match="only in local directories and on s3://"):
                 change(url)
-    with pytest.raises(IOFailure, match="no such bucket"):
+    with pytest.raises(IOFailure, match="the bucket does not exist"):
         prune("s3://absent-bucket/run", keep_last=1)
     with pytest.raises(NotACheckpoint):
         prune(f"s3://{place.name}/other", keep_last=1)

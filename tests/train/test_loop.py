@@ -227,7 +227,7 @@ def test_no_weight_is_left_out_in_silence(config: TrainConfig, tmp_path: Path) -
     cases: list[tuple[dict[str, Tensor], str | None]] = [
         ({f"{inner}.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": embedding.clone()}, None),
         ({"lm_head.weight": embedding + 1}, "the checkpoint's bytes differ"),
-        ({f"{inner}.q_proj.bias": torch.ones(64)}, "no place for 1 of the checkpoint's tensors: model.layers.0"),
+        ({f"{inner}.q_proj.bias": torch.ones(64)}, "does not have 1 of the checkpoint's tensors: model.layers.0"),
     ]
     for number, (more, said) in enumerate(cases):
         (tmp_path / f"{number}").mkdir()

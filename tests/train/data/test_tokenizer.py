@@ -87,7 +87,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Usage, match="no token that ends a text"):
+    with pytest.raises(Usage, match="does not have an end-of-text token"):
         choose_tokenizer(save_tokenizer(tmp_path, ends=False))
 
 

@@ -36,7 +36,7 @@ def test_a_size_has_the_vocabulary_of_bytes_unless_told() -> None:
     assert ModelConfig.sized("tiny", vocab_size=1000) == ModelConfig(vocab_size=1000)
     with pytest.raises(Usage, match="vocab_size"):
         ModelConfig.sized("tiny", vocab_size=0)
-    with pytest.raises(Usage, match="no model size `huge`"):
+    with pytest.raises(Usage, match="unknown model size `huge`"):
         ModelConfig.sized("huge")
 
 

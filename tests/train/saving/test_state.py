@@ -248,7 +248,7 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path, state: dict
 
 
 def test_requests_that_make_no_sense(tmp_path: Path) -> None:
-    with pytest.raises(Usage, match="no state dict `flat`"):
+    with pytest.raises(Usage, match="unknown state dict `flat`"):
         Run(tmp_path, state_dict="flat")
     with pytest.raises(Usage, match="step is -1"):
         Run(tmp_path).save(-1, nn.Linear(2, 2))
@@ -288,7 +288,7 @@ def frozen(model: Network) -> None:
         (longer, "model.layers.2.weight", "the checkpoint lacks `layers.2.weight` and 1 more \\(hint"),
         (shorter, "model.layers.1.bias", "the model lacks `layers.1.bias`($| \\(hint)"),
         (halved, "model.scale", "has float32, the model float16"),
-        (frozen, "optim.state.scale", "no state of this parameter"),
+        (frozen, "optim.state.scale", "no state for this parameter"),
     ],
 )
 def test_another_model_is_a_mismatch(
@@ -314,16 +314,16 @@ def test_another_optimizer_or_scheduler_is_a_mismatch(tmp_path: Path, form: str)
     run.save(2, model, optimizer)
     for wrong, said in [
         (SGD(model.parameters(), momentum=0.9), "lacks `"),
-        (SGD(model.parameters()), "no state of this parameter"),
+        (SGD(model.parameters()), "no state for this parameter"),
         (AdamW(model.parameters(), amsgrad=True), "the checkpoint lacks `max_exp_avg_sq`"),
         (AdamW([{"params": [one]} for one in model.parameters()]), "groups of the optimizer are not the 1"),
     ]:
         with pytest.raises(Mismatch, match=said):
             run.load(model, wrong)
-    with pytest.raises(Mismatch, match="the checkpoint has no `optim`") as raised:
+    with pytest.raises(Mismatch, match="the checkpoint does not have `optim`") as raised:
         run.load(model, optimizer, path=run.checkpoint(1))
     assert raised.value.hint is not None
-    with pytest.raises(Mismatch, match="the checkpoint has no `scheduler`"):
+    with pytest.raises(Mismatch, match="the checkpoint does not have `scheduler`"):
         run.load(model, optimizer, scheduler=LambdaLR(optimizer, float))
 
 
