@@ -180,9 +180,9 @@ def test_what_does_not_go_on_is_refused(
     alone = replace(trained[0], run=tmp_path / "run", resume=str(trained[0].run / "ckpt-2"))
     whole = replace(base, run=tmp_path / "run", resume=str(base.run / "ckpt-2"))
     cases: list[tuple[TrainConfig, type[CkptError], str]] = [
-        (replace(alone, lora_rank=4), Mismatch, "of another adapter: its `r` is 3, not 4"),
-        (replace(alone, lora_alpha=6), Mismatch, "of another adapter: its `lora_alpha` is 5, not 6"),
-        (replace(alone, lora_targets=("q_proj",)), Mismatch, "of another adapter: its `target_modules` is"),
+        (replace(alone, lora_rank=4), Mismatch, "another adapter: expected `r` 4, found 3"),
+        (replace(alone, lora_alpha=6), Mismatch, "another adapter: expected `lora_alpha` 6, found 5"),
+        (replace(alone, lora_targets=("q_proj",)), Mismatch, "another adapter: expected `target_modules`"),
         (replace(alone, weights=None), Usage, "adapters alone mean nothing without the weights"),
         (replace(alone, weights=tmp_path / "other"), Mismatch, "which were trained on another base"),
         (replace(whole, lora_rank=3), Mismatch, "the checkpoint has no adapters to continue with"),

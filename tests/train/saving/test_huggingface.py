@@ -83,7 +83,7 @@ class WithMore(nn.Linear):
 
 
 def test_a_model_with_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="only tensors can be saved here") as caught:
+    with pytest.raises(Unsupported, match="only tensors can be saved in this format") as caught:
         Run(tmp_path / "run", state_dict="hf").save(1, WithMore(2, 2))
     assert caught.value.tensor == "_extra_state.calls"
     assert list((tmp_path / "run").iterdir()) == []
