@@ -53,7 +53,7 @@ def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path, monke
         (["--lr", "-1"], 2, "lr is -1.0"),
         (["--strategy", "zero1"], 2, "full_shard"),
         (["--config", "wrong.toml"], 2, "unknown setting `stepps`"),
-        (["--model", "huge", "--nproc", "1"], 2, "no model `huge`"),
+        (["--model", "huge", "--nproc", "1"], 2, "unknown model `huge`"),
         (["--resume", "absent", "--nproc", "1"], 3, "absent"),
         (["--model", "mixtral.json", "--nproc", "1"], 3, "`model_type` is 'mixtral'"),
         (["--data", "absent.txt", "--nproc", "1"], 4, "absent.txt"),

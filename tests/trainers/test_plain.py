@@ -250,13 +250,13 @@ def by_layer(optimizer: dict[str, Any]) -> None:
     ("change", "kind", "message"),
     [
         (duplicate, Corrupt, "list parameter 2 twice"),
-        (orphan, Corrupt, "a state of this parameter, which is in none"),
-        (empty_orphan, Corrupt, "a state of this parameter, which is in none"),
-        (mixed, Corrupt, "list numbers and names"),
+        (orphan, Corrupt, "a state for this parameter, but no group"),
+        (empty_orphan, Corrupt, "a state for this parameter, but no group"),
+        (mixed, Corrupt, "list both numbers and names"),
         (missing, Unsupported, "139 parameters|of shape"),
         (other_shape, Unsupported, "of shape|has the shape"),
         (swapped_groups, Unsupported, "has the shape"),
-        (by_layer, Unsupported, "do not tell in which group"),
+        (by_layer, Unsupported, "fits several optimizer groups"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -301,7 +301,7 @@ def test_an_optimizer_without_its_model_keeps_its_numbers(tmp_path: Path) -> Non
     torch.save({"optimizer": saved["optimizer"]}, tmp_path / "optimizer.pt")
     ckptkit.convert(tmp_path / "optimizer.pt", tmp_path / "out", to="dcp")
     assert ckptkit.inspect(tmp_path / "out").optimizer_keys == "ids"
-    with pytest.raises(Mismatch, match="no model weights"):
+    with pytest.raises(Mismatch, match="expected model weights"):
         ckptkit.convert(tmp_path / "optimizer.pt", tmp_path / "no", to="dcp", optimizer_keys="names")
 
 
