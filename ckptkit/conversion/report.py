@@ -20,7 +20,7 @@ from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import Caution
 from ckptkit.files.path import RemotePath
-from ckptkit.layout.plan import Verdict
+from ckptkit.layout.plan import RecipeVerdict
 from ckptkit.models.fit import abridge
 from ckptkit.names.weights import UNKNOWN, LeftOut
 from ckptkit.pictures.numbers import format_bytes
@@ -178,7 +178,7 @@ def complete(conversion: Conversion, prospect: Converted, written: Written, seco
 
 def verdicts(conversion: Conversion, noted: Collection[str]) -> Iterator[str]:
     """Yield what the recipes say of their tensors, all of which are made."""
-    judged: dict[Verdict, list[str]] = defaultdict(list)
+    judged: dict[RecipeVerdict, list[str]] = defaultdict(list)
     for draft in conversion.drafts:
         for name, recipe in draft.recipes.items():
             verdict = getattr(recipe, "verdict", None)

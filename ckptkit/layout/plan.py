@@ -57,7 +57,7 @@ class ByRows(Recipe, Protocol):
     rows: int
 
 
-class Verdict(Protocol):
+class RecipeVerdict(Protocol):
     """What a report says of tensors, by whether each of them was worth a note. A recipe may have one: `verdict`."""
 
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptkit.engine.recipes import FLOAT32, Array, as_stored
 from ckptkit.errors import Corrupt
-from ckptkit.layout.plan import Operand, Verdict
+from ckptkit.layout.plan import Operand, RecipeVerdict
 from ckptkit.models.fit import abridge
 from ckptkit.pictures.words import count
 from ckptkit.quantized.plain_blocks import as_numbers, check_factors
@@ -29,7 +29,7 @@ from ckptkit.tensors.small_floats import SMALL_FLOATS
 FOUR_BITS = SMALL_FLOATS["float4_e2m1fn_x2"].numbers
 
 
-class Part(Protocol):
+class GroupStep(Protocol):
     """What is done to the numbers of groups, with tensors that have an element for each group.
 
     The region of an operand is given a box of groups: the rows of the weight, and groups in place of its columns.
@@ -67,7 +67,7 @@ class Codes(NamedTuple):
         return numbers
 
 
-class Grouped:
+class GroupedRecipe:
     """The recipe of a weight whose rows are groups of `group` numbers, stored as `codes` in the first operand.
 
     `parts` are applied in their order; a product of theirs is rounded to the dtype `rounds_to` before the one that is
@@ -78,12 +78,12 @@ class Grouped:
         self,
         numbers: Operand,
         codes: Codes,
-        parts: Sequence[Part],
+        parts: Sequence[GroupStep],
         shape: Shape,
         group: int,
         rounds_to: DType = FLOAT32,
     ) -> None:
-        self.verdict: Verdict | None = next((part.verdict for part in parts if isinstance(part, Extremes)), None)
+        self.verdict: RecipeVerdict | None = next((part.verdict for part in parts if isinstance(part, Extremes)), None)
         self._codes, self._parts, self._shape, self._group = codes, parts, shape, group
         self._rounds_to = rounds_to
         self._bits = 8 * numbers.dtype.itemsize
@@ -239,7 +239,7 @@ class Affine:
         return False
 
 
-class Declared:
+class DeclaredShape:
     """Compare the shape that a tensor says a weight has with the one that it was found to have."""
 
     def __init__(self, declared: Operand, shape: Shape) -> None:

@@ -62,6 +62,6 @@ def recipe_of(way: Integers, shape: Shape, group: int, dtype: DType) -> Callable
         numbers, scales, biases = operands
         part = blocks.Affine(as_read(scales), as_read(biases), dtype)
         codes = blocks.Codes(way.bits, tuple(map(float, range(1 << way.bits))))
-        return blocks.Grouped(numbers, codes, [part], shape, group, dtype)
+        return blocks.GroupedRecipe(numbers, codes, [part], shape, group, dtype)
 
     return make

@@ -93,7 +93,7 @@ def one_level(shape: Shape, of_scales: Shape) -> Callable[[Sequence[Operand]], R
 
         numbers, scales = operands
         part = blocks.Factors(scales, of_scales, max(blocks.FOUR_BITS))
-        return blocks.Grouped(numbers, blocks.Codes(4, blocks.FOUR_BITS), [part], shape, _MXFP4)
+        return blocks.GroupedRecipe(numbers, blocks.Codes(4, blocks.FOUR_BITS), [part], shape, _MXFP4)
 
     return make
 
@@ -107,6 +107,6 @@ def two_levels(shape: Shape, of_scales: tuple[Shape, Shape], *, divides: bool) -
 
         numbers, scales, level = operands
         part = blocks.TwoLevels(scales, as_read(level), of_scales, divides=divides)
-        return blocks.Grouped(numbers, blocks.Codes(4, blocks.FOUR_BITS), [part], shape, _NVFP4)
+        return blocks.GroupedRecipe(numbers, blocks.Codes(4, blocks.FOUR_BITS), [part], shape, _NVFP4)
 
     return make

@@ -154,9 +154,9 @@ def recipe_of(fit: Fit) -> Callable[[Sequence[Operand]], Recipe]:
         from ckptkit.quantized.plain_blocks import as_read
 
         numbers, scales, *rest = operands
-        parts: list[blocks.Part] = []
+        parts: list[blocks.GroupStep] = []
         if fit.is_declared:
-            parts.append(blocks.Declared(rest.pop(), fit.shape))
+            parts.append(blocks.DeclaredShape(rest.pop(), fit.shape))
         if fit.of_zeros is not None:
             bits = fit.way.bits if fit.of_zeros.dtype.name == "int32" else None
             parts.append(blocks.ZeroPoints(rest.pop(), fit.of_zeros.shape, bits))
@@ -164,7 +164,7 @@ def recipe_of(fit: Fit) -> Callable[[Sequence[Operand]], Recipe]:
             parts.append(blocks.Extremes(fit.way.bits))
         parts.append(blocks.Factors(as_read(scales), fit.of_scales.shape, 1 << fit.way.bits))
         codes = blocks.Codes(fit.way.bits, patterns(fit))
-        return blocks.Grouped(numbers, codes, parts, fit.shape, fit.group, fit.of_scales.dtype)
+        return blocks.GroupedRecipe(numbers, codes, parts, fit.shape, fit.group, fit.of_scales.dtype)
 
     return make
 
