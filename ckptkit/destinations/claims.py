@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from uuid import uuid4
 
 from ckptkit.destinations.destination import CLAIM
@@ -28,36 +28,51 @@ _LIMIT = 1 << 24  # bytes of a claim: it names every large file
 
 @dataclass(frozen=True, slots=True)
 class StoreClaim:
-    """What a claim says: the `plan` that it stands for, when and where it `started`, and the ids of `uploads` by file.
+    """What a claim says: the `plan` that it stands for, when it `started`, and from which `host`.
 
-    `uploads` has nothing until the upload has begun its large files.
+    `uploads` are the ids of multipart uploads by file, None until they were begun. `owner` is the process that works on
+    the upload, where only one can. `conditions` and `checksums` say what the store was found to know.
     """
 
     plan: str
     started: str
     host: str
-    uploads: Mapping[str, str] = field(default_factory=dict)
+    owner: str = ""
+    uploads: Mapping[str, str] | None = None
+    conditions: bool = True
+    checksums: bool = True
+
+    @classmethod
+    def begin(cls, plan: str, **more: Any) -> Self:
+        """Return a claim of this moment and host."""
+        return cls(plan, datetime.now(UTC).isoformat(timespec="seconds"), socket.gethostname(), **more)
 
     @classmethod
     def for_deletion(cls) -> Self:
         """Return a claim for a deletion by this process."""
-        started = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(f"{_DELETION}{uuid4().hex}", started, socket.gethostname())
+        return cls.begin(f"{_DELETION}{uuid4().hex}")
 
     @classmethod
     def parse(cls, content: bytes) -> Self:
-        """Read a claim. One that cannot be read, as of another version, is an upload that nothing is known of."""
+        """Read a claim. One that cannot be read, as of another version, is an upload of no plan."""
         try:
             found = json.loads(content)
-            uploads = {str(name): str(upload) for name, upload in (found["uploads"] or {}).items()}
-            return cls(str(found["plan"]), str(found["started"]), str(found["host"]), uploads)
+            uploads = found.get("uploads")
+            return cls(
+                str(found["plan"]),
+                str(found["started"]),
+                str(found["host"]),
+                owner=str(found.get("owner", "")),
+                uploads=uploads and {str(name): str(upload) for name, upload in uploads.items()},
+                conditions=bool(found.get("conditions", True)),
+                checksums=bool(found.get("checksums", True)),
+            )
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             return cls("", "", "")
 
     def to_bytes(self) -> bytes:
         """Return the content of the object."""
-        told = {"plan": self.plan, "started": self.started, "host": self.host, "uploads": dict(self.uploads) or None}
-        return json.dumps({"ckptkit": __version__, **told, "conditions": True, "checksums": True}, indent=1).encode()
+        return json.dumps({"ckptkit": __version__, **asdict(self)}, indent=1).encode()
 
     @property
     def is_deletion(self) -> bool:

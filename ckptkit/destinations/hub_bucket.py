@@ -7,22 +7,20 @@ https://huggingface.co/docs/hub/storage-buckets
 
 from __future__ import annotations
 
-import json
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Any
 
+from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import CLAIM, Check
-from ckptkit.destinations.hub_places import bucket_of, refuse_several
-from ckptkit.destinations.pieces import FilePiece, is_large
+from ckptkit.destinations.hub_places import bucket_of
+from ckptkit.destinations.pieces import is_large
+from ckptkit.destinations.place import StorePlace
 from ckptkit.destinations.xet import XetFile, XetFiles, find_session
+from ckptkit.destinations.xet_destination import XetDestination
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.file import read_small
-from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.hub_calls import (
     BUCKET,
     Line,
@@ -37,23 +35,15 @@ from ckptkit.files.stores.hub_calls import (
     silent,
 )
 from ckptkit.files.stores.hub_errors import AGAIN
-from ckptkit.version import __version__
 
 _MOST = 100  # files that are changed by one request
 _CLAIM_LIMIT = 1 << 16  # bytes
 
 
 @dataclass(slots=True)
-class HubBucketDestination:
+class HubBucketDestination(XetDestination):
     """A folder of a bucket, or a single file: a `Destination`."""
 
-    path: RemotePath
-    sizes: Mapping[str, int]
-    marks: Sequence[str]
-    plan: str
-    is_file: bool = False
-    _files: XetFiles = field(init=False, repr=False)
-    _quiet: ExitStack = field(init=False, repr=False)  # what keeps the libraries silent as long as the upload lasts
     _claim: XetFile = field(init=False, repr=False)
     _shown: set[str] = field(default_factory=set)
 
@@ -71,41 +61,23 @@ class HubBucketDestination:
                 create_bucket(self._id)
             there = self._list()
             begun = self._read_claim()
-            is_ours = begun is not None and begun["plan"] == self.plan
+            is_ours = begun is not None and begun.plan == self.plan
             if begun is not None and not is_ours and not overwrite:
-                message = f"another upload is under way since {begun['started']}, from {begun['host']}"
-                raise Occupied(message, path=self.path, hint="wait for it, or abandon it with --overwrite")
+                raise self._place.is_held(begun)
             if there and not is_ours and not overwrite:
-                hint = "choose another, or replace it with --overwrite"
-                raise Occupied("the destination exists", path=self.path, hint=hint)
+                raise self._place.exists()
             first = check() if there and begun is None else ()
             self._files = XetFiles(self.path, ask_access(BUCKET, self._id))
             self._put_claim()
             if not is_ours:
                 marks = dict.fromkeys(name for name in (*first, *self.marks) if name in there)
                 for names in (marks, there.keys() - marks.keys()):
-                    self._change([{"type": "deleteFile", "path": self._key(name)} for name in sorted(names)])
+                    self._change([{"type": "deleteFile", "path": self._place.key(name)} for name in sorted(names)])
             self._quiet = quiet.pop_all()
-
-    def join(self) -> None:
-        """Raise `Unsupported`: nothing keeps processes apart in a bucket."""
-        raise refuse_several(self.path)
-
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
-        """Send a piece of a file."""
-        if piece.count > 1:
-            self._files.put(piece, data)
-        else:
-            self.put_small(piece.name, data, crc)
 
     def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002
         """Send a whole file to the storage."""
         self._files.put_small(name, data)
-
-    def stop(self, error: BaseException) -> None:
-        """Give up the files that are not whole."""
-        self._files.stop(error)
-        self._quiet.close()
 
     def complete(self, name: str, crc: int) -> None:
         """Compare the CRC-32 of a large file with that of the bytes that were sent. A mark is shown."""
@@ -119,19 +91,11 @@ class HubBucketDestination:
         self.put_small(name, data, crc)
         self._show_mark(name)
 
-    def note(self, name: str, data: bytes) -> None:  # noqa: ARG002
-        """Raise `Unsupported`: nothing keeps processes apart in a bucket."""
-        raise refuse_several(self.path)
-
-    def notes(self) -> Mapping[str, bytes]:
-        """Raise `Unsupported`: nothing keeps processes apart in a bucket."""
-        raise refuse_several(self.path)
-
     def commit(self) -> None:
         """Delete the claim: the upload is done."""
         with self._quiet:
             self._show_others()
-            self._change([{"type": "deleteFile", "path": self._claim_key}])
+            self._change([{"type": "deleteFile", "path": self._place.claim_key}])
 
     def remarks(self) -> list[str]:
         """Return what the store cannot do."""
@@ -139,11 +103,10 @@ class HubBucketDestination:
 
     def _show_mark(self, name: str) -> None:
         self._show_others()
-        found = describe_paths(self._id, [self._claim_key, self._key(name)])
-        if found.get(self._claim_key) != stored(self._claim):
-            hint = "only one process may write here at a time"
-            raise Occupied("another upload has abandoned this one", path=self.path, hint=hint)
-        if found.get(self._key(name), stored(self._files.sent[name])) != stored(self._files.sent[name]):
+        found = describe_paths(self._id, [self._place.claim_key, self._place.key(name)])
+        if found.get(self._place.claim_key) != stored(self._claim):
+            raise self._place.was_lost()
+        if found.get(self._place.key(name), stored(self._files.sent[name])) != stored(self._files.sent[name]):
             hint = "delete this file, then run the same command again"
             raise Occupied("another file is there", path=self.path / name, hint=hint)
         self._show([name])
@@ -156,7 +119,7 @@ class HubBucketDestination:
         """Let files appear, and compare what the Hub then lists."""
         if not names:
             return
-        self._change([add_line(self._key(name), self._files.sent[name]) for name in names])
+        self._change([add_line(self._place.key(name), self._files.sent[name]) for name in names])
         self._shown.update(names)
         there = self._list()
         for name in self._shown:
@@ -166,26 +129,17 @@ class HubBucketDestination:
                 message = f"the bucket has other bytes: expected {sent.nbytes} bytes, hash {sent.xet_hash}; {what}"
                 raise IOFailure(message, path=self.path / name, hint=AGAIN)
 
-    def _read_claim(self) -> dict[str, Any] | None:
+    def _read_claim(self) -> StoreClaim | None:
         """Return what the claim says that is there, None if there is none."""
         self.path.store.forget()
-        path = self.path.top / self._claim_key
-        if not path.exists():
-            return None
-        try:
-            found: dict[str, Any] = json.loads(read_small(path, _CLAIM_LIMIT))
-            return {key: found[key] for key in ("plan", "started", "host")}
-        except (KeyError, TypeError, ValueError) as error:
-            hint = "another version wrote it: delete this file, and its upload is forgotten"
-            raise Occupied("the claim of another upload cannot be read", path=path, hint=hint) from error
+        path = self._place.claim_path
+        return self._place.parse_claim(read_small(path, _CLAIM_LIMIT)) if path.exists() else None
 
     def _put_claim(self) -> None:
-        started = datetime.now(UTC).isoformat(timespec="seconds")
-        words = {"ckptkit": __version__, "plan": self.plan, "started": started, "host": socket.gethostname()}
-        self._files.put_small(CLAIM, json.dumps(words, indent=1).encode())
+        self._files.put_small(CLAIM, StoreClaim.begin(self.plan).to_bytes())
         self._claim = self._files.sent.pop(CLAIM)
         self._files.sent_bytes = 0
-        self._change([add_line(self._claim_key, self._claim)])
+        self._change([add_line(self._place.claim_key, self._claim)])
 
     def _change(self, lines: Sequence[Line]) -> None:
         for start in range(0, len(lines), _MOST):
@@ -194,23 +148,20 @@ class HubBucketDestination:
     def _list(self) -> dict[str, StoredFile]:
         """Return the files that are there, by name, but for the claim."""
         if self.is_file:
-            return {
-                name: found for name in self.sizes for found in describe_paths(self._id, [self._key(name)]).values()
-            }
+            (name,) = self.sizes
+            found = describe_paths(self._id, [self.path.key])
+            return {name: found[self.path.key]} if found else {}
         there = list_bucket(self._id, self.path.key)
         there.pop(CLAIM, None)
         return there
-
-    def _key(self, name: str) -> str:
-        return self.path.key if self.is_file else f"{self.path.key}/{name}"
 
     @property
     def _id(self) -> str:
         return bucket_of(self.path)
 
     @property
-    def _claim_key(self) -> str:
-        return f"{self.path.key}{CLAIM}" if self.is_file else f"{self.path.key}/{CLAIM}"
+    def _place(self) -> StorePlace:
+        return StorePlace(self.path, self.is_file)
 
 
 def add_line(key: str, sent: XetFile) -> Line:

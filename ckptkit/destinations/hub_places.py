@@ -49,13 +49,6 @@ def look_at(path: RemotePath) -> Prospect:
     return Prospect(repo_id, revision, head, basis)
 
 
-def refuse_several(path: RemotePath) -> Unsupported:
-    """Return the error for several processes that are to write to one place of the Hub."""
-    message = "several processes cannot write to hf:// together"
-    hint = "leave --part and torchrun out; or write to a local directory or to s3://, then `ckptkit cp` it there"
-    return Unsupported(message, path=path, hint=hint)
-
-
 def describe_place(path: RemotePath) -> str:
     """Return the address of what a URL names, and whether it would be made, and is for all to see."""
     with silent():

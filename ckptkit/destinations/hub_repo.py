@@ -8,7 +8,7 @@ https://huggingface.co/docs/huggingface_hub/package_reference/hf_api
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha1
@@ -16,11 +16,12 @@ from pathlib import PurePosixPath
 from threading import Lock
 
 from ckptkit.destinations.destination import Check
-from ckptkit.destinations.hub_places import Prospect, look_at, refuse_several
-from ckptkit.destinations.pieces import FilePiece, is_large
+from ckptkit.destinations.hub_places import Prospect, look_at
+from ckptkit.destinations.pieces import is_large
+from ckptkit.destinations.place import StorePlace
 from ckptkit.destinations.xet import XetFile, XetFiles, find_session
+from ckptkit.destinations.xet_destination import XetDestination
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
-from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.hub_calls import (
     MODEL,
     HubFile,
@@ -49,21 +50,14 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(slots=True)
-class HubRepoDestination:
+class HubRepoDestination(XetDestination):
     """A repository, a folder in it, or a single file: a `Destination`.
 
     After `commit`, `made` is the id of the commit, "" if the repository had all files before.
     """
 
-    path: RemotePath
-    sizes: Mapping[str, int]
-    marks: Sequence[str]
-    plan: str
-    is_file: bool = False
     made: str = ""
     _repository: Prospect = field(init=False, repr=False)
-    _files: XetFiles = field(init=False, repr=False)
-    _quiet: ExitStack = field(init=False, repr=False)  # what keeps the libraries silent as long as the upload lasts
     _inline: dict[str, bytes] = field(default_factory=dict)
     _replaced: frozenset[str] = frozenset()  # the files of the checkpoint that was there
     _overwrite: bool = False
@@ -95,17 +89,6 @@ class HubRepoDestination:
             self._files = XetFiles(self.path, ask_access(MODEL, found.repo_id, self._branch))
             self._quiet = quiet.pop_all()
 
-    def join(self) -> None:
-        """Raise `Unsupported`: a commit is made by one process."""
-        raise refuse_several(self.path)
-
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
-        """Send a piece of a file."""
-        if piece.count > 1:
-            self._files.put(piece, data)
-        else:
-            self.put_small(piece.name, data, crc)
-
     def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002
         """Send a whole file to the storage, or hold it for the commit if the Hub wants that."""
         key, there = self._key(name), self._repository
@@ -115,11 +98,6 @@ class HubRepoDestination:
         with self._lock:
             self._inline[name] = bytes(data)
 
-    def stop(self, error: BaseException) -> None:
-        """Give up the files that are not whole."""
-        self._files.stop(error)
-        self._quiet.close()
-
     def complete(self, name: str, crc: int) -> None:
         """Compare the CRC-32 of a large file with that of the bytes that were sent."""
         if is_large(self.sizes[name]):
@@ -128,14 +106,6 @@ class HubRepoDestination:
     def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
         """Send a whole file: a mark appears with all others."""
         self.put_small(name, data, crc)
-
-    def note(self, name: str, data: bytes) -> None:  # noqa: ARG002
-        """Raise `Unsupported`: a commit is made by one process."""
-        raise refuse_several(self.path)
-
-    def notes(self) -> Mapping[str, bytes]:
-        """Raise `Unsupported`: a commit is made by one process."""
-        raise refuse_several(self.path)
 
     def commit(self) -> None:
         """Make all files appear, and compare them with what the Hub then lists.
@@ -247,9 +217,7 @@ class HubRepoDestination:
         return found
 
     def _key(self, name: str) -> str:
-        if self.is_file:
-            return self.path.key
-        return f"{self.path.key}/{name}" if self.path.key else name
+        return StorePlace(self.path, self.is_file).key(name)
 
 
 def is_same_data(sent: XetFile, listed: HubFile | None) -> bool:

@@ -9,35 +9,24 @@ whole.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
 
-from ckptkit.destinations.destination import CLAIM, NOTES, Check
+from ckptkit.destinations.claims import StoreClaim
+from ckptkit.destinations.destination import Check
 from ckptkit.destinations.pieces import FilePiece, is_large, piece_bytes
+from ckptkit.destinations.place import StorePlace
 from ckptkit.destinations.turns import Turns
 from ckptkit.errors import IOFailure, Occupied, Unsupported
 from ckptkit.files.crc32 import combine, crc32
 from ckptkit.files.path import RemotePath, at_once
 from ckptkit.files.stores.object_calls import ObjectBucket, ObjectStream
-from ckptkit.version import __version__
 
 if TYPE_CHECKING:
-    from obstore import UpdateVersion
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectClaim:
-    """The claim of an upload as the store has it. `owner` is the process that began it, or went on with it last."""
-
-    plan: str
-    owner: str
-    started: str
-    host: str
+    from obstore import ObjectMeta, UpdateVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +55,7 @@ class ObjectDestination:
     sent_bytes: int = 0
     whole: dict[str, SentFile] = field(default_factory=dict)
     _bucket: ObjectBucket = field(init=False)
+    _place: StorePlace = field(init=False)
     _turns: Turns = field(init=False)
     _owner: str = field(default_factory=lambda: uuid4().hex)
     _streams: dict[str, ObjectStream] = field(default_factory=dict)
@@ -74,7 +64,8 @@ class ObjectDestination:
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
-        self._bucket = ObjectBucket(RemotePath(*self.path.parts[:2]))
+        self._bucket = ObjectBucket(self.path.top)
+        self._place = StorePlace(self.path, self.is_file)
         self._turns = Turns(self._write)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
@@ -88,15 +79,13 @@ class ObjectDestination:
             self._release()
             self._begin(overwrite=True, check=lambda: ())
         else:
-            message = f"another upload is under way since {begun[0].started}, from {begun[0].host}"
-            raise Occupied(message, path=self.path, hint="wait for it, or abandon it with --overwrite")
+            raise self._place.is_held(begun[0])
 
     def join(self) -> None:
         """Take part, with whole files, in an upload that another process has claimed; see `Destination`."""
         begun = self._read_claim()
         if begun is None or begun[0].plan != self.plan:
-            hint = "start the process that claims it first, with the same sources and options"
-            raise Occupied("no upload of these files is under way", path=self.path, hint=hint)
+            raise self._place.is_not_begun()
         self._owner = begun[0].owner
 
     def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
@@ -116,7 +105,7 @@ class ObjectDestination:
 
     def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002 - nobody compares it
         """Send a whole file."""
-        self._bucket.put(self._key(name), data)
+        self._bucket.put(self._place.key(name), data)
         self._count(name, len(data), len(data))
 
     def complete(self, name: str, crc: int) -> None:
@@ -125,7 +114,7 @@ class ObjectDestination:
             return
         if name in self._streams:
             self._require_sizes()
-            if self._bucket.head(self._key(name)) is not None:
+            if self._bucket.head(self._place.key(name)) is not None:
                 raise self._taken(name)
             self._finish(name)
         sent = self.whole[name]
@@ -138,7 +127,7 @@ class ObjectDestination:
         """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
         self._require_sizes()
         self._require_claim()
-        key = self._key(name)
+        key = self._place.key(name)
         if self._bucket.create(key, data) is not None:
             self._count(name, len(data), len(data))
         elif (found := self._bucket.read(key)) is None or found[0] != data:
@@ -167,23 +156,23 @@ class ObjectDestination:
     def _begin(self, *, overwrite: bool, check: Check) -> None:
         there = self._list()
         if there and not overwrite:
-            hint = "choose another, or replace it with --overwrite"
-            raise Occupied("the destination exists", path=self.path, hint=hint)
+            raise self._place.exists()
         first = list(check()) if there else []
-        if self._bucket.create(self._claim_key, self._make_claim(now())) is None:
+        claim = StoreClaim.begin(self.plan, owner=self._owner)
+        if self._bucket.create(self._place.claim_key, claim.to_bytes()) is None:
             begun = self._read_claim()
             if begun is None or begun[0].owner != self._owner:  # else the answer to a first attempt was lost
-                hint = "run the same command again when it has ended"
-                raise Occupied("another upload began at this moment", path=self.path, hint=hint)
+                raise self._place.was_taken()
         self._delete(there, first)
 
-    def _resume(self, begun: ObjectClaim, seen: UpdateVersion) -> None:
+    def _resume(self, begun: StoreClaim, seen: UpdateVersion) -> None:
         """Go on with an upload. Its process, should it be alive, finds that the claim is ours."""
-        if self._bucket.replace(self._claim_key, self._make_claim(begun.started), seen) is None:
+        ours = replace(StoreClaim.begin(self.plan, owner=self._owner), started=begun.started)
+        if self._bucket.replace(self._place.claim_key, ours.to_bytes(), seen) is None:
             self._require_claim()
         self.resumed = True
         there = self._list()
-        noted = self._bucket.list(self._notes_key)
+        noted = self._notes()
         keys = {self._note_key(name): name for name in self.sizes if name in there and is_large(self.sizes[name])}
         read = at_once(self._bucket.read, [key for key in keys if key in noted])
         for key, found in zip((key for key in keys if key in noted), read, strict=True):
@@ -196,14 +185,14 @@ class ObjectDestination:
     def _delete(self, there: Iterable[str], first: Iterable[str]) -> None:
         """Delete files, some first, then the marks, then all others."""
         for name in dict.fromkeys((*first, *(name for name in self.marks if name in there))):
-            self._bucket.delete([self._key(name)])
-        self._bucket.delete([self._key(name) for name in there])
+            self._bucket.delete([self._place.key(name)])
+        self._bucket.delete([self._place.key(name) for name in there])
 
     def _write(self, piece: FilePiece, data: bytearray) -> None:
         """Add the next piece to the stream of its file. A mark is not shown before it is complete."""
         name = piece.name
         if piece.number == 1:
-            stream = ObjectStream(self._bucket, self._key(name), piece_bytes(self.sizes[name]))
+            stream = ObjectStream(self._bucket, self._place.key(name), piece_bytes(self.sizes[name]))
             with self._lock:
                 self._streams[name] = stream
         self._sums[name] = combine(self._sums.get(name, 0), crc32(data), len(data))
@@ -239,7 +228,7 @@ class ObjectDestination:
                 raise IOFailure(message, path=self.path / name, hint=hint)
 
     def _require_size(self, name: str) -> None:
-        found = self._bucket.head(self._key(name))
+        found = self._bucket.head(self._place.key(name))
         if found is None or found["size"] != self.sizes[name]:
             message = f"expected {self.sizes[name]} bytes, found {found['size'] if found else 'no object'}"
             raise IOFailure(message, path=self.path / name, hint="delete this object, then run the same command again")
@@ -248,40 +237,24 @@ class ObjectDestination:
         """Raise `Occupied` if another process has taken the place from us."""
         begun = self._read_claim()
         if begun is None or begun[0].owner != self._owner:
-            did = "goes on with" if begun is not None and begun[0].plan == self.plan else "has abandoned"
-            hint = "only one process may write here at a time"
-            raise Occupied(f"another process {did} this upload", path=self.path, hint=hint)
+            goes_on = begun is not None and begun[0].plan == self.plan
+            raise self._place.was_lost("goes on with" if goes_on else "has abandoned")
 
     def _taken(self, name: str) -> Occupied:
         hint = "delete this object, then run the same command again"
         return Occupied("another object is there", path=self.path / name, hint=hint)
 
-    def _read_claim(self) -> tuple[ObjectClaim, UpdateVersion] | None:
-        found = self._bucket.read(self._claim_key)
-        if found is None:
-            return None
-        try:
-            words = json.loads(found[0])
-            return ObjectClaim(*(str(words[key]) for key in ("plan", "owner", "started", "host"))), found[1]
-        except (KeyError, TypeError, ValueError) as error:
-            hint = "another version wrote it: delete this object, and its upload is forgotten"
-            path = RemotePath(*self.path.parts[:2], self._claim_key)
-            raise Occupied("the claim of another upload cannot be read", path=path, hint=hint) from error
+    def _read_claim(self) -> tuple[StoreClaim, UpdateVersion] | None:
+        found = self._bucket.read(self._place.claim_key)
+        return None if found is None else (self._place.parse_claim(found[0]), found[1])
 
-    def _make_claim(self, started: str) -> bytes:
-        words = {
-            "ckptkit": __version__,
-            "plan": self.plan,
-            "owner": self._owner,
-            "started": started,
-            "host": socket.gethostname(),
-        }
-        return json.dumps(words, indent=1).encode()
+    def _notes(self) -> dict[str, ObjectMeta]:
+        return self._bucket.list(self._place.notes_prefix.rstrip("/"))
 
     def _release(self) -> None:
         """Delete the notes, then the claim."""
-        self._bucket.delete(list(self._bucket.list(self._notes_key)))
-        self._bucket.delete([self._claim_key])
+        self._bucket.delete(list(self._notes()))
+        self._bucket.delete([self._place.claim_key])
 
     def _list(self) -> dict[str, tuple[int, str]]:
         """Return size and ETag of each file that is there, by name, but for the claim and the notes."""
@@ -289,27 +262,15 @@ class ObjectDestination:
             (name,) = self.sizes
             one = self._bucket.head(self.path.key)
             return {} if one is None else {name: (one["size"], (one["e_tag"] or "").strip('"'))}
-        base = f"{self.path.key}/"
-        own = (self._claim_key, f"{self._notes_key}/")
+        base = self._place.key("")
         return {
             key.removeprefix(base): (found["size"], (found["e_tag"] or "").strip('"'))
             for key, found in self._bucket.list(self.path.key).items()
-            if not key.startswith(own)
+            if not self._place.is_own(key)
         }
 
-    def _key(self, name: str) -> str:
-        return self.path.key if self.is_file else f"{self.path.key}/{name}"
-
     def _note_key(self, name: str) -> str:
-        return f"{self._notes_key}/{name}.json"
-
-    @property
-    def _claim_key(self) -> str:
-        return f"{self.path.key}{CLAIM}" if self.is_file else f"{self.path.key}/{CLAIM}"
-
-    @property
-    def _notes_key(self) -> str:
-        return f"{self.path.key}{NOTES}" if self.is_file else f"{self.path.key}/{NOTES}"
+        return f"{self._place.notes_prefix}{name}.json"
 
 
 def read_note(text: bytes) -> SentFile | None:
@@ -319,7 +280,3 @@ def read_note(text: bytes) -> SentFile | None:
     except (TypeError, ValueError):
         return None
     return SentFile(nbytes, crc, tag)
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -7,21 +7,19 @@ https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-
 
 from __future__ import annotations
 
-import json
-import socket
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from hashlib import md5
 from threading import Lock
 from typing import Any
 
 from ckptkit.destinations.claims import StoreClaim
-from ckptkit.destinations.destination import CLAIM, NOTES, Check
+from ckptkit.destinations.destination import Check
 from ckptkit.destinations.pieces import FilePiece, is_large
+from ckptkit.destinations.place import StorePlace
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.path import RemotePath, at_once
@@ -29,8 +27,7 @@ from ckptkit.files.stores.s3_calls import S3Bucket, crc_of
 from ckptkit.files.stores.s3_errors import ABSENT as _ABSENT
 from ckptkit.files.stores.s3_errors import TAKEN as _TAKEN
 from ckptkit.files.stores.s3_errors import find_code
-from ckptkit.files.stores.s3_objects import abort_upload, list_uploads
-from ckptkit.version import __version__
+from ckptkit.files.stores.s3_objects import abort_upload, list_objects, list_uploads, read_object
 
 _PATIENCE = 300  # seconds in which the process that claimed an upload begins it
 _ONLY_NEW = {"IfNoneMatch": "*"}
@@ -69,6 +66,7 @@ class S3Destination:
     sent_bytes: int = 0
     whole: dict[str, int] = field(default_factory=dict)
     _bucket: S3Bucket = field(init=False)
+    _place: StorePlace = field(init=False)
     _uploads: dict[str, str] = field(default_factory=dict)
     _parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
     _there: dict[str, int] = field(default_factory=dict)
@@ -76,20 +74,19 @@ class S3Destination:
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
-        self._bucket = S3Bucket(self.path.parts[1], RemotePath(*self.path.parts[:2]))
+        self._bucket = S3Bucket(self.path.top)
+        self._place = StorePlace(self.path, self.is_file)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Take the prefix for this upload; see `Destination`."""
         begun = self._read_claim()
-        if begun is not None and begun["plan"] != self.plan:
+        if begun is not None and begun.plan != self.plan:
             if not overwrite:
-                what = StoreClaim(begun["plan"], begun["started"], begun["host"]).describe()
-                hint = "wait for it, or abandon it with --overwrite"
-                raise Occupied(f"another {what}", path=self.path, hint=hint)
-            self._uploads = begun["uploads"] or {}
+                raise self._place.is_held(begun)
+            self._uploads = dict(begun.uploads or {})
             self.abandon()
-        self.resumed = begun is not None and begun["plan"] == self.plan
-        if begun is None or not self.resumed or begun["uploads"] is None:
+        self.resumed = begun is not None and begun.plan == self.plan
+        if begun is None or not self.resumed or begun.uploads is None:
             self._begin(overwrite=overwrite, first=check() if begun is None and overwrite and self._list() else ())
         else:
             self._resume(begun)
@@ -98,15 +95,14 @@ class S3Destination:
         """Take part in an upload that another process has claimed; see `Destination`."""
         for _ in range(_PATIENCE):
             begun = self._read_claim()
-            if begun is None or begun["plan"] != self.plan:
-                hint = "start the process that claims it first, with the same sources and options"
-                raise Occupied("no upload of these files is under way", path=self.path, hint=hint)
-            if begun["uploads"] is not None:
+            if begun is None or begun.plan != self.plan:
+                raise self._place.is_not_begun()
+            if begun.uploads is not None:
                 self._resume(begun)
                 return
             time.sleep(1)
         hint = "delete this object, then start all processes again"
-        raise Occupied("the process that claimed the upload has not begun it", path=self._claim_path, hint=hint)
+        raise Occupied("no process began the upload that is claimed", path=self._place.claim_path, hint=hint)
 
     def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
         """Send a piece of a file."""
@@ -191,17 +187,18 @@ class S3Destination:
 
     def note(self, name: str, data: bytes) -> None:
         """Keep a note beside the claim."""
-        self._bucket.call("put_object", f"{self._notes_key}{name}", Body=data, **self._compared(crc32(data)))
+        key = f"{self._place.notes_prefix}{name}"
+        self._bucket.call("put_object", key, Body=data, **self._compared(crc32(data)))
 
     def notes(self) -> dict[str, bytes]:
         """Return the notes beside the claim."""
-        base = self._notes_key
-        return {key.removeprefix(base): self._bucket.read(key) for key in self._bucket.list(base)}
+        base = self._place.notes_prefix
+        return {key.removeprefix(base): self._bucket.read(key) for key in list_objects(self._bucket, base)}
 
     def commit(self) -> None:
         """Delete the notes and the claim: the upload is done."""
         self._abort_strays()
-        for key in (*self._bucket.list(self._notes_key), self._claim_key):
+        for key in (*list_objects(self._bucket, self._place.notes_prefix), self._place.claim_key):
             self._bucket.call("delete_object", key)
 
     def abandon(self) -> None:
@@ -211,14 +208,14 @@ class S3Destination:
 
     def _abort_uploads(self) -> None:
         for name, upload in self._uploads.items():
-            abort_upload(self._bucket, self._key(name), upload)
+            abort_upload(self._bucket, self._place.key(name), upload)
         self._uploads = {}
 
     def _abort_strays(self) -> None:
         """Abort uploads of our files that no claim names: the answer was lost with which the store began them."""
-        keys = {self._key(name) for name, size in self.sizes.items() if is_large(size)}
+        keys = {self._place.key(name) for name, size in self.sizes.items() if is_large(size)}
         try:
-            found = list_uploads(self._bucket, self._key("")) if keys else []
+            found = list_uploads(self._bucket, self._place.key("")) if keys else []
         except IOFailure as error:
             if find_code(error) not in _NO_LISTS:
                 raise
@@ -240,8 +237,7 @@ class S3Destination:
     def _begin(self, *, overwrite: bool, first: Iterable[str]) -> None:
         there = self._list()
         if there and not overwrite:
-            hint = "choose another, or replace it with --overwrite"
-            raise Occupied("the destination exists", path=self.path, hint=hint)
+            raise self._place.exists()
         if not self.resumed:
             self._create_claim()
         self._probe()
@@ -267,17 +263,17 @@ class S3Destination:
             if find_code(error) not in _TAKEN:
                 raise
             begun = self._read_claim()
-            if begun is None or begun["uploads"] is None:
+            if begun is None or begun.uploads is None:
                 raise
-            return bool(begun["uploads"] == self._uploads)  # then only the answer to a first attempt was lost
+            return begun.uploads == self._uploads  # then only the answer to a first attempt was lost
         return True
 
-    def _resume(self, begun: Mapping[str, Any]) -> None:
+    def _resume(self, begun: StoreClaim) -> None:
         """Go on with an upload, of our files, that the claim tells of."""
-        self.has_conditions, self.has_checksums = begun["conditions"], begun["checksums"]
-        self._uploads = dict(begun["uploads"])
+        self.has_conditions, self.has_checksums = begun.conditions, begun.checksums
+        self._uploads = dict(begun.uploads or {})
         self._there = self._list()
-        for name, upload in begun["uploads"].items():
+        for name, upload in tuple(self._uploads.items()):
             if name not in self.sizes:
                 continue
             try:
@@ -340,23 +336,12 @@ class S3Destination:
     def _require_claim(self) -> None:
         """Raise `Occupied` if another upload has taken the place from us."""
         begun = self._read_claim()
-        if begun is None or begun["plan"] != self.plan:
-            hint = "only one process may write here at a time"
-            raise Occupied("another upload has abandoned this one", path=self.path, hint=hint)
+        if begun is None or begun.plan != self.plan:
+            raise self._place.was_lost()
 
-    def _read_claim(self) -> dict[str, Any] | None:
-        try:
-            content = self._bucket.read(self._claim_key)
-        except IOFailure as error:
-            if find_code(error) not in _ABSENT:
-                raise
-            return None
-        try:
-            found: dict[str, Any] = json.loads(content)
-            return {key: found[key] for key in ("plan", "started", "host", "uploads", "conditions", "checksums")}
-        except (KeyError, TypeError, ValueError) as error:
-            hint = "another version wrote it: delete this object, and its upload is forgotten"
-            raise Occupied("the claim of another upload cannot be read", path=self._claim_path, hint=hint) from error
+    def _read_claim(self) -> StoreClaim | None:
+        content = read_object(self._bucket, self._place.claim_key)
+        return None if content is None else self._place.parse_claim(content)
 
     def _create_claim(self) -> None:
         try:
@@ -364,10 +349,9 @@ class S3Destination:
         except IOFailure as error:
             if find_code(error) in _TAKEN:
                 begun = self._read_claim()
-                if begun is not None and begun["plan"] == self.plan:
+                if begun is not None and begun.plan == self.plan:
                     return  # ours: the answer to a first attempt was lost, and the library made another
-                hint = "run the same command again when it has ended"
-                raise Occupied("another upload began at this moment", path=self.path, hint=hint) from error
+                raise self._place.was_taken() from error
             if find_code(error) not in _NO_CHECKSUMS:
                 raise
             self.has_checksums = False
@@ -381,23 +365,16 @@ class S3Destination:
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
                 raise
-        asked = self._bucket.call("head_object", self._claim_key, ChecksumMode="ENABLED")
-        unasked = self._bucket.call("head_object", self._claim_key)  # some only repeat every header that they got
+        asked = self._bucket.call("head_object", self._place.claim_key, ChecksumMode="ENABLED")
+        unasked = self._bucket.call("head_object", self._place.claim_key)  # some only repeat every header that they got
         self._tag = str(unasked["ETag"])
         self.has_checksums = self.has_checksums and crc_of(asked) is not None and crc_of(unasked) is None
 
     def _put_claim(self, uploads: Mapping[str, str] | None, condition: Mapping[str, str]) -> None:
-        words = {
-            "ckptkit": __version__,
-            "plan": self.plan,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "host": socket.gethostname(),
-            "uploads": uploads,
-            "conditions": self.has_conditions,
-            "checksums": self.has_checksums,
-        }
-        data = json.dumps(words, indent=1).encode()
-        answer = self._bucket.call("put_object", self._claim_key, Body=data, **self._compared(crc32(data)), **condition)
+        known = {"conditions": self.has_conditions, "checksums": self.has_checksums}
+        data = StoreClaim.begin(self.plan, uploads=uploads, **known).to_bytes()
+        key, compared = self._place.claim_key, self._compared(crc32(data))
+        answer = self._bucket.call("put_object", key, Body=data, **compared, **condition)
         self._tag = str(answer["ETag"])
 
     def _delete(self, names: Sequence[str]) -> None:
@@ -407,31 +384,15 @@ class S3Destination:
 
     def _list(self) -> dict[str, int]:
         """Return the size of each file that is there, by name, but for the claim."""
-        base = self._key("")
-        found = self._bucket.list(base)
+        base = self._place.key("")
+        found = {key: one.nbytes for key, one in list_objects(self._bucket, base).items()}
         if self.is_file:
             (name,) = self.sizes
             return {name: found[base]} if base in found else {}
-        own = (self._claim_key, self._notes_key)
-        return {key.removeprefix(base): size for key, size in found.items() if not key.startswith(own)}
+        return {key.removeprefix(base): size for key, size in found.items() if not self._place.is_own(key)}
 
     def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
-        return self._bucket.call(operation, self._key(name), **arguments)
-
-    def _key(self, name: str) -> str:
-        return self.path.key if self.is_file else f"{self.path.key}/{name}"
-
-    @property
-    def _claim_key(self) -> str:
-        return f"{self.path.key}{CLAIM}" if self.is_file else f"{self.path.key}/{CLAIM}"
-
-    @property
-    def _notes_key(self) -> str:
-        return f"{self.path.key}{NOTES}/" if self.is_file else f"{self.path.key}/{NOTES}/"
-
-    @property
-    def _claim_path(self) -> RemotePath:
-        return RemotePath(*self.path.parts[:2], self._claim_key)
+        return self._bucket.call(operation, self._place.key(name), **arguments)
 
     def _compared(self, crc: int) -> dict[str, str]:
         """Return what makes the store compare a body with its CRC-32."""

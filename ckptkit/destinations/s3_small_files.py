@@ -15,7 +15,7 @@ class S3SmallFiles:
     """Single files of the bucket that `root` lies in: `SmallFiles`."""
 
     def __init__(self, root: RemotePath) -> None:
-        self._bucket = S3Bucket(root.parts[1], RemotePath(*root.parts[:2]))
+        self._bucket = S3Bucket(root.top)
 
     def tag(self, path: RemotePath) -> str:
         """Return the ETag of an object; "" if there is no object."""

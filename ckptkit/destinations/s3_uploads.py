@@ -1,4 +1,4 @@
-"""Find the uploads to a prefix of S3 that have not ended, by claims and by what the store lists, and abort them."""
+"""Find the unfinished uploads to a prefix of S3 by claims and by what the store lists, and abort them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import PurePosixPath
 
 from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import CLAIM, NOTES
-from ckptkit.errors import IOFailure
+from ckptkit.destinations.place import StorePlace, beneath
 from ckptkit.files.path import RemotePath, at_once
 from ckptkit.files.stores.s3_calls import S3Bucket
-from ckptkit.files.stores.s3_errors import ABSENT, find_code
 from ckptkit.files.stores.s3_objects import (
     MultipartUpload,
     SentParts,
@@ -24,6 +23,7 @@ from ckptkit.files.stores.s3_objects import (
     list_uploads,
     measure_parts,
     read_clock,
+    read_object,
 )
 
 Measured = dict[MultipartUpload, SentParts]
@@ -31,7 +31,7 @@ Measured = dict[MultipartUpload, SentParts]
 
 @dataclass(frozen=True, slots=True)
 class OpenUpload:
-    """An upload to `path` that has not ended: one that has a claim, or one of a single object without a claim of ours.
+    """An unfinished upload to `path`: one that has a claim, or one of a single object without a claim of ours.
 
     It `started` at a time, from `host` if a claim says that. Nothing was sent for `idle_seconds`. Of its `files`, each
     a multipart upload, the store has `sent_bytes` in parts. `whole_bytes` are of objects at the path that are whole.
@@ -49,45 +49,36 @@ class OpenUpload:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedPlace:
-    """A place that an upload has claimed: the key of its directory or of its one file."""
+    """A place, the directory or the one file that an upload has claimed, and its claim."""
 
-    key: str
-    is_file: bool
+    place: StorePlace
     claim: StoreClaim
-
-    @property
-    def claim_key(self) -> str:
-        return claim_key(self.key, is_file=self.is_file)
-
-    @property
-    def notes_prefix(self) -> str:
-        """Return how the keys of notes begin."""
-        return f"{self.claim_key.removesuffix(CLAIM)}{NOTES}/"
 
     def split(self, objects: Mapping[str, StoredObject]) -> tuple[list[StoredObject], list[StoredObject]]:
         """Return the claim and its notes, and the other objects of the place."""
         own, others = [], []
+        base = self.place.key("")
         for key, one in objects.items():
-            if key == self.claim_key or key.startswith(self.notes_prefix):
+            if self.place.is_own(key):
                 own.append(one)
-            elif key == self.key if self.is_file else key.startswith(beneath(self.key)):
+            elif key == base if self.place.is_file else key.startswith(base):
                 others.append(one)
         return own, others
 
 
 def find_uploads(root: RemotePath) -> list[OpenUpload]:
-    """Return the uploads that have not ended at or below a prefix, those that wrote last come last."""
-    bucket = bucket_of(root)
+    """Return the unfinished uploads at or below a prefix, those that wrote last come last."""
+    bucket = S3Bucket(root.top)
     objects = {key: one for key, one in list_objects(bucket, root.key).items() if is_in(key, root.key)}
     uploads = [one for one in list_uploads(bucket, root.key) if is_in(one.key, root.key)]
     found = zip(uploads, at_once(lambda one: measure_parts(bucket, one), uploads), strict=True)
     measured = {upload: sent for upload, sent in found if sent is not None}
     places = list(claimed_places(bucket, objects))
     now = read_clock(bucket)
-    named = {upload for place in places for upload in place.claim.uploads.values()}
+    named = {upload for place in places for upload in (place.claim.uploads or {}).values()}
     alone = [one for one in measured if one.upload not in named]
     every = [
-        *(claimed_upload(bucket, place, objects, measured, now) for place in places),
+        *(claimed_upload(place, objects, measured, now) for place in places),
         *(unclaimed_upload(bucket, one, measured[one], now) for one in alone),
     ]
     return sorted(every, key=lambda one: (-one.idle_seconds, str(one.path)))
@@ -101,19 +92,20 @@ def claimed_places(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[ClaimedPla
         claim = read_claim_at(bucket, key)
         if claim is not None and not claim.is_deletion:
             is_file = PurePosixPath(key).name != CLAIM
-            yield ClaimedPlace(key.removesuffix(CLAIM) if is_file else key.removesuffix(CLAIM)[:-1], is_file, claim)
+            path = RemotePath(*bucket.root.parts, key.removesuffix(CLAIM).removesuffix("" if is_file else "/"))
+            yield ClaimedPlace(StorePlace(path, is_file), claim)
 
 
 def claimed_upload(
-    bucket: S3Bucket, place: ClaimedPlace, objects: Mapping[str, StoredObject], measured: Measured, now: float
+    place: ClaimedPlace, objects: Mapping[str, StoredObject], measured: Measured, now: float
 ) -> OpenUpload:
     """Return the upload that has claimed a place."""
     own, others = place.split(objects)
-    ids = set(place.claim.uploads.values())
+    ids = set((place.claim.uploads or {}).values())
     files = tuple(one for one in measured if one.upload in ids)
     wrote = [*(one.changed for one in (*own, *others)), *(last_write(one, measured[one]) for one in files)]
     return OpenUpload(
-        RemotePath(*bucket.root.parts, place.key),
+        place.place.path,
         place.claim.started,
         place.claim.host,
         max(0.0, now - max(wrote)),
@@ -140,16 +132,17 @@ def abort(upload: OpenUpload) -> bool:
 
     Return False, with nothing changed, if another upload has taken its place.
     """
-    bucket = bucket_of(upload.path)
-    own = next((key for key in claim_keys(upload.path) if is_claim(bucket, key, upload)), None)
+    bucket = S3Bucket(upload.path.top)
+    either = (StorePlace(upload.path, is_file) for is_file in (False, True))
+    own = next((place for place in either if is_claim(bucket, place.claim_key, upload)), None)
     if upload.claim is not None and own is None:
         return False
     at_once(lambda one: abort_upload(bucket, one.key, one.upload), upload.files)
     if own is not None:
-        notes = list(list_objects(bucket, f"{own.removesuffix(CLAIM)}{NOTES}/"))
+        notes = list(list_objects(bucket, own.notes_prefix))
         for batch in in_batches(notes):
             delete_objects(bucket, batch)
-        bucket.call("delete_object", own)  # last: until then the upload is found again
+        bucket.call("delete_object", own.claim_key)  # last: until then the upload is found again
     upload.path.store.forget()
     return True
 
@@ -161,32 +154,10 @@ def is_claim(bucket: S3Bucket, key: str, upload: OpenUpload) -> bool:
 
 def read_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
     """Ask for a claim; None if there is none any more."""
-    try:
-        return StoreClaim.parse(bucket.read(key))
-    except IOFailure as error:
-        if find_code(error) not in ABSENT:
-            raise
-        return None
-
-
-def claim_keys(place: RemotePath) -> tuple[str, str]:
-    """Return where the claim of an upload lies: in a directory, or beside a file."""
-    return claim_key(place.key, is_file=False), claim_key(place.key, is_file=True)
-
-
-def claim_key(key: str, *, is_file: bool) -> str:
-    return f"{key}{CLAIM}" if is_file else f"{beneath(key)}{CLAIM}"
-
-
-def beneath(key: str) -> str:
-    """Return how the keys begin that lie below a key."""
-    return f"{key}/" if key else ""
+    content = read_object(bucket, key)
+    return None if content is None else StoreClaim.parse(content)
 
 
 def is_in(key: str, root: str) -> bool:
     """Return whether a key is a place, lies below it, or belongs to its upload, and not to a neighbor named alike."""
     return key in (root, f"{root}{CLAIM}") or key.startswith((beneath(root), f"{root}{NOTES}/"))
-
-
-def bucket_of(path: RemotePath) -> S3Bucket:
-    return S3Bucket(path.parts[1], RemotePath(*path.parts[:2]))

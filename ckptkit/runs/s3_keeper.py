@@ -34,8 +34,8 @@ from ckptkit.errors import (
 from ckptkit.files.file import children, read_small
 from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.s3_calls import S3Bucket
-from ckptkit.files.stores.s3_errors import ABSENT, DENIED, TAKEN, find_code
-from ckptkit.files.stores.s3_objects import delete_objects, in_batches, list_objects, read_clock
+from ckptkit.files.stores.s3_errors import DENIED, TAKEN, find_code
+from ckptkit.files.stores.s3_objects import delete_objects, in_batches, list_objects, read_clock, read_object
 from ckptkit.files.system import warn_of_loss
 from ckptkit.files.trees import make_directories
 from ckptkit.models.companions import CONFIG
@@ -57,7 +57,7 @@ class S3Keeper:
 
     def __init__(self, root: RemotePath) -> None:
         self.root = root
-        self.bucket = S3Bucket(root.parts[1], RemotePath(*root.parts[:2]))
+        self.bucket = S3Bucket(root.top)
 
     def refresh(self) -> None:
         """Ask the store anew from now on."""
@@ -187,12 +187,8 @@ class S3Keeper:
 
     def _read_claim(self, checkpoint: Path) -> StoreClaim | None:
         """Ask for the claim on a checkpoint."""
-        try:
-            return StoreClaim.parse(self.bucket.read(self._claim_key(checkpoint)))
-        except IOFailure as error:
-            if find_code(error) not in ABSENT:
-                raise
-            return None
+        content = read_object(self.bucket, self._claim_key(checkpoint))
+        return None if content is None else StoreClaim.parse(content)
 
     def _drop_claim(self, checkpoint: Path) -> None:
         """Delete the claim of a deletion."""

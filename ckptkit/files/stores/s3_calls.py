@@ -21,9 +21,9 @@ _TRIES = 2  # of s3fs, each with the five of botocore: a server that accepts and
 class S3Bucket:
     """One bucket. Its methods may be called by several threads at the same time."""
 
-    def __init__(self, name: str, root: Path) -> None:
-        self.name = name
-        self.root = root  # as a path, for errors to name what lies in it
+    def __init__(self, root: Path) -> None:
+        self.name = root.parts[1]
+        self.root = root  # for errors to name what lies in it
         try:
             import fsspec
 
@@ -45,17 +45,6 @@ class S3Bucket:
         except Exception as error:  # every library has its own, and those of what it is built on
             raise self._refusal(error, key) from error
         return answer
-
-    def list(self, prefix: str) -> dict[str, int]:
-        """Return the size of each object whose key begins with `prefix`."""
-        found: dict[str, int] = {}
-        more: dict[str, str] = {}
-        while True:
-            page = self.call("list_objects_v2", Prefix=prefix, **more)
-            found |= {one["Key"]: int(one["Size"]) for one in page.get("Contents", ())}
-            if not page.get("IsTruncated"):
-                return found
-            more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def read(self, key: str) -> bytes:
         """Return the content of a small object. Asks once more if the connection breaks in the middle of it."""

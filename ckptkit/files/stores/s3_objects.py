@@ -63,6 +63,16 @@ def list_objects(bucket: S3Bucket, prefix: str) -> dict[str, StoredObject]:
         more = {"ContinuationToken": page["NextContinuationToken"]}
 
 
+def read_object(bucket: S3Bucket, key: str) -> bytes | None:
+    """Return the content of a small object, None if there is none."""
+    try:
+        return bucket.read(key)
+    except IOFailure as error:
+        if find_code(error) not in ABSENT:
+            raise
+        return None
+
+
 def list_uploads(bucket: S3Bucket, prefix: str) -> list[MultipartUpload]:
     """Return the multipart uploads under way of keys that begin with `prefix`."""
     found: list[MultipartUpload] = []
