@@ -167,6 +167,7 @@ def save_on_ranks(pid_file: str, room: str, seed: str, out: str, over: str = "")
     """Save on two ranks, of which the first tells what goes wrong."""
     begin(pid_file)
     meeting = Path(room, f"meeting-{os.getpid()}")
+    meeting.unlink(missing_ok=True)  # of an earlier process that had this number
     rank = int(os.fork() == 0)
     dist.init_process_group("gloo", init_method=meeting.as_uri(), rank=rank, world_size=2)
     if rank:
