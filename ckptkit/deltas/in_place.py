@@ -60,12 +60,14 @@ def has_journal(local: Path) -> bool:
     return is_there(local / JOURNAL)
 
 
-def clear(local: Path) -> None:
-    """Remove what calls that died have left, but not a journal."""
+def clear(local: Path, after: str | None = None) -> None:
+    """Remove what calls that died have left, also beside the file `after` of the model, but not a journal."""
     with translate_os_errors(local):
         for name in (_NEW, _OLD):
             remove(local / name)
     clear_dead(local)
+    if after is not None and is_there((local / after).parent):
+        clear_dead((local / after).parent)
 
 
 def change(
@@ -117,7 +119,7 @@ def complete(local: Path, after: str | None = None) -> Delta:
     with translate_os_errors(local):
         again(os.rename, local / JOURNAL, local / _OLD)
         sync_path(local)
-    clear(local)
+    clear(local, after)
     return log
 
 

@@ -71,7 +71,7 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
     if not path.is_dir():
         raise NotACheckpoint("expected a directory with a Hugging Face model", path=path)
     with in_place.locked(path):
-        in_place.clear(path)
+        in_place.clear(path, disk_delta.STATE)
         is_completed = in_place.has_journal(path)
         if is_completed:
             in_place.complete(path, disk_delta.STATE)

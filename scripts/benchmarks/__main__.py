@@ -79,12 +79,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)} instead")
     commands = parser.add_subparsers(dest="name")
     for name, benchmark in BENCHMARKS.items():
-        command = commands.add_parser(name, help=benchmark.run.__doc__, parents=[writing])
+        command = commands.add_parser(name, help=escaped(benchmark.run.__doc__), parents=[writing])
         for option, default in benchmark.defaults.items():
             flag, text = f"--{option.replace('_', '-')}", f"{HELP[option]}, {default} by default"
             command.add_argument(flag, type=type(default), default=default, help=text)
         add_own_options(command, name)
     return parser
+
+
+def escaped(text: str | None) -> str:
+    """Return a help text in which argparse reads no `%` as a format."""
+    return (text or "").replace("%", "%%")
 
 
 def add_own_options(command: argparse.ArgumentParser, name: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from tests.deltas.models import as_dcp, as_hf, files, policy, step
 from tests.deltas.test_in_place import contents, raws
@@ -99,3 +101,38 @@ def test_usage(args: tuple[str, ...], words: str) -> None:
     done = ckptkit(*args)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda _, delta: (delta / "delta.json").unlink(), ("delta.json` is missing", "expected deltas, found none")),
+        (lambda _, delta: truncate(delta / "delta-00001-of-00001.safetensors"), ("the header describes",) * 2),
+        (lambda base, _: save_file(policy(seed=5), base / "model.safetensors"), ("expected base",) * 2),
+    ],
+)
+def test_exit_codes(pair: tuple[Path, Path], tmp_path: Path, harm: Callable[[Path, Path], object], words: str) -> None:
+    """Status 3 and one line, whether the result goes elsewhere or in place; nothing is written."""
+    base, delta = pair[0], tmp_path / "delta"
+    assert ckptkit("delta", *pair, delta).returncode == 0
+    harm(base, delta)
+    before = files(base)
+    for place, said in zip((tmp_path / "out", "--in-place"), words, strict=True):
+        done = ckptkit("apply", base, delta, place)
+        assert done.returncode == 3
+        assert [said in line for line in done.stderr.splitlines() if line.startswith("error:")] == [True]
+    assert not (tmp_path / "out").exists()
+    assert files(base) == before
+    assert {path.name for path in base.iterdir()} == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("form", ["ckptkit-delta", "disk-delta"])
+def test_much_changed(pair: tuple[Path, Path], tmp_path: Path, form: str) -> None:
+    new = as_hf(tmp_path / "other", policy(seed=5))
+    done = ckptkit("delta", pair[0], new, tmp_path / "out", "--format", form)
+    assert (done.returncode, "% of the model" in done.stderr, "--force" in done.stderr) == (3, True, True)
+    assert not list(tmp_path.glob("out/*"))

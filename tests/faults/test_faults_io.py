@@ -8,7 +8,7 @@ from resource import RLIMIT_AS
 
 import pytest
 
-from tests.faults import deletions, demotions, io, readings
+from tests.faults import deletions, demotions, in_place, io, readings
 from tests.faults.cases import Case
 from tests.faults.originals import original
 from tests.faults.scenes import Scene, put
@@ -21,7 +21,7 @@ from tests.faults.writings import COMMANDS, PEERS
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-CASES = (*io.CASES, *readings.CASES, *deletions.CASES, *demotions.CASES)
+CASES = (*io.CASES, *readings.CASES, *deletions.CASES, *demotions.CASES, *in_place.CASES)
 
 
 def name_of(case: Case) -> str:
