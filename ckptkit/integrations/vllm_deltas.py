@@ -29,7 +29,7 @@ from ckptkit.integrations.loaded_weights import LoadedWeights, forget, replace_w
 if TYPE_CHECKING:
     from ckptkit.deltas.chain import DeltaChain
 
-_RELOAD = "start vLLM with `--load-format ckptkit`, or call `reload_weights`"
+_RELOAD = "start vLLM with `--load-format ckptkit`; after a failed update call `reload_weights`"
 _logger = init_logger("vllm.plugins.ckptkit")  # a name whose lines vLLM shows
 
 

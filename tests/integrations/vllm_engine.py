@@ -2,7 +2,7 @@
 
 The JSON has the options of `vllm.LLM`, and `reload`: the paths of checkpoints to load one after another. `updates` are
 deltas to apply one after another, or lists of them; one that is refused prints `refused: ` and the error. On a CPU vLLM
-packs weights, so that nothing can patch them, unless `plain_kernels` is true: the engine is then in this process.
+packs weights, so that nothing can patch them, unless `plain_kernels` is true. Either puts the engine in this process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 def main() -> None:
     asked = json.loads(sys.argv[1])
     plain = asked.pop("plain_kernels", False)
-    if plain:
+    if plain or "updates" in asked:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams, TokensPrompt
 
