@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -16,7 +17,9 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Caution, CkptError, Unsupported
 from ckptkit.files.path import to_model_path
+from ckptkit.integrations.loaded_weights import remember
 from ckptkit.integrations.read_ahead import read_ahead
+from ckptkit.integrations.vllm import FORMAT
 from ckptkit.ops.hub_model import HubModel
 
 if TYPE_CHECKING:
@@ -69,7 +72,11 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
             for remark in opened.remarks:
                 if isinstance(remark, Caution):
                     _logger.warning("%s", remark)
-            yield from read_ahead(opened.tensors, skip)
+            if not takes_deltas():
+                yield from read_ahead(opened.tensors, skip)
+                return
+            every = remember(model, opened.tensors.layout, read_ahead(opened.tensors))
+            yield from (one for one in every if not skip(one[0]))
         except CkptError as error:
             _logger.log(logging.ERROR, "ckptkit: %s", error)  # in one line: the traceback is vLLM's
             raise
@@ -90,3 +97,10 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
         has_config = source is None and checkpoint.companions.config is not None
         config_from = None if has_config else getattr(model_config, "hf_config_path", None) or first
         return HubModel.open(checkpoint, base=self.extra.get(BASE) or config_from)
+
+
+def takes_deltas() -> bool:
+    """Return whether the engine patches weights by deltas: then the loader reads all of them, and remembers them."""
+    config = get_current_vllm_config_or_none()
+    transfer = None if config is None else config.weight_transfer_config
+    return transfer is not None and transfer.backend == FORMAT

@@ -1,0 +1,57 @@
+"""Remember which weights a model of an engine has: their names, dtypes, shapes and CRC-32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from ckptkit.files.crc32 import crc32
+from ckptkit.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+_BY_MODEL: WeakKeyDictionary[Any, LoadedWeights] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """The layout that weights were loaded from, and the CRC-32 of each tensor, row-major, as the model has it now."""
+
+    layout: Layout
+    sums: dict[str, int]
+
+
+def remember(
+    model: Any, layout: Layout, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass on all weights of a layout. Once the last was taken, they are remembered as those of the model."""
+    forget(model)
+    sums = {}
+    for name, tensor in weights:
+        sums[name] = sum_of(tensor)
+        yield name, tensor
+    replace_weights(model, LoadedWeights(layout, sums))
+
+
+def weights_of(model: Any) -> LoadedWeights | None:
+    """Return what is known of the weights of a model; None if their state is unknown."""
+    return _BY_MODEL.get(model)
+
+
+def replace_weights(model: Any, weights: LoadedWeights) -> None:
+    _BY_MODEL[model] = weights
+
+
+def forget(model: Any) -> None:
+    """Forget the weights of a model, whose state is unknown from now on."""
+    _BY_MODEL.pop(model, None)
+
+
+def sum_of(tensor: torch.Tensor) -> int:
+    """Return the CRC-32 of the elements of a tensor on the CPU, row-major."""
+    import torch
+
+    return crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
