@@ -23,14 +23,6 @@ def save_vllm(root: Path) -> list[Path]:
     return [root, root / "model-rank-0-part-0.safetensors"]
 
 
-def save_orbax(root: Path) -> list[Path]:
-    items = root / "100" / "items"
-    (items / "ocdbt.process_0").mkdir(parents=True)
-    for file in (root / "100" / "_CHECKPOINT_METADATA", items / "_METADATA", items / "manifest.ocdbt"):
-        file.write_text("{}")
-    return [root, root / "100", items]
-
-
 def save_zarr(root: Path) -> list[Path]:
     place = root / "iter_0000010"
     (place / "decoder.layers.mlp.linear_fc1.weight").mkdir(parents=True)
@@ -44,7 +36,6 @@ def save_zarr(root: Path) -> list[Path]:
     ("save", "message", "hint"),
     [
         (save_vllm, "a sharded_state of vLLM", "the model that it was made of"),
-        (save_orbax, "arrays as orbax saves", "load them with orbax"),
         (save_zarr, "arrays of zarr, as Megatron saved", "load and save it with a Megatron-LM"),
     ],
 )
