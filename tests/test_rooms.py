@@ -144,7 +144,9 @@ TRAINERS = {trainer.name for trainer in KNOWN_TRAINERS} - {"ckptkit", "transform
 PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {
-    "formats": {"deepspeed", "llmc", "megatron"},  # the table
+    "formats": {"deepspeed", "llmc", "megatron", "orbax"},  # the table
+    "formats.orbax*": {"orbax"},
+    "trainers.foreign": {"nemo"},  # an archive of its
     "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
     "names.tables.megatron_args": {"megatron"},

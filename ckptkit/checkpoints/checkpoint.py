@@ -19,17 +19,17 @@ from ckptkit.checkpoints.find_parts import (
     COMPANION,
     OF_TRAINING,
     LeftBehind,
+    find_unread,
     inner_folders,
     is_run,
     is_stray_file,
+    is_unread,
     left_in,
-    names_near,
     parts_beside,
     parts_inside,
     ranks_in,
     ranks_of,
     wholes_in,
-    words_for_unread,
 )
 from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.several_disks import Others, join_places
@@ -99,7 +99,7 @@ class Checkpoint:
         if wholes is not None:
             return cls(path, wholes)
         reader = None if is_run(path) else detect_format(path)
-        if words_for_unread(path, reader) is not None:
+        if is_unread(path, reader):
             return cls(path, ())
         if reader is None or is_stray_file(path, reader):
             return cls(path, parts_inside(path))
@@ -315,12 +315,11 @@ class Checkpoint:
 
     @cached_property
     def unreadable(self) -> Unsupported | None:
-        """Return the error for files of a trainer that ckptkit does not read yet; None where it has none of these."""
-        words = None if self.parts else words_for_unread(self.path, None)
-        if words is None:
+        """Return the error for files of others that ckptkit does not read yet; None where it has none of these."""
+        found = None if self.parts else find_unread(self.path)
+        if found is None:
             return None
-        hint = trainers.hint_on_unread(names_near(self.path))
-        return Unsupported(f"{words}: ckptkit cannot read this yet", path=self.path, hint=hint)
+        return Unsupported(f"{found.what}: ckptkit cannot read this yet", path=self.path, hint=found.hint)
 
 
 Source = str | os.PathLike[str] | Checkpoint  # whatever a checkpoint is asked for by

@@ -19,6 +19,7 @@ from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known
 from ckptkit.models.companions import FILES
 from ckptkit.names.weights import TRAINING
 from ckptkit.trainers import ONE_FILE, may_be_step_name, step_of
+from ckptkit.trainers.trainer import Unread
 
 OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
 LINK = "not a regular file"
@@ -119,8 +120,8 @@ def inner_folders(path: Path) -> list[Path]:
     return [folder for folder in found if step_of(folder) is None and not trainers.is_kept(folder.name, names)]
 
 
-def words_for_unread(path: Path, reader: FormatReader | None) -> str | None:
-    """Return what lies at a path if that is a trainer's files that no format here puts together, else None.
+def is_unread(path: Path, reader: FormatReader | None) -> bool:
+    """Return whether a trainer's files that no format here puts together lie at a path.
 
     `reader` is the format that would claim it: if it knows a file there by its name, and no trainer has that name for
     what cannot be read, it reads that, whatever else lies there.
@@ -128,10 +129,16 @@ def words_for_unread(path: Path, reader: FormatReader | None) -> str | None:
     names = names_in(path) if path.is_dir() else [path.name]
     owned = [name for name in names if reader is not None and reader.owns(name)]
     if not path.is_dir() and reader is not None and not owned:
-        return None  # a file of torch.save that was asked for
-    if any(trainers.say_unread([name]) is None for name in owned):
-        return None
-    return trainers.say_unread(names_near(path))
+        return False  # a file of torch.save that was asked for
+    if any(trainers.find_unread([name]) is None for name in owned):
+        return False
+    return trainers.find_unread(names_near(path)) is not None
+
+
+def find_unread(path: Path) -> Unread | None:
+    """Return what lies at a path without a checkpoint, if files of others do: a trainer's, or another program's."""
+    names = names_in(path) if path.is_dir() else [path.name] if path.exists() else []
+    return trainers.find_unread(names_near(path)) or trainers.find_foreign(names)
 
 
 def names_near(path: Path) -> Iterator[str]:

@@ -77,6 +77,12 @@ FORMATS = {
     "torchsnapshot": KnownFormat(
         "ckptkit.formats.torchsnapshot.format:TorchSnapshot", "torchsnapshot", r"\.snapshot_metadata"
     ),
+    "orbax": KnownFormat(
+        "ckptkit.formats.orbax.format:Orbax",
+        "orbax",
+        r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt",
+        main=r"_METADATA|manifest\.ocdbt",
+    ),
     "hf": KnownFormat(
         "ckptkit.formats.hf.format:HuggingFace",
         "Hugging Face safetensors",
@@ -118,6 +124,9 @@ FORMATS = {
     ),
     "pt": KnownFormat("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True, main=_STATES),
 }
+
+# what decompresses the items in an envelope of each name: a module with a function `unpack`
+UNPACKERS = {"stream.zstd/1": "ckptkit.formats.archives.zstd", "zarr": "ckptkit.formats.orbax.unpack"}
 
 
 @cache
@@ -236,16 +245,9 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
 
     Reports each item that cannot be, and leaves it as it is.
     """
-    wrappers = {item.wrapper for _, item in layout.stored} - {None}
-    if not wrappers:
-        return layout
-    from ckptkit.formats.archives.locate import ZSTD  # a layout of other formats has no wrappers
-
-    if ZSTD not in wrappers:
-        return layout
-    from ckptkit.formats.archives import zstd
-
-    return zstd.unpack(layout, report)
+    for wrapper in sorted({item.wrapper for _, item in layout.stored} & UNPACKERS.keys(), key=str):
+        layout = import_module(UNPACKERS[str(wrapper)]).unpack(layout, report)
+    return layout
 
 
 def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True) -> Layout:
@@ -257,4 +259,4 @@ def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True)
     from ckptkit.formats.archives import locate as envelopes  # a layout of other formats has none
 
     with translate_os_errors(layout.root):
-        return envelopes.locate(unpack(layout, report) if with_packed else layout, report, with_packed=with_packed)
+        return envelopes.locate(unpack(layout, report) if with_packed else layout, report, left=UNPACKERS)

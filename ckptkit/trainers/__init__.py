@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptkit.layout import KeyPath
+from ckptkit.trainers.foreign import FOREIGN
 from ckptkit.trainers.table import TRAINERS
 from ckptkit.trainers.trainer import Evidence, MetricsFile, Unread
 
@@ -150,20 +151,14 @@ def metrics_files() -> dict[str, MetricsFile]:
     return {name: file for trainer in TRAINERS for name, file in trainer.metrics.items()}
 
 
-def say_unread(names: Iterable[str]) -> str | None:
-    """Return what files of these names are, if some trainer's that ckptkit does not read is among them."""
-    found = find_unread(names)
-    return found.what if found else None
-
-
-def hint_on_unread(names: Iterable[str]) -> str | None:
-    """Return what to do about files of these names that ckptkit does not read, None if there is nothing to say."""
-    found = find_unread(names)
-    return found.hint if found else None
-
-
 def find_unread(names: Iterable[str]) -> Unread | None:
+    """Return what files of these names are, if some trainer's that ckptkit does not read is among them."""
     return look_up([trainer.unread for trainer in TRAINERS], sorted(names))
+
+
+def find_foreign(names: Iterable[str]) -> Unread | None:
+    """Return what the first file of these names is that another program keeps a model in, None if none is."""
+    return look_up([FOREIGN], sorted(names))
 
 
 def say_opaque(names: Iterable[str]) -> str | None:

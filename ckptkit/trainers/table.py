@@ -196,14 +196,11 @@ NANOCHAT = TrainerFacts(
     own_keys=(("optimizer_of_rank", "([0-9]+)"),),
 )
 
-# google/orbax, which JAX programs save with, arrays of zarr, as a rule in a key-value store: `_CHECKPOINT_METADATA`
-# with the items in directories, in each of them `_METADATA` and, with OCDBT, `manifest.ocdbt` and `ocdbt.process_N`.
-_ORBAX = r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_[0-9]+"
-
+# google/orbax, which JAX programs save with: `_CHECKPOINT_METADATA` with the items in directories, in each `_METADATA`.
 ORBAX = TrainerFacts(
     name="orbax",
-    marks=(Mark("orbax", files=(_ORBAX,)),),
-    unread={_ORBAX: Unread("arrays as orbax saves", "load them with orbax, and save the arrays with safetensors")},
+    marks=(Mark("orbax", files=("_CHECKPOINT_METADATA|_METADATA",)),),
+    states=(r"_CHECKPOINT_METADATA|commit_success\.txt|orbax\.checkpoint",),
 )
 
 # vllm/model_executor/model_loader/sharded_state_loader.py: `model-rank-R-part-P.safetensors` has what a rank of the

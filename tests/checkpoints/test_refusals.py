@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, NotACheckpoint
+from ckptkit.trainers.foreign import FOREIGN
 from tests.producers import save_alone
 
 
@@ -20,14 +21,6 @@ def save_vllm(root: Path) -> list[Path]:
         tensors = {"model.layers.0.self_attn.qkv_proj.weight": torch.ones(2, 2)}
         save_file(tensors, root / f"model-rank-{rank}-part-0.safetensors")
     return [root, root / "model-rank-0-part-0.safetensors"]
-
-
-def save_orbax(root: Path) -> list[Path]:
-    items = root / "100" / "items"
-    (items / "ocdbt.process_0").mkdir(parents=True)
-    for file in (root / "100" / "_CHECKPOINT_METADATA", items / "_METADATA", items / "manifest.ocdbt"):
-        file.write_text("{}")
-    return [root, root / "100", items]
 
 
 def save_zarr(root: Path) -> list[Path]:
@@ -43,7 +36,6 @@ def save_zarr(root: Path) -> list[Path]:
     ("save", "message", "hint"),
     [
         (save_vllm, "a sharded_state of vLLM", "the model that it was made of"),
-        (save_orbax, "arrays as orbax saves", "load them with orbax"),
         (save_zarr, "arrays of zarr, as Megatron saved", "load and save it with a Megatron-LM"),
     ],
 )
@@ -54,6 +46,39 @@ def test_it_is_refused_by_name(tmp_path: Path, save: Callable[[Path], list[Path]
                 command(path)
             assert (raised.value.exit_code, hint in str(raised.value.hint)) == (3, True)
     assert not (tmp_path / "out").exists()
+
+
+FOREIGN_FILES = [
+    ("model-Q4_K_M.gguf", b"GGUF\x03\0\0\0", "a model of llama.cpp", "save_pretrained"),
+    ("megatron.nemo", b"\0" * 1024, "an archive of NeMo 1", "tar xf"),
+    ("model.keras", b"PK\x05\x06" + b"\0" * 18, "a model of Keras", "as safetensors"),
+    ("model.weights.h5", b"\x89HDF\r\n\x1a\n", "weights of Keras", "as safetensors"),
+    ("model.tensors", b"|TZR|\0", "CoreWeave's tensorizer", "TensorDeserializer"),
+    ("rank0.engine", b"ftrt", "an engine of TensorRT", "that it was built from"),
+    ("0.tar.gz", b"\x1f\x8b\x08", "a Tinker server", "tar xf"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "message", "hint"), FOREIGN_FILES, ids=[row[0] for row in FOREIGN_FILES])
+def test_files_of_other_programs_are_named(tmp_path: Path, name: str, data: bytes, message: str, hint: str) -> None:
+    """As a file, and as all that a directory has of a model; beside a checkpoint they are files like any other."""
+    root = tmp_path / "model"
+    root.mkdir()
+    (root / name).write_bytes(data)
+    (root / "config.json").write_text("{}")
+    for path in (root, root / name):
+        for command in (ckptkit.inspect, ckptkit.verify, lambda path: ckptkit.consolidate(path, tmp_path / "out")):
+            with pytest.raises(CkptError, match=message) as raised:
+                command(path)
+            assert (raised.value.exit_code, hint in str(raised.value.hint)) == (3, True)
+    save_alone({"w": torch.ones(3)}, root / "part")
+    assert ckptkit.inspect(root / "part")
+    save_file({"w": torch.ones(3)}, root / "model.safetensors")
+    assert list(ckptkit.open(root)) == ["w"]
+
+
+def test_every_foreign_file_is_tried() -> None:
+    assert len(FOREIGN_FILES) == len(FOREIGN)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("__0_0.distcp", "one shard"), (".metadata", "the metadata")])

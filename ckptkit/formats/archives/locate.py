@@ -29,15 +29,14 @@ _SERIAL = ".data/serialization_id"  # a number that torch makes of all checksums
 Span = tuple[int, int]
 
 
-def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True) -> Layout:
+def locate(layout: Layout, report: Report = refuse, *, left: Collection[str] = ()) -> Layout:
     """Return the layout with every chunk's bytes found inside its envelope, and every blob's compared with its CRC-32.
 
-    Reports each chunk of which they are not, and leaves it as it is; without `with_packed` chunks in zstd streams are
-    left unreported. Chunks without a wrapper lie where they say.
+    Reports each chunk of which they are not, and leaves it as it is. Those whose wrapper is to be `left` are not
+    reported. Chunks without a wrapper lie where they say.
     """
-    left = (None,) if with_packed else (None, ZSTD)
     with OpenFiles(layout.root, in_order=False) as files, collector_paused():
-        tensors = {**layout.tensors, **locate_chunks(layout, left, files, report)}
+        tensors = {**layout.tensors, **locate_chunks(layout, {None, *left}, files, report)}
         blobs = {name: check_blob(layout, name, files, report) for name in layout.blobs}
     return replace(layout, tensors=tensors, blobs=blobs)
 

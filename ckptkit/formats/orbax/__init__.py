@@ -1,0 +1,1 @@
+"""Handle the trees of arrays that orbax saves: JSON that lists them, and cells of zarr that tensorstore reads."""

@@ -1,0 +1,97 @@
+"""Read the trees of arrays that orbax saves for JAX: zarr 2 and 3, in OCDBT or a directory for each array.
+
+Source: orbax/checkpoint/_src/{metadata,path,serialization}, of orbax-checkpoint 0.12.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Incomplete, Report, Unsupported, refuse
+from ckptkit.files.file import children, file_size, is_there, names_in
+from ckptkit.formats.orbax.arrays import MANIFEST, Arrays
+from ckptkit.formats.orbax.read_metadata import NAME, STRINGS, read_metadata
+from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.formats.protocols import FormatReader
+from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor
+
+_OWN = re.compile(r"_METADATA|_sharding|_strings\.json|array_metadatas|manifest\.ocdbt|d|ocdbt\.process_[0-9]+")
+_UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*")  # the name of a directory until the save ends
+_APART = "ocdbt_data"
+
+
+class Orbax(FormatReader):
+    """The format of a directory with orbax's `_METADATA`, which is only read."""
+
+    name = "orbax"
+    known_by = "orbax's `_METADATA`"
+
+    def owns(self, name: str) -> bool:
+        return bool(_OWN.fullmatch(name))
+
+    def detect(self, path: Path) -> bool:
+        """Return True for a tree of arrays, and for what an unfinished save has left."""
+        if not path.is_dir():
+            return False
+        names = names_in(path)
+        return NAME in names or MANIFEST in names or (is_unfinished(path) and "_CHECKPOINT_METADATA" in names)
+
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report an unfinished save. Raises `Unsupported` for data that lies apart."""
+        names = names_in(path)
+        if is_unfinished(path):
+            raise Incomplete("orbax did not finish this save", path=path, hint="use an older checkpoint")
+        if _APART in names:
+            hint = "load the tree with orbax, and save it in one directory"
+            raise Unsupported(f"orbax's data lies apart, in `{_APART}`", path=path, hint=hint)
+        if NAME not in names:
+            report(Incomplete(f"no `{NAME}`: it lists the arrays", path=path, hint="use another checkpoint"))
+        elif read_metadata(path).is_ocdbt and MANIFEST not in names:
+            report(Incomplete("no such file", path=path / MANIFEST, hint="use another checkpoint"))
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of the tree in directory `path`.
+
+        Reports each array that cannot be opened, or lacks cells.
+        """
+        self.check_names(path, refuse)
+        tree, arrays = read_metadata(path), Arrays(path)
+        tensors: dict[str, StoredTensor] = {}
+        keys: dict[str, KeyPath] = dict(tree.arrays)
+        absent: dict[str, str] = {}
+        for name in tree.arrays:
+            try:
+                tensors[name] = arrays.describe(name, tree.driver, is_ocdbt=tree.is_ocdbt)
+            except CkptError as error:
+                report(error)
+                absent[name] = NAME
+        blobs = {}
+        for name, (key, value) in tree.values.items():
+            keys[name] = key
+            blobs[name] = Blob(STRINGS if isinstance(value, str) else NAME, 0, 0, dump(value))
+        own = (place for place in children(path) if self.owns(place.name) or place.name in tree.arrays)
+        files = (str(file.relative_to(path)) for place in own for file in files_in(place))
+        return Layout(path, self.name, tensors, blobs, keys, descriptions=tuple(files), absent=absent)
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
+        """Return every file whole. Cells have no checksums, and only tensorstore knows which file has which."""
+        for name in sorted(layout.files):
+            if is_there(layout.root / name):
+                yield Extent(name, 0, file_size(layout.root / name), None, "")
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether a directory, or the one of the step that it lies in, still has the name of an unfinished save."""
+    whole = path.absolute()
+    return any(_UNFINISHED.fullmatch(name) for name in (whole.name, whole.parent.name))
+
+
+def files_in(place: Path) -> Iterator[Path]:
+    """Yield a file, or all files in a directory and in those below it."""
+    if not place.is_dir():
+        yield place
+        return
+    for inside in children(place):
+        yield from files_in(inside)

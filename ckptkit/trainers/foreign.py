@@ -1,0 +1,27 @@
+"""List the files of other programs that hold a model but are no checkpoint of PyTorch: what they are, and what to do.
+
+Only where nothing else is a checkpoint: such files also lie beside one.
+"""
+
+from __future__ import annotations
+
+from ckptkit.trainers.trainer import Unread
+
+# Sources: ggml-org/llama.cpp, gguf-py; keras-team/keras, src/saving/saving_lib.py; NVIDIA-NeMo/NeMo,
+# nemo/core/connectors/save_restore_connector.py; coreweave/tensorizer; NVIDIA/TensorRT-LLM, `rank0.engine`;
+# NovaSky-AI/SkyRL, whose Tinker server keeps tar files of adapters.
+FOREIGN = {
+    r".*\.gguf": Unread(
+        "a model of llama.cpp, in GGUF", "load it with transformers' `gguf_file=`, then `save_pretrained`"
+    ),
+    r".*\.nemo": Unread("an archive of NeMo 1", "run `tar xf` on it, and pass the directory"),
+    r".*\.keras": Unread("a model of Keras", "load it with Keras, and save its weights as safetensors"),
+    r".*\.weights\.h5": Unread("weights of Keras, in HDF5", "load them with Keras, and save them as safetensors"),
+    r".*\.tensors": Unread(
+        "tensors of CoreWeave's tensorizer", "load them with `TensorDeserializer`, and save them as safetensors"
+    ),
+    r".*\.(engine|plan)": Unread("an engine of TensorRT, built for one GPU", "take the model that it was built from"),
+    r".*\.(tar|tar\.gz|tgz)": Unread(
+        "an archive, such as a Tinker server keeps", "run `tar xf` on it, and pass the directory"
+    ),
+}

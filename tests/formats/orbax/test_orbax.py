@@ -1,0 +1,184 @@
+"""Trees of arrays as orbax saves them: values, cells, and what must not be believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptkit
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckptkit.formats import locate
+from tests.formats.orbax.trees import save_tree, square
+
+pytest.importorskip("tensorstore", reason="tensorstore is not installed")
+
+_JAX = os.environ.get("CKPTKIT_JAX_PYTHON")
+
+
+def data_files(root: Path) -> list[Path]:
+    """Return the files of cells in a tree, the largest first."""
+    return sorted((root / "d").iterdir(), key=lambda path: -path.stat().st_size)
+
+
+@pytest.mark.parametrize("is_ocdbt", [True, False], ids=["ocdbt", "files"])
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+def test_a_tree_is_read(tmp_path: Path, driver: str, is_ocdbt: bool) -> None:
+    tree = save_tree(tmp_path / "tree", driver=driver, is_ocdbt=is_ocdbt)
+    state = ckptkit.open(tree)
+    assert sorted(state) == ["params.b", "params.w", "step"]
+    assert torch.equal(state["params.w"].torch(), torch.from_numpy(square()))
+    assert torch.equal(state["params.b"].torch(), torch.arange(6, dtype=torch.bfloat16))
+    assert torch.equal(state["step"].torch(), torch.tensor(7, dtype=torch.int32))
+    layout = Checkpoint.open(tree).layout
+    assert [chunk.start for chunk in layout.tensors["params.w"].chunks] == [(0, 0), (0, 24), (32, 0), (32, 24)]
+    assert {name: Checkpoint.open(tree).value(layout.key(name)) for name in layout.blobs} == {
+        "said": "hello",
+        "nothing": None,
+    }
+    (verified,) = ckptkit.verify(tree)
+    assert (list(verified.problems), verified.checked_bytes, verified.unchecked_bytes) == ([], 0, layout.nbytes)
+
+
+def test_cells_are_unpacked_into_a_file_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    layout = locate(Checkpoint.open(save_tree(tmp_path / "tree")).layout)
+    (kept,) = tmp_path.glob("ckptkit-*")
+    assert kept.stat().st_size == layout.nbytes
+    del layout
+    assert not kept.exists()
+
+
+def test_a_step_is_converted(tmp_path: Path) -> None:
+    save_tree(tmp_path / "run" / "3" / "items")
+    (tmp_path / "run" / "3" / "_CHECKPOINT_METADATA").write_text("{}")
+    shutil.copytree(tmp_path / "run" / "3", tmp_path / "run" / "4.orbax-checkpoint-tmp-17")
+    ckptkit.consolidate(tmp_path / "run", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert any(torch.equal(one, torch.from_numpy(square())) for one in found.values())
+    assert Checkpoint.open(tmp_path / "run").step == 3
+
+
+def test_an_unfinished_save_is_refused(tmp_path: Path) -> None:
+    step = tmp_path / "4.orbax-checkpoint-tmp-17"
+    save_tree(step / "items")
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    for path in (step, step / "items"):
+        with pytest.raises(CkptError, match="orbax did not finish this save"):
+            ckptkit.open(path)
+
+
+def without_metadata(tree: Path) -> None:
+    (tree / "_METADATA").unlink()
+
+
+def without_manifest(tree: Path) -> None:
+    (tree / "manifest.ocdbt").unlink()
+
+
+def with_short_manifest(tree: Path) -> None:
+    os.truncate(tree / "manifest.ocdbt", 40)
+
+
+def with_data_apart(tree: Path) -> None:
+    (tree / "ocdbt_data").mkdir()
+
+
+def with_strange_value(tree: Path) -> None:
+    said = json.loads((tree / "_METADATA").read_text())
+    said["tree_metadata"]["('step',)"]["value_metadata"]["value_type"] = "jax.random.key"
+    (tree / "_METADATA").write_text(json.dumps(said))
+
+
+def with_unlisted_array(tree: Path) -> None:
+    text = (tree / "_METADATA").read_text()
+    (tree / "_METADATA").write_text(text.replace('"key": "w"', '"key": "v"'))
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind", "message"),
+    [
+        (without_metadata, Incomplete, "no `_METADATA`"),
+        (without_manifest, Incomplete, "manifest.ocdbt: no such file"),
+        (with_short_manifest, Corrupt, "does not match actual length"),
+        (with_data_apart, Unsupported, "in `ocdbt_data`"),
+        (with_strange_value, Unsupported, "a value of type `jax.random.key`"),
+        (with_unlisted_array, Corrupt, "params.v.*does not exist"),
+    ],
+)
+def test_bad_trees_are_refused(
+    tmp_path: Path, harm: Callable[[Path], None], kind: type[CkptError], message: str
+) -> None:
+    tree = save_tree(tmp_path / "tree")
+    harm(tree)
+    with pytest.raises(kind, match=message):
+        assert Checkpoint.open(tree).layout
+    assert ckptkit.verify(tree)[0].problems
+
+
+@pytest.mark.parametrize(("driver", "cell"), [("zarr", "0.1"), ("zarr3", "c/0/1")])
+def test_a_missing_cell_is_not_zeros(tmp_path: Path, driver: str, cell: str) -> None:
+    tree = save_tree(tmp_path / "tree", driver=driver, is_ocdbt=False)
+    (tree / "params.w" / cell).unlink()
+    with pytest.raises(Incomplete, match=r"expected 4 cells, found 3: \[32, 24\] elements at \[0, 24\] are missing"):
+        ckptkit.open(tree)
+    (problem,) = ckptkit.verify(tree)[0].problems
+    assert problem.tensor == "params.w"
+
+
+def test_a_cell_that_ocdbt_lacks_is_not_zeros(tmp_path: Path) -> None:
+    import tensorstore
+
+    tree = save_tree(tmp_path / "tree")
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{tree}/"}}).result()
+    store.write(b"params.w/1.0", None).result()
+    with pytest.raises(Incomplete, match=r"params\.w.*expected 4 cells, found 3: .* at \[32, 0\] are missing"):
+        ckptkit.open(tree)
+
+
+def test_a_missing_data_file_is_found_as_it_is_read(tmp_path: Path) -> None:
+    tree = save_tree(tmp_path / "tree")
+    data_files(tree)[0].unlink()
+    with pytest.raises(Corrupt, match="tensorstore cannot read it"):
+        ckptkit.consolidate(tree, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert ckptkit.verify(tree)[0].problems
+
+
+def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:
+    tree = save_tree(tmp_path / "tree", dtype="float8_e4m3b11fnuz")
+    with pytest.raises(Unsupported, match=r"params\.b.*float8_e4m3b11fnuz"):
+        ckptkit.open(tree)
+
+
+def test_without_tensorstore_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = save_tree(tmp_path / "tree")
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    with pytest.raises(Unsupported, match="need the package `tensorstore`") as caught:
+        ckptkit.open(tree)
+    assert caught.value.hint == "run `pip install 'ckptkit-fsdp[orbax]'`"
+
+
+@pytest.mark.skipif(_JAX is None, reason="CKPTKIT_JAX_PYTHON names no Python with jax and orbax-checkpoint")
+def test_what_orbax_saves_is_read(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("save_with_jax.py")
+    subprocess.run([str(_JAX), str(script), str(tmp_path)], check=True, env={}, capture_output=True)
+    truth = np.load(tmp_path / "truth.npz")
+    for name in ("ocdbt2", "ocdbt3", "files2", "files3", "run"):
+        state = ckptkit.open(tmp_path / name)
+        assert sorted(state) == sorted(truth.files), name
+        for entry in truth.files:
+            tensor = state[entry].torch()
+            plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+            assert np.array_equal(plain.numpy(), truth[entry]), (name, entry)
+        assert len(Checkpoint.open(tmp_path / name).layout.tensors["params.square"].chunks) == 4
