@@ -24,6 +24,7 @@ _COMMON, _ARGS = "common.pt", "args"
 _INSIDE = "common_state/shard_0_1"  # since core 0.20: a list with the dict that was in `common.pt` before
 LAYERNORM_1P = "apply_layernorm_1p"
 ZERO_CENTERED = ("gemma",)  # types whose norms lie around zero on the Hub
+_OF_GPT = frozenset("*-E|")  # in the pattern of a HybridModel: what a GPT has, and where stages of a pipeline begin
 _SWITCHES = {
     "rotary_interleaved": "the rotary embeddings are interleaved, and no model on the Hub has that for this type",
     "attention_output_gate": "queries have gates",
@@ -34,6 +35,7 @@ _SWITCHES = {
 def check(checkpoint: Layout, sizes: Sizes) -> None:
     """Raise `Mismatch` for arguments that contradict a config, `Unsupported` where more than names would change."""
     args = read_args(checkpoint)
+    check_pattern(args.get("hybrid_layer_pattern"))
     for name, said, wanted in list_numbers(args, sizes):
         if said != wanted:
             hint = "check that config.json belongs to this model"
@@ -46,6 +48,15 @@ def check(checkpoint: Layout, sizes: Sizes) -> None:
         if args.get(name) is True:
             raise Unsupported(f"Megatron's arguments say {name}: {meaning}", hint="pass --names keep to keep the names")
     check_norms(args.get(LAYERNORM_1P), sizes.model_type)
+
+
+def check_pattern(pattern: object) -> None:
+    """Raise `Unsupported` for a HybridModel, which has a layer for attention and the next one for what comes after."""
+    if not isinstance(pattern, str) or not pattern:
+        return
+    message = f"Megatron's arguments say hybrid_layer_pattern {pattern}: the layers are those of a HybridModel"
+    to_gpt = "convert it with Megatron's tools/checkpoint/gpt_hybrid_conversion.py --direction hybrid-to-gpt"
+    raise Unsupported(message, hint=to_gpt if set(pattern) <= _OF_GPT else "pass --names keep to keep the names")
 
 
 def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
