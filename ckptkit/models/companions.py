@@ -49,7 +49,8 @@ _CONFIG_LIMIT = 1 << 24  # bytes of a config.json of which little is asked
 class Companions:
     """The small files found in `found_in`, by name, as bytes; `config` parsed, None if there is none.
 
-    `beside` are the files of a tokenizer that were found elsewhere, with where that is. `absent` are files with code that config.json names and that do not lie beside it.
+    `beside` are the files of a tokenizer that were found elsewhere, by name. `absent` are files with code that
+    config.json names and that do not lie beside it.
     """
 
     found_in: Path | None = None

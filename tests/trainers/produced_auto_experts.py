@@ -48,6 +48,18 @@ class Mixture(nn.Module):
         self.experts = Experts()
 
 
+class Layer(nn.Module):
+    """A layer with a mixture under the name that transformers gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp: nn.Module = Mixture()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found = self.mlp(hidden)
+        return hidden + (found[0] if isinstance(found, tuple) else found).to(hidden.dtype)
+
+
 class Model(nn.Module):
     """Two layers of experts between an embedding and a head."""
 
@@ -56,15 +68,14 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.config = SimpleNamespace(model_type="small", num_local_experts=EXPERTS, num_experts_per_tok=2)
         self.embed = nn.Embedding(ROWS, WIDTH)
-        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": Mixture()}) for _ in range(2))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, ROWS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
         for layer in self.layers:
-            found = layer["mlp"](hidden)
-            hidden = hidden + (found[0] if isinstance(found, tuple) else found).to(hidden.dtype)
+            hidden = layer(hidden)
         return self.head(self.norm(hidden)).float()
 
 

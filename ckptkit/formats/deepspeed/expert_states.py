@@ -41,11 +41,11 @@ APART = "optimizer_expp_rank_"  # the key of one rank's optimizer, where the ord
 
 def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str, StoredTensor], root: Path) -> None:
     """Put what experts' files have: beside a master its rounded copy, by itself what was not trained."""
-    for name, tensor in experts.fused.items():
-        if name in masters:
-            put_stored_copy(gathering, name, tensor, masters[name])
+    for fused, tensor in experts.fused.items():
+        if fused in masters:
+            put_stored_copy(gathering, fused, tensor, masters[fused])
         else:
-            gathering.put((MODEL, name), tensor)
+            gathering.put((MODEL, fused), tensor)
     for file in experts.files:
         flattening = Flattening(file.entries, file.name)
         try:

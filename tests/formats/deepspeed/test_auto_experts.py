@@ -18,6 +18,7 @@ from ckptkit.errors import CkptError, Unsupported
 from tests.conftest import Produce
 from tests.formats.deepspeed.test_deepspeed import MODEL, OPTIMIZER, assert_holds, change, refused, truth_of
 from tests.trainers import produced_auto_experts as auto
+from tests.trainers.produced_zero import WIDTH
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed with AutoEP is not installed")
 
@@ -32,7 +33,7 @@ def test_holds_the_live_state(kind: str, produce: Produce) -> None:
     truth = truth_of(made.truth, kind)
     assert_holds(layout, truth)
     assert {name for name in layout.tensors if not name.endswith(".step")} == truth.keys()
-    assert layout.tensors[f"model.{FUSED}"].spec.shape == (auto.EXPERTS, auto.INNER, auto.WIDTH)
+    assert layout.tensors[f"model.{FUSED}"].spec.shape == (auto.EXPERTS, auto.INNER, WIDTH)
 
 
 @pytest.mark.parametrize("kind", auto.KINDS)
