@@ -19,7 +19,8 @@ Settings = Mapping[str | int, Any]
 MODEL = "model"
 STATE = ("optimizer", "state")
 GROUPS = ("optimizer", "param_groups")
-_IN_ONE = frozenset(["ds_config", LAYERS])  # entries that stay whole, although they are dicts or lists
+# entries that stay whole, although they are dicts or lists
+_IN_ONE = frozenset(["ds_config", "universal_checkpoint_info", LAYERS])
 
 
 @dataclass(slots=True)
