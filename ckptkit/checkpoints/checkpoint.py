@@ -47,6 +47,7 @@ from ckptkit.files.file import absent, children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import list_ahead, to_local, to_path
 from ckptkit.formats import describe_formats, detect_format, one_of_dcp, unpack
+from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.edits import select
@@ -155,16 +156,15 @@ class Checkpoint:
         return next((note for note in notes if type(note) is int and note >= 0), None)
 
     def value(self, key: KeyPath) -> object:
-        """Return the number or text of an entry that is no tensor, None if none at a key path can be read."""
-        name = ".".join(map(str, key))
+        """Return the number or text of an entry that is no tensor, None if none at a key path can be read.
+
+        The last steps may lead into an entry that is a dict or a list.
+        """
         for part in self.parts:
-            layout = part.layout
-            if name in layout.blobs and layout.key(name) == key:
-                try:
-                    unpacked = unpack(select(layout, name.__eq__))
-                    return load_value(unpacked.root, unpacked.blobs[name])
-                except (Corrupt, IOFailure, Unsafe, Unsupported):
-                    return None
+            for length in range(len(key), 0, -1):
+                name = ".".join(map(str, key[:length]))
+                if name in part.layout.blobs and part.layout.key(name) == key[:length]:
+                    return value_in(part.layout, name, key[length:])
         return None
 
     @cached_property
@@ -320,6 +320,19 @@ class Checkpoint:
         if found is None:
             return None
         return Unsupported(f"{found.what}: ckptkit cannot read this yet", path=self.path, hint=found.hint)
+
+
+def value_in(layout: Layout, name: str, steps: KeyPath) -> object:
+    """Return what some steps lead to in an entry that is no tensor, None if that cannot be read."""
+    try:
+        unpacked = unpack(select(layout, name.__eq__))
+        found = load_value(unpacked.root, unpacked.blobs[name])
+    except (Corrupt, IOFailure, Unsafe, Unsupported):
+        return None
+    for step in steps:
+        children = dict(enumerate(found)) if isinstance(found, list) else dict(pairs_of(found) or ())
+        found = children.get(step)
+    return found
 
 
 Source = str | os.PathLike[str] | Checkpoint  # whatever a checkpoint is asked for by

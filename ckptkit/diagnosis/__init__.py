@@ -8,6 +8,7 @@ from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.damage import find_torch_version
 from ckptkit.diagnosis.exports import find_config_dtype, find_empty_adapter, find_index
 from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.group_map import find_unlisted
 from ckptkit.diagnosis.layers import find_unserved
 from ckptkit.diagnosis.likeness import find_unlike
 from ckptkit.diagnosis.names import find_names, find_wrappers
@@ -31,4 +32,5 @@ KINDS: tuple[Finder, ...] = (
     *(find_torch_version, find_index, find_config_dtype, find_empty_adapter, find_model, find_adapters, find_quantized),
     *(find_said_quantized, find_tokens, find_extra_state, find_predictors, find_wrappers, find_names, find_unserved),
     *(find_shapes, find_ties, find_missing_states, find_ranks, find_groups, find_unlike),
+    find_unlisted,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 TEMPLATES = "additional_chat_templates"
 _LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
 _CONFIG_LIMIT = 1 << 24  # bytes of a config.json of which little is asked
@@ -48,13 +49,26 @@ _CONFIG_LIMIT = 1 << 24  # bytes of a config.json of which little is asked
 class Companions:
     """The small files found in `found_in`, by name, as bytes; `config` parsed, None if there is none.
 
-    `absent` are files with code that config.json names and that do not lie beside it.
+    `beside` are the files of a tokenizer that were found elsewhere, by name. `absent` are files with code that
+    config.json names and that do not lie beside it.
     """
 
     found_in: Path | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     config: dict[str, Any] | None = None
     absent: tuple[str, ...] = ()
+    beside: Mapping[str, Path] = field(default_factory=dict)
+
+    def path_of(self, name: str) -> Path:
+        """Return where one of the files was found."""
+        return self.beside.get(name) or (self.found_in or Path()) / name
+
+    def describe(self) -> list[str]:
+        """Return for each directory which files were found in it."""
+        places: dict[Path, list[str]] = {}
+        for name in self.files:
+            places.setdefault(self.path_of(name).parent, []).append(name)
+        return [f"{', '.join(names)} from {place}" for place, names in places.items()]
 
     def to_files(self) -> dict[str, bytes]:
         """Return the files as they will be written, by name; {} without a config.json."""
@@ -62,17 +76,32 @@ class Companions:
 
 
 def find_companions(checkpoint: Path, base: str | None) -> Companions:
-    """Return the companions in `base`, a directory, URL or Hub id, if given; else in the checkpoint or the run."""
+    """Return the companions in `base`, a directory, URL or Hub id, if given; else in the checkpoint or the run.
+
+    A tokenizer that lies in the checkpoint is among them if there is none beside the config.json.
+    """
     if base is not None:
         found = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache is made of links
         if found is None:
             raise NotACheckpoint("the base has no config.json of a model", path=base)
-        return found
+        return with_tokenizer(found, checkpoint)
     for place in places_of(checkpoint.absolute()):
         found = read_companions(place)
         if found is not None:
-            return found
+            return with_tokenizer(found, checkpoint)
     return Companions()
+
+
+def with_tokenizer(found: Companions, checkpoint: Path) -> Companions:
+    """Return companions with the tokenizer in the checkpoint or a trainer's folder there, if they have none."""
+    if found.files.keys() & set(TOKENIZERS):
+        return found
+    for place in places_of(checkpoint.absolute()):
+        beside = tokenizer_beside(place)
+        if beside.keys() & set(TOKENIZERS):
+            files = {name: read_small(path, _LIMIT) for name, path in beside.items() if name not in found.files}
+            return replace(found, files=found.files | files, beside={name: beside[name] for name in files})
+    return found
 
 
 def places_of(checkpoint: Path) -> Iterator[Path]:

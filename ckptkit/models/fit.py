@@ -35,7 +35,7 @@ def fit(
     config = companions.config
     if config is None or form is None:
         return layout, dropped, notes
-    notes.insert(0, f"{', '.join(companions.files)} from {companions.found_in}")
+    notes[:0] = companions.describe()
     layout, remarks = drop_tied(layout, ties_of(layout, config, form))
     notes += remarks
     if isinstance(form, Unsupported):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Caution, Mismatch
@@ -33,7 +32,7 @@ def check_tokens(companions: Companions, rows: int) -> list[str]:
     if number >= rows:
         hint = f"pass --vocab-size {number + 1} or more"
         message = f"it has token {number}, but only {rows} rows"
-        raise Mismatch(message, path=(companions.found_in or Path()) / file, hint=hint)
+        raise Mismatch(message, path=companions.path_of(file), hint=hint)
     return []
 
 

@@ -63,7 +63,8 @@ NEMO = TrainerFacts(
 )
 
 # megatron/training/checkpointing.py, megatron/core/dist_checkpointing: `iter_0000500` with metadata.json, which says
-# how the shards are stored, and DCP in it, or a directory `mp_rank_TT_PPP` for each rank of tensors and pipeline.
+# how the shards are stored, and DCP in it, or a directory `mp_rank_TT_PPP` for each rank of tensors and pipeline. What
+# all ranks have in common is `common.pt`, since core 0.20 an entry of the shards, and its tokenizer is in `tokenizer`.
 _BUCKET = r"(?:chained_[0-9]+\.)?optimizer\.distributed\..*bucket_idx_.*"
 _OPAQUE = "the optimizer does not name the parameters of its states: the states are copied unchanged"
 
@@ -83,8 +84,10 @@ MEGATRON = TrainerFacts(
         )
     },
     opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
+    companions=("tokenizer",),
+    states=(r"train_state\.pt",),
     beside={r"common\.pt": ""},
-    step_keys=(("", ("iteration",)),),
+    step_keys=(("", ("iteration",)), ("", ("common_state/shard_0_1", 0, "iteration"))),
     own_keys=(("rank_state", r"\[([0-9]+)\]"),),  # as the legacy format is read
 )
 

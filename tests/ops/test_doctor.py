@@ -375,6 +375,24 @@ def test_parameters_that_never_had_a_gradient(produce: Produce, tmp_path: Path) 
     assert (tmp_path / "said").read_text() == "loaded"
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_map_of_groups_that_does_not_fit_the_states(tmp_path: Path) -> None:
+    """As Megatron-FSDP saves an optimizer: `distrib_optimizer.py` of megatron-core 0.20, which needs a GPU to run."""
+    weights = {f"module.{name}.weight": torch.ones(2) for name in "abc"}
+    states = {name: {"exp_avg": value} for name, value in weights.items()}
+    groups = {name: {"lr": 1e-3, "step": 7} for name in weights}
+    good = {"state": states, "param_to_group_meta": groups}
+    dcp.save({"model": weights, "optimizer": good}, checkpoint_id=tmp_path / "good", no_dist=True)
+    assert "group_map" not in {one.code for one in doctor(tmp_path / "good").findings}
+    groups["module.d.weight"] = groups.pop("module.a.weight")
+    dcp.save({"model": weights, "optimizer": good}, checkpoint_id=tmp_path / "bad", no_dist=True)
+    found = [one.tensor for one in doctor(tmp_path / "bad").findings if one.code == "group_map"]
+    assert found == [
+        "optimizer.state.module.a.weight",
+        "optimizer.param_to_group_meta.module.d.weight",
+    ]
+
+
 def groups_of(*lists: list[str]) -> dict[str, Any]:
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
     optimizer = torch.optim.AdamW([{"params": [model[name].weight for name in names]} for names in lists])

@@ -7,16 +7,17 @@ optimizer, with numbers for its parameters: of all that ranks have in common, an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete
-from ckptkit.formats.archives.flatten import Flattening
+from ckptkit.formats.archives.flatten import FlatState, Flattening
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.deepspeed.experts import ExpertFiles, expert_ranks, without_number
 from ckptkit.formats.deepspeed.gathering import MODEL, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
-from ckptkit.formats.deepspeed.modules import put_copy
+from ckptkit.formats.deepspeed.modules import put_copy, put_stored_copy
 from ckptkit.formats.deepspeed.names import DeepSpeedFiles, check_ranks
 from ckptkit.formats.deepspeed.unpartitioned import (
     Numbered,
@@ -31,13 +32,20 @@ from ckptkit.formats.deepspeed.unpartitioned import (
 from ckptkit.formats.deepspeed.values import as_dict
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
+from ckptkit.layout.axes import concatenate
 from ckptkit.tensors.box import Shape
 
+_HINT = "check that all files come from one run"
 APART = "optimizer_expp_rank_"  # the key of one rank's optimizer, where the order of parameters is not certain
 
 
 def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str, StoredTensor], root: Path) -> None:
     """Put what experts' files have: beside a master its rounded copy, by itself what was not trained."""
+    for fused, tensor in experts.fused.items():
+        if fused in masters:
+            put_stored_copy(gathering, fused, tensor, masters[fused])
+        else:
+            gathering.put((MODEL, fused), tensor)
     for file in experts.files:
         flattening = Flattening(file.entries, file.name)
         try:
@@ -68,8 +76,11 @@ def put_unpartitioned_experts(
     ]
     masters: dict[str, StoredTensor] = {}
     if all(names):
-        for one, found in zip(optimizers, names, strict=True):
-            masters = {**masters_of(one, dict(enumerate(found))), **masters}
+        of_ranks = [masters_of(one, dict(enumerate(found))) for one, found in zip(optimizers, names, strict=True)]
+        masters = {name: master for of_rank in reversed(of_ranks) for name, master in of_rank.items()}
+        masters |= {
+            name: concatenate([of_rank[name] for of_rank in of_ranks], 0) for name in experts.fused if name in masters
+        }
     for name, value in (model.module or {}).items():
         put_weight(gathering, model.flattening, str(name), value, masters)
     for name, master in masters.items():
@@ -77,7 +88,7 @@ def put_unpartitioned_experts(
             gathering.put((MODEL, name), master)
     put_experts(gathering, experts, masters, root)
     if optimizers and all(found and set(found[: len(shared)]) == shared.keys() for found in names):
-        put_joined(gathering, optimizers, names, len(shared), has_masters=bool(masters))
+        put_joined(gathering, optimizers, names, len(shared), experts, has_masters=bool(masters))
     else:
         for rank, one in enumerate(optimizers):
             for key, value in (("state", one.states), ("param_groups", list(one.groups)), *one.others.items()):
@@ -85,16 +96,42 @@ def put_unpartitioned_experts(
 
 
 def put_joined(
-    gathering: Gathering, optimizers: Sequence[Numbered], names: Sequence[list[str]], shared: int, *, has_masters: bool
+    gathering: Gathering,
+    optimizers: Sequence[Numbered],
+    names: Sequence[list[str]],
+    shared: int,
+    experts: ExpertFiles,
+    *,
+    has_masters: bool,
 ) -> None:
     """Put optimizers of several ranks as one, of which the first `shared` parameters are the same in all."""
-    params: list[list[str | int]] = [[] for _ in optimizers[0].groups]
-    for rank, (one, found) in enumerate(zip(optimizers, names, strict=True)):
-        first = shared if rank else 0
-        put_states(gathering, one, dict(enumerate(found)), first=first)
+    by_number = [dict(enumerate(found)) for found in names]
+    put_states(gathering, optimizers[0], by_number[0], range(shared))
+    own: list[FlatState] = []
+    for one, found in zip(optimizers, by_number, strict=True):
+        of_rank = Gathering()
+        put_states(of_rank, one, found, range(shared, len(found)))
+        own.append(of_rank.flat)
+    for flat in join_ranks(own) if experts.fused else own:
+        for name, stored in (flat.tensors | flat.blobs).items():
+            gathering.put(flat.keys[name], stored)
+    params: list[dict[str | int, None]] = [{} for _ in optimizers[0].groups]
+    for one, found in zip(optimizers, by_number, strict=True):
         for listed, numbers in zip(params, one.numbers, strict=True):
-            listed += [found[number] for number in numbers if number >= first]
-    put_groups(gathering, optimizers[0], params, has_masters=has_masters)
+            listed.update(dict.fromkeys(found[number] for number in numbers))
+    put_groups(gathering, optimizers[0], list(map(list, params)), has_masters=has_masters)
+
+
+def join_ranks(own: Sequence[FlatState]) -> list[FlatState]:
+    """Return the states of AutoEP's tensors as one: what has axes follows one another, of the rest the first is it."""
+    first = own[0]
+    if any(flat.tensors.keys() != first.tensors.keys() for flat in own):
+        raise Corrupt("the ranks of experts do not have the same optimizer states", hint=_HINT)
+    tensors = {
+        name: concatenate([flat.tensors[name] for flat in own], 0) if tensor.spec.shape else tensor
+        for name, tensor in first.tensors.items()
+    }
+    return [replace(first, tensors=tensors)]
 
 
 def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[Numbered]:
@@ -126,7 +163,8 @@ def one_order(optimizer: Numbered) -> list[Any]:
 def shares(experts: ExpertFiles, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
     """Return for each of `ranks` the shapes of what its experts may train, in the model's order."""
     buffers = {without_number(name) for name in model.buffers} - {None}
-    found: list[dict[str, Shape]] = [{} for _ in range(ranks)]
+    parts = {name: experts.auto_layers[name].share(tensor.spec.shape) for name, tensor in experts.fused.items()}
+    found: list[dict[str, Shape]] = [dict(parts) for _ in range(ranks)]
     for file in experts.files:
         for name, value in as_dict(file.value, file.name).items():
             if is_tensor(value) and without_number(str(name)) not in buffers:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Unsupported
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
+from ckptkit.formats.deepspeed.auto_experts import LAYERS, AutoLayer, fuse
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.names import DeepSpeedFiles
 from ckptkit.formats.deepspeed.partitions import Partition
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind
+from ckptkit.layout import StoredTensor
 from ckptkit.tensors.box import Shape
 
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..+)")
@@ -32,12 +34,15 @@ _HINT = "check that all files of one save are there, and no others"
 class ExpertFiles:
     """The files of experts in order, and by the beginning of their names how many each layer has, in that order.
 
+    Where AutoEP fused experts `files` is empty, and `fused` has its tensors with all experts, `auto_layers` its layers.
     `is_data_first` if ranks with the same experts follow one another; None where that was not recorded.
     """
 
     files: tuple[StateFile, ...]
     counts: Mapping[str, int]
     is_data_first: bool | None
+    fused: Mapping[str, StoredTensor] = field(default_factory=dict)
+    auto_layers: Mapping[str, AutoLayer] = field(default_factory=dict)
 
     def rank_of(self, name: str, ranks: int) -> int:
         """Return which of the expert-parallel `ranks` has the expert that an entry of a file is of."""
@@ -49,6 +54,8 @@ class ExpertFiles:
 
     def rename(self, name: str, rank: int, ranks: int) -> str:
         """Return what a parameter is called in the files, which the expert-parallel `rank` of `ranks` has by `name`."""
+        if name in self.auto_layers:
+            return self.rename_fused(name, ranks)
         match = _EXPERT.fullmatch(name)
         if match is None or match[1] not in self.counts:
             raise Corrupt(
@@ -59,6 +66,13 @@ class ExpertFiles:
             message = f"its layer has {count} experts among {ranks} ranks, so no rank has one of number {match[2]}"
             raise Corrupt(message, tensor=name, hint=_HINT)
         return f"{match[1]}{rank * (count // ranks) + int(match[2])}{match[3]}"
+
+    def rename_fused(self, name: str, ranks: int) -> str:
+        """Return the name of a tensor with all experts, which is that of a rank's part of it too."""
+        if self.auto_layers[name].ranks != ranks:
+            message = f"expected experts on {self.auto_layers[name].ranks} ranks, found a group for {ranks}"
+            raise Corrupt(message, tensor=name, hint=_HINT)
+        return name
 
 
 def without_number(name: str) -> tuple[str, str] | None:
@@ -78,6 +92,11 @@ def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> Exper
     if files.layers or len(files.parts) > 1:
         raise Unsupported("experts in a model with pipeline or tensor parallelism", path=root / model.path)
     check_numbers(root, files, counts)
+    config = pairs_of(model.saved.get("ds_config"))
+    is_first = None if config is None else any(key == _DATA_FIRST and bool(value) for key, value in config)
+    if model.auto_layers:
+        check_auto_layers(root, model, counts)
+        return ExpertFiles((), {}, is_first, fuse(root, files.experts, model.auto_layers), model.auto_layers)
     read: list[StateFile] = []
     layers: dict[str, int] = {}
     for (layer, expert), name in sorted(files.experts.items()):
@@ -86,8 +105,6 @@ def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> Exper
         if layers.setdefault(prefix, layer) != layer or len(layers) != layer + 1:
             raise Corrupt(f"it is not of layer {layer} like others: `{prefix}`", path=root / name, hint=_HINT)
         read.append(file)
-    config = pairs_of(model.saved.get("ds_config"))
-    is_first = None if config is None else any(key == _DATA_FIRST and bool(value) for key, value in config)
     return ExpertFiles(tuple(read), dict(zip(layers, counts, strict=True)), is_first)
 
 
@@ -98,6 +115,15 @@ def expert_counts(model: ModelStates) -> list[int]:
     if 0 in found:
         raise Corrupt("`num_experts` lists a layer with no experts")
     return found
+
+
+def check_auto_layers(root: Path, model: ModelStates, counts: Sequence[int]) -> None:
+    """Raise `Unsupported` unless AutoEP's layers are all layers of experts that there are."""
+    found = [layer.experts for layer in dict.fromkeys(model.auto_layers.values())]
+    if found != list(counts):
+        message = f"expected layers of {list(counts[:8])} experts, found {found[:8]} in `{LAYERS}`"
+        hint = "save a model in which AutoEP replaced all layers of experts"
+        raise Unsupported(message, path=root / model.path, hint=hint)
 
 
 def check_numbers(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.flatten import FlatState, Flattening
+from ckptkit.formats.deepspeed.auto_experts import LAYERS
 from ckptkit.formats.deepspeed.values import without_classes
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
@@ -18,7 +19,8 @@ Settings = Mapping[str | int, Any]
 MODEL = "model"
 STATE = ("optimizer", "state")
 GROUPS = ("optimizer", "param_groups")
-_IN_ONE = frozenset(["ds_config"])  # entries that stay whole, although they are dicts
+# entries that stay whole, although they are dicts or lists
+_IN_ONE = frozenset(["ds_config", "universal_checkpoint_info", LAYERS])
 
 
 @dataclass(slots=True)

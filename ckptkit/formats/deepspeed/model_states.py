@@ -12,6 +12,7 @@ from typing import Any
 from ckptkit.errors import Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import StateFile
+from ckptkit.formats.deepspeed.auto_experts import AutoLayer, read_auto_layers
 from ckptkit.formats.deepspeed.values import as_dict, as_kind, dict_or_none, shapes_in
 from ckptkit.tensors.box import Shape
 
@@ -30,7 +31,8 @@ class ModelStates:
 
     `shapes` are those of each group of parameters, or sub-group, in the order of their data; None without ZeRO.
     `module` is None where layers have files of their own. `aliases` are the names of tied parameters, each with the
-    name that has the data. `others` is the client's state and all else that is no tensor of the model.
+    name that has the data. `auto_layers` are AutoEP's layers of experts, by the name of each tensor in them. `others`
+    is the client's state and all else that is no tensor of the model.
     """
 
     path: str
@@ -42,6 +44,7 @@ class ModelStates:
     aliases: Mapping[str, str]
     buffers: frozenset[str]
     optimizer: Any
+    auto_layers: Mapping[str, AutoLayer]
     others: Mapping[str | int, Any]
     saved: Mapping[str | int, Any]
 
@@ -52,8 +55,6 @@ def read_model_states(file: StateFile) -> ModelStates:
     degrees = dict_or_none(saved.get(DEGREES), DEGREES)
     if degrees.get("tp_degree", 1) != 1:
         raise tensor_parallel()
-    if saved.get("ds_autoep_layers") or saved.get("autoep_layers"):
-        raise Unsupported("AutoEP split the experts among ranks")
     module, shapes = saved.get("module"), saved.get("param_shapes")
     lists = None if shapes is None else as_kind(shapes, list, "param_shapes")
     aliases = {
@@ -71,6 +72,7 @@ def read_model_states(file: StateFile) -> ModelStates:
         aliases=aliases,
         buffers=frozenset(as_kind(name, str, "buffer_names") for name in as_kind(buffers, list, "buffer_names")),
         optimizer=saved.get("optimizer"),
+        auto_layers=read_auto_layers(saved),
         others={key: value for key, value in saved.items() if key not in _USED and value is not None},
         saved=saved,
     )

@@ -54,7 +54,8 @@ def put_module(
             put_replicas(gathering, part, str(name))
     for name, shape in model.frozen.items():
         full = ".".join((MODEL, name))
-        if without_number(name) is not None or name in known or full in gathering.flat.keys:
+        is_experts = without_number(name) is not None or name in model.auto_layers
+        if is_experts or name in known or full in gathering.flat.keys:
             continue
         if part.lost_models:
             rank, file = next(iter(part.lost_models.items()))
@@ -72,7 +73,11 @@ def put_copy(gathering: Gathering, flattening: Flattening, name: str, value: Any
     """Put the rounded copy of a parameter beside it; in ZeRO 3 there is none."""
     if not is_tensor(value):
         raise Corrupt("ZeRO has a parameter of this name, but `module` has no tensor", tensor=name)
-    copy = flattening.stored(value)
+    put_stored_copy(gathering, name, flattening.stored(value), master)
+
+
+def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master: StoredTensor) -> None:
+    """Put the rounded copy of a parameter beside it, unless it is empty. Raises `Corrupt` for one of another shape."""
     if copy.spec.shape == master.spec.shape:
         gathering.put_twin((MODEL, name), copy)
     elif copy.spec.shape != (0,):

@@ -44,7 +44,11 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     Reports files that are missing or cannot be read. Nothing says that a moment had a file which is gone.
     """
     models = [blame(root, name, read_model_states) for name in model_files(root, tag)]
-    shapes = [dict(group) for group in models[0].shapes or ()]
+    fused = models[0].auto_layers
+    shapes = [
+        {name: fused[name].whole(shape) if name in fused else shape for name, shape in group.items()}
+        for group in models[0].shapes or ()
+    ]
     for model in models[1:]:
         for known, group in zip(shapes, model.shapes or (), strict=False):
             known.update(group)

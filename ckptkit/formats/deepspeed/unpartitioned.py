@@ -65,10 +65,10 @@ def put_unpartitioned(gathering: Gathering, model: ModelStates) -> None:
     put_groups(gathering, optimizer, params, has_masters=bool(masters))
 
 
-def put_states(gathering: Gathering, optimizer: Numbered, names: Names, *, first: int = 0) -> None:
-    """Put the states of the parameters from number `first` on."""
+def put_states(gathering: Gathering, optimizer: Numbered, names: Names, among: range | None = None) -> None:
+    """Put the states of the parameters, or of those with numbers `among` these."""
     for number, state in optimizer.states.items():
-        if as_count(number, "state") >= first:
+        if among is None or as_count(number, "state") in among:
             for what, value in as_dict(state, "state").items():
                 name = names.get(int(number), str(number))
                 gathering.flatten(optimizer.flattening, value, (*STATE, name, what))

@@ -16,6 +16,7 @@ from ckptkit.formats.archives.locate import locate
 from ckptkit.formats.archives.storages import Storages
 from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.archives.write_archive import describe_tensor, make_envelope
+from ckptkit.formats.deepspeed.auto_experts import LAYERS
 from ckptkit.formats.deepspeed.experts import without_number
 from ckptkit.formats.deepspeed.gathering import GROUPS, MODEL, STATE
 from ckptkit.formats.deepspeed.read_universal import MASTER, OPTIMIZER, POINTER, STEP, ZERO, join
@@ -78,13 +79,22 @@ def place_of(wanted: Layout, entry: str) -> StoredTensor | None:
     return stored if stored and stored.chunks else None
 
 
-def files_for(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]:
-    """Yield the files for a model under `model` and its optimizer by name under `optimizer`."""
-    entries = UniversalEntries.of(wanted)
+def check_experts(wanted: Layout, entries: UniversalEntries) -> None:
+    """Raise `Unsupported` for a model with experts."""
+    hint = "use `--to dcp` or `--to pt`"
     expert = next(filter(without_number, entries.weights), None)
     if expert is not None:
         message = "this is an expert: each rank would look for its own experts under the same names and find other ones"
-        raise Unsupported(message, path=wanted.root, tensor=expert, hint="use `--to dcp` or `--to pt`")
+        raise Unsupported(message, path=wanted.root, tensor=expert, hint=hint)
+    if LAYERS in entries.others:
+        message = f"`{LAYERS}` lists experts that AutoEP fused: ckptkit cannot write the marks that their files need"
+        raise Unsupported(message, path=wanted.root, hint=hint)
+
+
+def files_for(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]:
+    """Yield the files for a model under `model` and its optimizer by name under `optimizer`."""
+    entries = UniversalEntries.of(wanted)
+    check_experts(wanted, entries)
     tag = tag_for(wanted)
     for parameter, states in entries.states.items():
         if "/" in parameter or "\0" in parameter or parameter in ("", ".", ".."):

@@ -8,7 +8,7 @@ every rank has as much, and in the buffer of a sub-group these parts follow one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ckptkit.formats.deepspeed.experts import ExpertFiles, fleets
 from ckptkit.formats.deepspeed.partitions import Partition, PartitionedGroup
 from ckptkit.formats.deepspeed.pieces import RankRun, join, runs_in_row, runs_of_each, share_of
 from ckptkit.layout import Chunk, StoredTensor
+from ckptkit.layout.axes import concatenate
 from ckptkit.tensors.box import Shape
 
 _HINT = "check that all files of one save are there, and no others"
@@ -55,10 +56,19 @@ def parameters_of(
     if first.cuts_each and experts is not None:
         raise Unsupported("experts with ZeRO 3", path=root / first.path)
     for number, named in enumerate(shapes):
+        found: dict[str, list[ZeroParameter]] = {}
         for fleet in fleets(number, named, partitions, experts):
             groups = [partition.groups[number] for partition in fleet.partitions]
             check_alike(groups, fleet.partitions, root)
-            yield from (cut_each if first.cuts_each else cut_row)(fleet.named, groups, root)
+            for one in (cut_each if first.cuts_each else cut_row)(fleet.named, groups, root):
+                found.setdefault(one.name, []).append(one)
+        yield from map(join_ranks, found.values())
+
+
+def join_ranks(parts: Sequence[ZeroParameter]) -> ZeroParameter:
+    """Return the parameter that ranks of experts have in parts, one after the other on the first axis."""
+    moments = {what: concatenate([part.moments[what] for part in parts], 0) for what in parts[0].moments}
+    return replace(parts[0], master=concatenate([part.master for part in parts], 0), moments=moments)
 
 
 def check_alike(groups: Sequence[PartitionedGroup], partitions: Sequence[Partition], root: Path) -> None:

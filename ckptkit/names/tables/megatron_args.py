@@ -1,7 +1,9 @@
 """Hold the arguments of a Megatron job, where its checkpoint has them, against the config of the model.
 
-Source: megatron/training/arguments.py. They lie in `common.pt` beside the shards, or in the checkpoint itself. What
-ckptkit writes has no arguments, which Megatron would compare with its own, but `apply_layernorm_1p` beside the step.
+Source: megatron/training/arguments.py. They lie in `common.pt` beside the shards, or in the checkpoint itself: as an
+entry of their own, or since core 0.20 in `common_state` (`save` in megatron/core/dist_checkpointing/serialization.py).
+What ckptkit writes has no arguments, which Megatron would compare with its own, but `apply_layernorm_1p` beside the
+step.
 """
 
 from __future__ import annotations
@@ -9,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.files.file import is_there
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.pickles.inert_pickle import Record
-from ckptkit.layout import Layout
+from ckptkit.layout import Blob, Layout
 from ckptkit.names.sizes import Sizes
 
 _COMMON, _ARGS = "common.pt", "args"
+_INSIDE = "common_state/shard_0_1"  # since core 0.20: a list with the dict that was in `common.pt` before
 LAYERNORM_1P = "apply_layernorm_1p"
 ZERO_CENTERED = ("gemma",)  # types whose norms lie around zero on the Hub
+_OF_GPT = frozenset("*-E|")  # in the pattern of a HybridModel: what a GPT has, and where stages of a pipeline begin
 _SWITCHES = {
     "rotary_interleaved": "the rotary embeddings are interleaved, and no model on the Hub has that for this type",
     "attention_output_gate": "queries have gates",
@@ -31,6 +35,7 @@ _SWITCHES = {
 def check(checkpoint: Layout, sizes: Sizes) -> None:
     """Raise `Mismatch` for arguments that contradict a config, `Unsupported` where more than names would change."""
     args = read_args(checkpoint)
+    check_pattern(args.get("hybrid_layer_pattern"))
     for name, said, wanted in list_numbers(args, sizes):
         if said != wanted:
             hint = "check that config.json belongs to this model"
@@ -43,6 +48,15 @@ def check(checkpoint: Layout, sizes: Sizes) -> None:
         if args.get(name) is True:
             raise Unsupported(f"Megatron's arguments say {name}: {meaning}", hint="pass --names keep to keep the names")
     check_norms(args.get(LAYERNORM_1P), sizes.model_type)
+
+
+def check_pattern(pattern: object) -> None:
+    """Raise `Unsupported` for a HybridModel, which has a layer for attention and the next one for what comes after."""
+    if not isinstance(pattern, str) or not pattern:
+        return
+    message = f"Megatron's arguments say hybrid_layer_pattern {pattern}: the layers are those of a HybridModel"
+    to_gpt = "convert it with Megatron's tools/checkpoint/gpt_hybrid_conversion.py --direction hybrid-to-gpt"
+    raise Unsupported(message, hint=to_gpt if set(pattern) <= _OF_GPT else "pass --names keep to keep the names")
 
 
 def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
@@ -68,13 +82,22 @@ def check_norms(around_zero: object, model: str) -> None:
 
 def read_args(checkpoint: Layout) -> Mapping[str, Any]:
     """Return the arguments of the job by name, or what else all ranks have in common; {} where none are kept."""
-    entry = next((name for name in checkpoint.blobs if checkpoint.key(name) == (_ARGS,)), None)
-    if entry is not None:
-        found = load_value(checkpoint.root, checkpoint.blobs[entry])
-    elif is_there(checkpoint.root / _COMMON):
-        common = dict(pairs_of(read_state_file(checkpoint.root, _COMMON).value) or ())
-        found = common.get(_ARGS, common)
+    entries = {checkpoint.key(name): blob for name, blob in checkpoint.blobs.items()}
+    if (_ARGS,) in entries:
+        found = load_value(checkpoint.root, entries[_ARGS,])
     else:
-        return {}
+        common = dict(pairs_of(read_common(checkpoint, entries.get((_INSIDE,)))) or ())
+        found = common.get(_ARGS, common)
     state = found.state if isinstance(found, Record) else found
     return {str(name): value for name, value in pairs_of(state) or ()}
+
+
+def read_common(checkpoint: Layout, inside: Blob | None) -> object:
+    """Return the dict that all ranks have in common, from the entry with it or from its file; None without either."""
+    if inside is not None:
+        found = load_value(checkpoint.root, inside)
+        if not (isinstance(found, list) and len(found) == 1):
+            raise Corrupt("expected a list of one dict, found something else", path=checkpoint.root, tensor=_INSIDE)
+        return found[0]
+    is_beside = is_there(checkpoint.root / _COMMON)
+    return read_state_file(checkpoint.root, _COMMON).value if is_beside else None

@@ -36,6 +36,7 @@ from tests.trainers.produced_megatron_models import (
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+STATES = ("_extra_state", "common_state")  # the second since core 0.20
 MIXTURES = [name for name, more in TYPES.items() if "num_moe_experts" in more]
 
 
@@ -119,7 +120,7 @@ def test_rows_that_pad_the_vocabulary_are_left_out_and_said(made: Produced, tmp_
     assert sum(note.startswith(left) for note in done.notes) == 2
     expected = modules(made, "llama")["embedding.word_embeddings.weight"][:VOCABULARY]
     assert torch.equal(ckptkit.open(tmp_path / "out")["model.embed_tokens.weight"].torch(), expected)
-    assert {left.name for left in done.dropped if "_extra_state" not in left.name} == {"optimizer"}
+    assert {left.name for left in done.dropped if not left.name.endswith(STATES)} == {"optimizer"}
 
 
 def test_as_many_rows_as_are_asked_for(made: Produced, tmp_path: Path) -> None:
@@ -283,6 +284,63 @@ def test_norms_around_zero_are_those_of_gemma(made: Produced, tmp_path: Path) ->
     source = save(tmp_path / STEP, {**state, "args": Namespace(apply_layernorm_1p=True)})
     found = to_hub(source, tmp_path / "out", base_of(tmp_path / "base", "gemma"))
     assert torch.equal(found["model.norm.weight"], state["decoder.final_layernorm.weight"])
+
+
+# -- as core 0.20 saves ------------------------------------------------------------------------------------------------
+
+
+def save_inside(made: Produced, root: Path, **args: Any) -> Path:
+    """A checkpoint with what all ranks have in common inside, as `save` in serialization.py of core 0.20 writes it."""
+    common = {"iteration": 7, "checkpoint_version": 3.0, "args": Namespace(**args)}
+    return save(root, {**modules(made, "llama"), "common_state/shard_0_1": [common]})
+
+
+def test_the_step_and_the_arguments_inside_the_shards(made: Produced, tmp_path: Path) -> None:
+    source = save_inside(made, tmp_path / "any", num_layers=2, hidden_size=32)
+    assert ckptkit.inspect(source).step == 7
+    found = to_hub(source, tmp_path / "out", made.root / "llama")
+    assert_same(found, to_hub(made.root / "llama" / "whole", tmp_path / "whole", made.root / "llama"))
+
+
+@pytest.mark.parametrize(
+    ("args", "words", "hint"),
+    [
+        ({"num_layers": 3}, "say num_layers 3", "config.json"),
+        ({"hybrid_layer_pattern": "*-|*-"}, "layers are those of a HybridModel", "hybrid-to-gpt"),
+        ({"hybrid_layer_pattern": "M*M-"}, "layers are those of a HybridModel", "--names keep"),
+    ],
+)
+def test_arguments_inside_that_fit_no_model(
+    made: Produced, tmp_path: Path, args: dict[str, Any], words: str, hint: str
+) -> None:
+    source = save_inside(made, tmp_path / STEP, **args)
+    with pytest.raises(CkptError, match=words) as raised:
+        ckptkit.consolidate(source, tmp_path / "out", base=str(made.root / "llama"))
+    assert hint in str(raised.value.hint)
+    assert raised.value.path is not None
+
+
+def test_a_common_state_of_another_kind_is_told(made: Produced, tmp_path: Path) -> None:
+    source = save(tmp_path / STEP, {**modules(made, "llama"), "common_state/shard_0_1": [1, 2]})
+    with pytest.raises(CkptError, match="expected a list of one dict") as raised:
+        ckptkit.consolidate(source, tmp_path / "out", base=str(made.root / "llama"))
+    assert raised.value.path is not None
+
+
+def test_the_tokenizer_in_the_checkpoint_goes_with_the_model(made: Produced, tmp_path: Path) -> None:
+    source = save_inside(made, tmp_path / STEP)
+    (source / "tokenizer").mkdir()
+    (source / "tokenizer" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 3}}}')
+    (source / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    base = base_of(tmp_path / "base", "llama")
+    done = ckptkit.consolidate(source, tmp_path / "out", base=str(base))
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"model": {"vocab": {"a": 3}}}'
+    assert f"tokenizer.json, tokenizer_config.json from {source / 'tokenizer'}" in done.notes
+    (base / "tokenizer.json").write_text("{}")
+    ckptkit.consolidate(source, tmp_path / "other", base=str(base))
+    assert (tmp_path / "other" / "tokenizer.json").read_text() == "{}"
+    ckptkit.reshard(source, tmp_path / "again", to=3)
+    assert (tmp_path / "again" / "tokenizer" / "tokenizer.json").is_file()
 
 
 # -- and back ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,37 @@
+"""Compare the groups that Megatron-FSDP keeps by parameter with the states of the same optimizer.
+
+Source: `_param2group_meta_to_param_groups` in megatron/core/optimizer/distrib_optimizer.py of core 0.20, which looks up
+every parameter of the job in `param_to_group_meta`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.layout import KeyPath, Layout
+
+_MAP, _STATE = "param_to_group_meta", "state"
+
+
+def find_unlisted(case: Case) -> Iterator[Finding]:
+    """Yield the parameters that have a state and no entry in the map of groups, and those that have only an entry."""
+    for above, listed in parameters_under(case.layout, _MAP).items():
+        known = parameters_under(case.layout, _STATE).get(above, {})
+        for name in known.keys() - listed.keys():
+            message = f"the optimizer has a state for this parameter, but `{_MAP}` does not list it: its load fails"
+            yield Finding("group_map", ".".join(map(str, (*above, _STATE, name))), message)
+        for name in listed.keys() - known.keys():
+            message = f"`{_MAP}` lists this parameter, but the optimizer has no state for it: its load fails"
+            yield Finding("group_map", ".".join(map(str, (*above, _MAP, name))), message)
+
+
+def parameters_under(layout: Layout, step: str) -> dict[KeyPath, dict[str, None]]:
+    """Return the names that follow `step` in key paths, by the path of the optimizer above."""
+    found: dict[KeyPath, dict[str, None]] = {}
+    for name in layout.names:
+        match layout.key(name):
+            case (*above, here, str(parameter), _) if here == step:
+                found.setdefault(tuple(above), {})[parameter] = None
+    return found
