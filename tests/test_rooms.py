@@ -30,7 +30,7 @@ READERS = tuple(sorted(f"formats.{path.parent.name}" for path in PACKAGE.glob("f
 # a floor modules may import each other, in one direction. Formats never import each other, and what they share lies
 # below them.
 FLOORS = (
-    ("errors", "version", "progress", "settings", "collector"),
+    ("errors", "version", "progress", "settings", "collector", "plugins"),
     ("pictures.markup", "pictures.numbers", "pictures.words"),  # arithmetic on text alone
     ("summary",),
     ("files.system", "files.stores"),
@@ -140,7 +140,7 @@ MARKERS = {".distcp": "formats.dcp.read_metadata", "weight_map": "formats.indice
 
 # The trainers of which nothing but their table may speak, and the one module that has to: classes in a pickle are told
 # by the module that they are of.
-TRAINERS = {trainer.name for trainer in KNOWN_TRAINERS} - {"ckptkit", "transformers", "torch"}
+TRAINERS = {trainer.name for trainer in KNOWN_TRAINERS.own.values()} - {"ckptkit", "transformers", "torch"}
 PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {

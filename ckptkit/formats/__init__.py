@@ -1,6 +1,7 @@
 """Find the format of a checkpoint, and with it the layout: the table of all formats, and the way from a path.
 
-A format is a folder here and a line in `FORMATS`. It imports no other format, and nothing imports it by name.
+A format is a folder here and a line in `FORMATS`. It imports no other format, and nothing imports it by name. Other
+packages add formats by the entry point `ckptkit.formats`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translat
 from ckptkit.files.file import names_in
 from ckptkit.formats.protocols import EntryWriter, FormatReader, FormatWriter
 from ckptkit.layout import Layout
+from ckptkit.plugins import Table
 
 __all__ = [
     "FORMATS",
@@ -61,69 +63,73 @@ class KnownFormat(NamedTuple):
 _STATES = r"(state|.*model.*|checkpoint.*|ckpt.*)\.(pt|pth|bin|ckpt)"
 
 # by the word that users type; `detect_format` asks in this order
-FORMATS = {
-    "dcp": KnownFormat(
-        "ckptkit.formats.dcp.format:Dcp",
-        "PyTorch distributed checkpoint (DCP)",
-        r"(__\d+)?\.metadata|.*__\d+_\d+\.distcp",
-        is_written=True,
-    ),
-    "torch_checkpointing": KnownFormat(
-        "ckptkit.formats.torch_checkpointing.format:TorchCheckpointing",
-        "torch_checkpointing",
-        r"metadata\.pkl",
-        perhaps=r".+_0\.pt",
-    ),
-    "torchsnapshot": KnownFormat(
-        "ckptkit.formats.torchsnapshot.format:TorchSnapshot", "torchsnapshot", r"\.snapshot_metadata"
-    ),
-    "orbax": KnownFormat(
-        "ckptkit.formats.orbax.format:Orbax",
-        "orbax",
-        r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt",
-        main=r"_METADATA|manifest\.ocdbt",
-    ),
-    "hf": KnownFormat(
-        "ckptkit.formats.hf.format:HuggingFace",
-        "Hugging Face safetensors",
-        r".*\.safetensors(\.index\.json)?",
-        is_written=True,
-        main=r".*(model|consolidated).*\.safetensors|shard-.*\.safetensors|.*\.safetensors\.index\.json",
-    ),
-    "megatron": KnownFormat(
-        "ckptkit.formats.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
-    ),
-    "consolidated": KnownFormat(
-        "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
-    ),
-    "llmc": KnownFormat("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
-    "universal": KnownFormat(
-        "ckptkit.formats.deepspeed.universal:Universal",
-        "DeepSpeed universal checkpoint",
-        r"zero|latest_universal",
-        is_written=True,
-    ),
-    "deepspeed": KnownFormat(
-        "ckptkit.formats.deepspeed.format:DeepSpeed",
-        "DeepSpeed",
-        r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
-    ),
-    "fairscale": KnownFormat(
-        "ckptkit.formats.fairscale.format:Fairscale", "fairscale's shards, a file for each", r".*-shard[0-9]+\.pt"
-    ),
-    "ranks": KnownFormat(
-        "ckptkit.formats.ranks.format:FilePerRank",
-        "torch.save, a file for each rank",
-        r".*[._-]rank[_-]?[0-9]+\.(pt|pth|bin)",
-        is_written=True,
-    ),
-    "pt_shards": KnownFormat(
-        "ckptkit.formats.pt_shards.format:PtShards",
-        "torch.save, several files and their index",
-        r".*\.(bin|pt|pth)\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.(bin|pt|pth)",
-    ),
-    "pt": KnownFormat("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True, main=_STATES),
-}
+FORMATS = Table(
+    "ckptkit.formats",
+    KnownFormat,
+    {
+        "dcp": KnownFormat(
+            "ckptkit.formats.dcp.format:Dcp",
+            "PyTorch distributed checkpoint (DCP)",
+            r"(__\d+)?\.metadata|.*__\d+_\d+\.distcp",
+            is_written=True,
+        ),
+        "torch_checkpointing": KnownFormat(
+            "ckptkit.formats.torch_checkpointing.format:TorchCheckpointing",
+            "torch_checkpointing",
+            r"metadata\.pkl",
+            perhaps=r".+_0\.pt",
+        ),
+        "torchsnapshot": KnownFormat(
+            "ckptkit.formats.torchsnapshot.format:TorchSnapshot", "torchsnapshot", r"\.snapshot_metadata"
+        ),
+        "orbax": KnownFormat(
+            "ckptkit.formats.orbax.format:Orbax",
+            "orbax",
+            r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt",
+            main=r"_METADATA|manifest\.ocdbt",
+        ),
+        "hf": KnownFormat(
+            "ckptkit.formats.hf.format:HuggingFace",
+            "Hugging Face safetensors",
+            r".*\.safetensors(\.index\.json)?",
+            is_written=True,
+            main=r".*(model|consolidated).*\.safetensors|shard-.*\.safetensors|.*\.safetensors\.index\.json",
+        ),
+        "megatron": KnownFormat(
+            "ckptkit.formats.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
+        ),
+        "consolidated": KnownFormat(
+            "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
+        ),
+        "llmc": KnownFormat("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
+        "universal": KnownFormat(
+            "ckptkit.formats.deepspeed.universal:Universal",
+            "DeepSpeed universal checkpoint",
+            r"zero|latest_universal",
+            is_written=True,
+        ),
+        "deepspeed": KnownFormat(
+            "ckptkit.formats.deepspeed.format:DeepSpeed",
+            "DeepSpeed",
+            r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
+        ),
+        "fairscale": KnownFormat(
+            "ckptkit.formats.fairscale.format:Fairscale", "fairscale's shards, a file for each", r".*-shard[0-9]+\.pt"
+        ),
+        "ranks": KnownFormat(
+            "ckptkit.formats.ranks.format:FilePerRank",
+            "torch.save, a file for each rank",
+            r".*[._-]rank[_-]?[0-9]+\.(pt|pth|bin)",
+            is_written=True,
+        ),
+        "pt_shards": KnownFormat(
+            "ckptkit.formats.pt_shards.format:PtShards",
+            "torch.save, several files and their index",
+            r".*\.(bin|pt|pth)\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.(bin|pt|pth)",
+        ),
+        "pt": KnownFormat("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True, main=_STATES),
+    },
+)
 
 # what decompresses the items in an envelope of each name: a module with a function `unpack`
 UNPACKERS = {"stream.zstd/1": "ckptkit.formats.archives.zstd", "zarr": "ckptkit.formats.orbax.unpack"}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ckptkit.errors import Usage
 from ckptkit.names.outline import outline_of
+from ckptkit.plugins import Table
 from ckptkit.tensors.box import Shape
 
 if TYPE_CHECKING:
@@ -29,27 +30,31 @@ class KnownFamily(NamedTuple):
 
 
 # by the word that users type; of several that have the same names the first is meant
-FAMILIES = {
-    "torchtitan": KnownFamily(
-        "torchtitan:TORCHTITAN",
-        r"layers\.#\.attention\.qkv_linear\..*|layers\.#\.moe\.(routed_experts|experts)\..*_E[A-Z]+",
-    ),
-    "torchtitan-0.2": KnownFamily("torchtitan:BEFORE_0_3", r"layers\.#\.attention\.w([qkv]|kv_a)\.weight"),
-    "megatron": KnownFamily(
-        "megatron:MEGATRON", r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*"
-    ),
-    "meta": KnownFamily("meta:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
-    "torchtune": KnownFamily("torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"),
-    "litgpt": KnownFamily("litgpt:LITGPT", r"transformer\.h\.#\.attn\.(qkv|attn)\.weight"),
-    "olmo": KnownFamily("olmo:OLMO", r"blocks\.#\.attention\.w_[qkv]\.weight"),
-    "nanogpt": KnownFamily("nanogpt:NANOGPT", r"transformer\.h\.#\.attn\.c_attn\.weight"),
-    "llmc": KnownFamily("llmc:LLMC", "qkvw"),
-    "transformers": KnownFamily(
-        "transformers:TRANSFORMERS",
-        r"(.*\.)?experts\.(gate_up_proj|down_proj)|"
-        r"model\.(language_model|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\..*",
-    ),
-}
+FAMILIES = Table(
+    "ckptkit.families",
+    KnownFamily,
+    {
+        "torchtitan": KnownFamily(
+            ".tables.torchtitan:TORCHTITAN",
+            r"layers\.#\.attention\.qkv_linear\..*|layers\.#\.moe\.(routed_experts|experts)\..*_E[A-Z]+",
+        ),
+        "torchtitan-0.2": KnownFamily(".tables.torchtitan:BEFORE_0_3", r"layers\.#\.attention\.w([qkv]|kv_a)\.weight"),
+        "megatron": KnownFamily(
+            ".tables.megatron:MEGATRON", r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*"
+        ),
+        "meta": KnownFamily(".tables.meta:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
+        "torchtune": KnownFamily(".tables.torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"),
+        "litgpt": KnownFamily(".tables.litgpt:LITGPT", r"transformer\.h\.#\.attn\.(qkv|attn)\.weight"),
+        "olmo": KnownFamily(".tables.olmo:OLMO", r"blocks\.#\.attention\.w_[qkv]\.weight"),
+        "nanogpt": KnownFamily(".tables.nanogpt:NANOGPT", r"transformer\.h\.#\.attn\.c_attn\.weight"),
+        "llmc": KnownFamily(".tables.llmc:LLMC", "qkvw"),
+        "transformers": KnownFamily(
+            ".tables.transformers:TRANSFORMERS",
+            r"(.*\.)?experts\.(gate_up_proj|down_proj)|"
+            r"model\.(language_model|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\..*",
+        ),
+    },
+)
 
 
 def family_of(
@@ -86,7 +91,7 @@ def families_with(shapes: Mapping[str, Shape]) -> list[Family]:
 
 def load(name: str) -> Family:
     module, _, family = FAMILIES[name].where.partition(":")
-    return cast("Family", getattr(import_module(f"{__name__}.tables.{module}"), family))
+    return cast("Family", getattr(import_module(module, __name__), family))
 
 
 def get_family(name: str) -> Family | None:

@@ -54,7 +54,7 @@ def rank_at(key: KeyPath, patterns: Sequence[re.Pattern[str]]) -> int | None:
 
 @cache
 def own_keys() -> tuple[tuple[re.Pattern[str], ...], ...]:
-    return tuple(tuple(map(re.compile, patterns)) for trainer in TRAINERS for patterns in trainer.own_keys)
+    return tuple(tuple(map(re.compile, patterns)) for trainer in TRAINERS.values() for patterns in trainer.own_keys)
 
 
 def is_whole(name: str) -> bool:
@@ -91,7 +91,7 @@ def key_beside(name: str, step: int | None, names: Collection[str]) -> str | Non
 
 def companion_of(pattern: str) -> str | None:
     """Return the name that must be there for files that match a pattern to belong to a model; None if none must."""
-    return next((trainer.beside_of[pattern] for trainer in TRAINERS if pattern in trainer.beside_of), None)
+    return next((trainer.beside_of[pattern] for trainer in TRAINERS.values() if pattern in trainer.beside_of), None)
 
 
 def is_beside_file(name: str) -> bool:
@@ -100,7 +100,7 @@ def is_beside_file(name: str) -> bool:
 
 @cache
 def files_beside() -> tuple[tuple[re.Pattern[str], str], ...]:
-    return tuple((re.compile(pattern), key) for trainer in TRAINERS for pattern, key in trainer.beside.items())
+    return tuple((re.compile(pattern), key) for trainer in TRAINERS.values() for pattern, key in trainer.beside.items())
 
 
 def is_training_state(name: str) -> bool:
@@ -129,31 +129,31 @@ def is_of_checkpoint(name: str) -> bool:
 
 def is_kept(name: str, beside: Iterable[str]) -> bool:
     """Return whether a directory or hidden file goes along as it is, by its name and those that it lies beside."""
-    return any(trainer.kept[name] in beside for trainer in TRAINERS if name in trainer.kept)
+    return any(trainer.kept[name] in beside for trainer in TRAINERS.values() if name in trainer.kept)
 
 
 def step_keys() -> tuple[tuple[str, KeyPath], ...]:
     """Return where a checkpoint says its step: the file, "" for its own entries, and the way to it."""
-    return tuple(found for trainer in TRAINERS for found in trainer.step_keys)
+    return tuple(found for trainer in TRAINERS.values() for found in trainer.step_keys)
 
 
 def is_tracker(name: str) -> bool:
-    return any(name in trainer.trackers for trainer in TRAINERS)
+    return any(name in trainer.trackers for trainer in TRAINERS.values())
 
 
 def companion_folders() -> tuple[str, ...]:
     """Return the names of directories in a checkpoint in which some trainer puts config and tokenizer."""
-    return tuple(folder for trainer in TRAINERS for folder in trainer.companions)
+    return tuple(folder for trainer in TRAINERS.values() for folder in trainer.companions)
 
 
 def metrics_files() -> dict[str, MetricsFile]:
     """Return the files of metrics that trainers leave, by name; ours comes first."""
-    return {name: file for trainer in TRAINERS for name, file in trainer.metrics.items()}
+    return {name: file for trainer in TRAINERS.values() for name, file in trainer.metrics.items()}
 
 
 def find_unread(names: Iterable[str]) -> Unread | None:
     """Return what files of these names are, if some trainer's that ckptkit does not read is among them."""
-    return look_up([trainer.unread for trainer in TRAINERS], sorted(names))
+    return look_up([trainer.unread for trainer in TRAINERS.values()], sorted(names))
 
 
 def find_foreign(names: Iterable[str]) -> Unread | None:
@@ -163,7 +163,7 @@ def find_foreign(names: Iterable[str]) -> Unread | None:
 
 def say_opaque(names: Iterable[str]) -> str | None:
     """Return what tensors among these names are that can only be carried as they are, None if there are none."""
-    return look_up([trainer.opaque for trainer in TRAINERS], names)
+    return look_up([trainer.opaque for trainer in TRAINERS.values()], names)
 
 
 def look_up(tables: Iterable[Mapping[str, Found]], names: Iterable[str]) -> Found | None:
@@ -173,8 +173,12 @@ def look_up(tables: Iterable[Mapping[str, Found]], names: Iterable[str]) -> Foun
 
 
 def who_wrote(seen: Evidence) -> str | None:
-    """Return the name of who wrote a checkpoint, None if nothing tells. Nothing is guessed."""
-    return next((title for trainer in TRAINERS if (title := trainer.title_on(seen))), None)
+    """Return the name of who wrote a checkpoint, None if nothing tells. Nothing is guessed.
+
+    Trainers of other packages are asked first, because the marks of torch are on almost every checkpoint.
+    """
+    trainers = (*TRAINERS.added.values(), *TRAINERS.own.values())
+    return next((title for trainer in trainers if (title := trainer.title_on(seen))), None)
 
 
 def matches(table: str, name: str) -> Iterator[re.Match[str]]:
@@ -184,7 +188,7 @@ def matches(table: str, name: str) -> Iterator[re.Match[str]]:
 
 @cache
 def patterns(table: str) -> tuple[re.Pattern[str], ...]:
-    return tuple(re.compile(pattern) for trainer in TRAINERS for pattern in getattr(trainer, table))
+    return tuple(re.compile(pattern) for trainer in TRAINERS.values() for pattern in getattr(trainer, table))
 
 
 def step_of(path: Path) -> int | None:

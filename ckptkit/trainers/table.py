@@ -5,6 +5,7 @@ A trainer is one entry of `TRAINERS`. What takes a function lies in a file of th
 
 from __future__ import annotations
 
+from ckptkit.plugins import Table
 from ckptkit.trainers.ckptkit import CKPTKIT
 from ckptkit.trainers.trainer import Mark, TrainerFacts, Unread
 from ckptkit.trainers.transformers import STATE, TRANSFORMERS
@@ -247,7 +248,8 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
-TRAINERS: tuple[TrainerFacts, ...] = (
+_ALL = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
     *(DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
+TRAINERS = Table("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

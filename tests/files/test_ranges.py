@@ -64,7 +64,7 @@ def find_shelf(url: str) -> Shelf:
 
 @pytest.fixture
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
-    monkeypatch.setitem(STORES, "shelf", f"{__name__}:find_shelf")
+    monkeypatch.setitem(STORES.own, "shelf", f"{__name__}:find_shelf")
     monkeypatch.setattr(ranges, "PAGES", Pages(1 << 24))
     open_store.cache_clear()
     SHELVES.clear()

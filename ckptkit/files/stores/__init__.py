@@ -17,20 +17,25 @@ from pathlib import Path
 from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from ckptkit.errors import CkptError, IOFailure
+from ckptkit.plugins import Table
 
 T = TypeVar("T")
 Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request
 
 # the scheme of a URL, or its beginning, and what makes its store of the URL, imported when first needed; fsspec knows
 # all others
-STORES = {
-    "hf": "ckptkit.files.stores.hub:HubStore",
-    "hf://buckets": "ckptkit.files.stores.hub_bucket:HubBucketStore",
-    "az": "ckptkit.files.stores.objects:open_objects",
-    "gs": "ckptkit.files.stores.objects:open_objects",
-    "s3": "ckptkit.files.stores.s3:S3Store",
-    "s3a": "ckptkit.files.stores.s3:S3Store",
-}
+STORES = Table(
+    "ckptkit.stores",
+    str,
+    {
+        "hf": "ckptkit.files.stores.hub:HubStore",
+        "hf://buckets": "ckptkit.files.stores.hub_bucket:HubBucketStore",
+        "az": "ckptkit.files.stores.objects:open_objects",
+        "gs": "ckptkit.files.stores.objects:open_objects",
+        "s3": "ckptkit.files.stores.s3:S3Store",
+        "s3a": "ckptkit.files.stores.s3:S3Store",
+    },
+)
 OTHERS = "ckptkit.files.stores.generic:FileSystem"
 _PAUSES = (0.2, 1.0, 3.0)  # seconds before a request that got no answer is made again
 

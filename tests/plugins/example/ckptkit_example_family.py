@@ -1,0 +1,14 @@
+"""Translate the names of the example trainer, whose `example.0.w` is a norm's weight on the Hub."""
+
+from __future__ import annotations
+
+from ckptkit.names.family import Family
+from ckptkit.names.rule import Rule
+from ckptkit.names.sizes import Sizes
+
+
+def rules(sizes: Sizes) -> tuple[Rule, ...]:
+    return (Rule.of("example.{layer}.w", "model.layers.{layer}.input_layernorm.weight"),)
+
+
+EXAMPLE = Family(name="example", rules=rules)

@@ -1,0 +1,43 @@
+"""Read files of one float32 vector without a header."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptkit.errors import Corrupt, Report, refuse
+from ckptkit.files.file import file_size
+from ckptkit.formats import FormatReader
+from ckptkit.layout import Chunk, Extent, Layout, Spec, StoredTensor
+from ckptkit.tensors.box import whole
+from ckptkit.tensors.dtypes import DTYPES
+
+FLOAT32 = DTYPES["float32"]
+
+
+class Example(FormatReader):
+    name = "example"
+    known_by = "a file `.example`"
+
+    def owns(self, name: str) -> bool:
+        return name.endswith(".example")
+
+    def detect(self, path: Path) -> bool:
+        return self.owns(path.name) and path.is_file()
+
+    def check_names(self, path: Path, report: Report) -> None:
+        self.read(path, report)
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        size = file_size(path)
+        if size % 4:
+            report(Corrupt(f"expected a multiple of 4 bytes, found {size}", path=path))
+        shape = (size // 4,)
+        chunk = Chunk(whole(shape), path.name, 0, shape[0] * 4, FLOAT32)
+        tensors = {"example.0.w": StoredTensor(Spec(FLOAT32, shape), (chunk,))}
+        return Layout(path.parent, self.name, tensors, {}, {"example.0.w": ("example.0.w",)}, None, (path.name,))
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        for name, tensor in layout.tensors.items():
+            for chunk in tensor.chunks:
+                yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
