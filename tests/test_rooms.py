@@ -104,7 +104,7 @@ STRANGERS = (
 
 TORCH_AT_THE_TOP = (
     *("training.*", "training", "storage.*", "storage"),
-    *("names.moved", "proving.forward", "integrations.lightning"),
+    *("names.moved", "proving.forward", "integrations.lightning", "integrations.vllm_deltas"),
 )
 TORCH_WHEN_USED = (
     "tensors.arrays",
@@ -113,7 +113,7 @@ TORCH_WHEN_USED = (
     "integrations.lazy_state_dict",
     "models.transformers_model",
     *("tensors.dtypes", "conversion.options", "estimates.estimate"),  # for types alone
-    *("integrations.read_ahead", "integrations.sglang", "integrations.vllm_loader"),
+    *("integrations.read_ahead", "integrations.sglang", "integrations.vllm_loader", "integrations.loaded_weights"),
 )
 
 FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deepspeed", "megatron", "accelerate"})
@@ -163,6 +163,9 @@ WRITTEN_BY: dict[str, set[str]] = {
     "integrations.lightning": {"lightning"},
     "integrations.transformers": {"deepspeed"},  # which takes over how a model is loaded
     "integrations.vllm_loader": {"vllm"},
+    "integrations.vllm_deltas": {"vllm"},
+    "integrations.delta_patches": {"vllm"},  # as which it patches
+    "diagnosis.group_map": {"megatron"},  # which keeps that map
     "diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
 

@@ -19,7 +19,6 @@ from ckptkit.errors import Caution, CkptError, Unsupported
 from ckptkit.files.path import to_model_path
 from ckptkit.integrations.loaded_weights import remember
 from ckptkit.integrations.read_ahead import read_ahead
-from ckptkit.integrations.vllm import FORMAT
 from ckptkit.ops.hub_model import HubModel
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
             for remark in opened.remarks:
                 if isinstance(remark, Caution):
                     _logger.warning("%s", remark)
-            if not takes_deltas():
+            if not takes_deltas(known_as=self.load_config.load_format):
                 yield from read_ahead(opened.tensors, skip)
                 return
             every = remember(model, opened.tensors.layout, read_ahead(opened.tensors))
@@ -99,8 +98,11 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
         return HubModel.open(checkpoint, base=self.extra.get(BASE) or config_from)
 
 
-def takes_deltas() -> bool:
-    """Return whether the engine patches weights by deltas: then the loader reads all of them, and remembers them."""
+def takes_deltas(known_as: str) -> bool:
+    """Return whether the engine patches weights by deltas: then the loader reads all of them, and remembers them.
+
+    The loader and what applies deltas are known by one name.
+    """
     config = get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config
-    return transfer is not None and transfer.backend == FORMAT
+    return transfer is not None and transfer.backend == known_as
