@@ -9,8 +9,9 @@ import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync
 from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_table, progress_bar, say
+from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_local, to_path
+from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes, per_cent
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ def delta(
     new: Annotated[
         Path, typer.Argument(parser=to_path, metavar="NEW", help="The checkpoint after, of the same model.")
     ],
-    out: Annotated[Path, typer.Argument(parser=to_local, metavar="OUT", help="The directory to make.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            parser=to_destination, metavar="OUT", help="The directory to make; or its URL: s3://, gs://, az://."
+        ),
+    ],
     dtype: Annotated[
         list[str] | None,
         typer.Option(metavar="DTYPE", help="Cast both first, as consolidate does; by default to the dtypes of BASE."),

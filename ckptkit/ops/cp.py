@@ -1,4 +1,4 @@
-"""Copy a checkpoint as it is, to a directory or a store, and compare every checksum that it has on the way."""
+"""Copy a checkpoint or a delta as it is, to a directory or a store, and compare every checksum on the way."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.find_parts import LeftBehind, is_left, reason_to_leave
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import FileSum
+from ckptkit.checkpoints.manifest import FileSum, read_manifest
 from ckptkit.checkpoints.marks import PlacedFiles, find_marks
 from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
 from ckptkit.conversion.directories import check_free, contains
+from ckptkit.deltas.find import RECORD, is_delta
+from ckptkit.deltas.open_delta import open_delta
+from ckptkit.deltas.record import FORMAT as DELTA
 from ckptkit.destinations.allocation import check_room, create_file, make_folder, missing_bytes
 from ckptkit.destinations.pieces import PART_BYTES, LocalPieces, PieceSink, is_large
 from ckptkit.destinations.staging import Stage
@@ -34,7 +37,7 @@ from ckptkit.files.file import children, file_size, opening, read_at
 from ckptkit.files.joined import roots_of
 from ckptkit.files.local import is_strange_link
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import RemotePath
+from ckptkit.files.path import RemotePath, to_path
 from ckptkit.layout import Extent
 from ckptkit.ops.own_files import OwnFiles
 from ckptkit.ops.verify import compare_extents, compare_files, look_inside, sizes_of
@@ -101,14 +104,19 @@ class OwnPart:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All that is copied of a checkpoint: files of directory `root` by name and bytes. `marks` are the last of them."""
+    """All that is copied of a checkpoint: files of directory `root` by name and bytes. `marks` are the last of them.
+
+    A delta has no parts; `sums` are those of its files.
+    """
 
     root: Path
+    format: str
     parts: tuple[OwnPart, ...]
     sizes: Mapping[str, int]
     marks: tuple[str, ...]
-    left: tuple[LeftBehind, ...]
-    is_file: bool
+    left: tuple[LeftBehind, ...] = ()
+    is_file: bool = False
+    sums: Mapping[str, FileSum] = field(default_factory=dict)
 
     @property
     def extents(self) -> Iterator[Extent]:
@@ -135,7 +143,7 @@ def cp(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> CopiedFiles:
-    """Copy the files of a checkpoint, as they are, to the local directory or the URL at `dst`.
+    """Copy the files of a checkpoint or a delta, as they are, to the local directory or the URL at `dst`.
 
     Of a run, its latest complete checkpoint. A checkpoint that is one file is copied to the file or key `dst`. The
     copy appears whole or not at all, and the same call continues an interrupted one. With `dry_run`, it says what would
@@ -143,14 +151,14 @@ def cp(
     `IOFailure` if the store refuses.
     """
     began = time.perf_counter()
-    checkpoint = Checkpoint.open(source)
+    path, look = open_source(source)
     target = to_destination(dst)
-    check_outside(checkpoint, target)
-    origin = Origin.of(checkpoint.path)
-    contents = look_through(checkpoint)
-    if contents.is_file and checkpoint.path.suffix != target.suffix:
-        hint = f"name the copy like `{target}{checkpoint.path.suffix}`"
-        raise Usage(f"the source is a file that ends in `{checkpoint.path.suffix}`", path=checkpoint.path, hint=hint)
+    check_outside(path, target)
+    origin = Origin.of(path)
+    contents = look()
+    if contents.is_file and path.suffix != target.suffix:
+        hint = f"name the copy like `{target}{path.suffix}`"
+        raise Usage(f"the source is a file that ends in `{path.suffix}`", path=path, hint=hint)
     tell = telling(progress, sum(contents.sizes.values()))
     send = partial(transfer, contents, jobs=jobs, progress=tell, origin=origin)
     if dry_run:
@@ -159,13 +167,14 @@ def cp(
     elif isinstance(target, RemotePath):
         done = copy_to_store(contents, target, send, overwrite=overwrite)
     else:
-        done = copy_to_directory(contents, target, checkpoint.path, send, overwrite=overwrite, sync=sync)
-    checked = 0 if dry_run else sum(map(checked_bytes, contents.parts))
+        done = copy_to_directory(contents, target, path, send, overwrite=overwrite, sync=sync)
+    known = sum(one.nbytes for one in contents.sums.values())
+    checked = 0 if dry_run else known + sum(map(checked_bytes, contents.parts))
     total = 0 if dry_run else sum(contents.sizes.values())
     return CopiedFiles(
-        source=checkpoint.path,
+        source=path,
         output=target,
-        format=checkpoint.parts[0].reader.name,
+        format=contents.format,
         files=contents.sizes,
         checked_bytes=checked,
         unchecked_bytes=total - checked,
@@ -177,9 +186,17 @@ def cp(
     )
 
 
-def check_outside(checkpoint: Checkpoint, target: Path) -> None:
+def open_source(source: Source) -> tuple[Path, Callable[[], Contents]]:
+    """Return where a checkpoint or a delta lies, and what looks through it."""
+    if not isinstance(source, Checkpoint) and is_delta(path := to_path(source)):
+        return path, partial(look_through_delta, path)
+    checkpoint = Checkpoint.open(source)
+    return checkpoint.path, partial(look_through, checkpoint)
+
+
+def check_outside(path: Path, target: Path) -> None:
     """Raise `Unsafe` if one of source and destination lies in the other."""
-    here, there = [root.resolve() for root in roots_of(checkpoint.path)], target.resolve()
+    here, there = [root.resolve() for root in roots_of(path)], target.resolve()
     if any(contains(root, there) or contains(there, root) for root in here):
         hint = "choose another destination"
         raise Unsafe("the source and the destination lie in each other", path=target, hint=hint)
@@ -201,7 +218,17 @@ def look_through(checkpoint: Checkpoint) -> Contents:
     marks = find_marks(described, sizes, is_for_loaders=parts[0].own.reader.is_model_only)
     ordered = {name: sizes[name] for name in (*sorted(sizes.keys() - set(marks)), *marks)}
     is_file = not checkpoint.path.is_dir() and len(sizes) == 1
-    return Contents(root, tuple(parts), ordered, marks, left, is_file)
+    return Contents(root, parts[0].own.reader.name, tuple(parts), ordered, marks, left, is_file)
+
+
+def look_through_delta(path: Path) -> Contents:
+    """Return what of a delta is copied. `delta.json`, without which nobody takes it for one, comes last."""
+    delta = open_delta(path)
+    manifest = read_manifest(path)
+    names = [*sorted(delta.layout.files), *([MANIFEST] if manifest else []), RECORD]
+    sizes = {name: file_size(path / name) for name in names}
+    sums = {} if manifest is None else {name: one for name, one in manifest.files.items() if name in sizes}
+    return Contents(path, DELTA, (), sizes, (RECORD,), sums=sums)
 
 
 def look_at(part: Part, root: Path, others: frozenset[Path], problems: Problems) -> OwnPart:
@@ -257,6 +284,11 @@ def transfer(
         compare_extents(own, part.extents, {k: crc for k, crc in sums.items() if crc is not None}, problems)
         names = [name for name in own.recorded if part.name(name) in found.files]
         compare_files(own, {n: FileSum(sizes[part.name(n)], found.files[part.name(n)]) for n in names}, problems)
+    for name, expected in contents.sums.items():
+        if FileSum(sizes[name], found.files[name]) != expected:
+            message = f"expected {expected.nbytes} bytes, CRC-32 {expected.crc32:08x} as in the manifest, found "
+            message += f"{sizes[name]}, {found.files[name]:08x}"
+            problems.add(Corrupt(message, path=root / name))
     for first in problems.list():
         hint = first.hint or "`ckptkit verify` lists all problems"
         raise Corrupt(first.message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
@@ -14,10 +15,11 @@ from ckptkit.conversion.directories import check_apart
 from ckptkit.deltas.record import DeltaRecord
 from ckptkit.destinations.allocation import make_folder
 from ckptkit.destinations.staging import Stage
+from ckptkit.destinations.stores import is_on_hub, to_destination
 from ckptkit.errors import Occupied, Unsupported, translate_os_errors
 from ckptkit.files.file import file_size, names_in
 from ckptkit.files.origin import Origin
-from ckptkit.files.path import to_local
+from ckptkit.files.path import RemotePath
 from ckptkit.ops.as_consolidated import ConsolidatedView, both_consolidated
 from ckptkit.pictures.numbers import format_bytes, per_cent
 from ckptkit.pictures.words import count
@@ -84,18 +86,23 @@ def delta(
     """Write what changed from the model in checkpoint `base` to that in `new` into the directory `out`.
 
     Both may be of any format and world size: they are compared as `consolidate` would write them, in the dtypes of
-    `base`, or in `dtype`, by their bits. The delta has the new values and their positions. Raises `Mismatch` if the two
-    are not of one model, and `Unsupported` if the delta is larger than 60 % of the model, unless you `force` it. After
-    an error nothing is written.
+    `base`, or in `dtype`, by their bits. `out` may be in S3, Google Cloud Storage or Azure. The delta has the new
+    values and their positions. Raises `Mismatch` if the two are not of one model, and `Unsupported` if the delta is
+    larger than 60 % of the model, unless you `force` it. After an error nothing is written.
     """
     began = time.perf_counter()
-    output = to_local(out)
+    output = to_destination(out)
     require_absent(output)
     sides = both_consolidated(base, new, (dtype,) if isinstance(dtype, str) else tuple(dtype), output)
     for side in sides:
         check_apart(side.checkpoint, output, side.draft.writer)
     pair = ComparedPair(sides, jobs, telling(progress, 2 * sides[0].layout.nbytes))
-    made = pair.measure(output) if dry_run else pair.write(output, force=force, sync=sync)
+    if dry_run:
+        made = pair.measure(output)
+    elif isinstance(output, RemotePath):
+        made = pair.send(output, force=force)
+    else:
+        made = pair.write(output, output, force=force, sync=sync)
     return replace(made, seconds=time.perf_counter() - began)
 
 
@@ -114,13 +121,22 @@ class ComparedPair:
         with Spool(None, self.sides[0].layout.specs) as spool:
             return self.report(output, *self.find(spool))
 
-    def write(self, output: Path, *, force: bool, sync: bool) -> WrittenDelta:
-        """Write the delta. The output appears whole or not at all."""
+    def send(self, output: RemotePath, *, force: bool) -> WrittenDelta:
+        """Write the delta into a temporary directory, then copy it to a store. It appears whole or not at all."""
+        from ckptkit.ops.cp import cp
+
+        with TemporaryDirectory(prefix="ckptkit-") as room:
+            made = self.write(output, Path(room, "delta"), force=force, sync=False)
+            cp(Path(room, "delta"), output, jobs=self.jobs)
+        return made
+
+    def write(self, output: Path, place: Path, *, force: bool, sync: bool) -> WrittenDelta:
+        """Write the delta into directory `place`, to be `output`. It appears whole or not at all."""
         from ckptkit.deltas.spool import Spool
         from ckptkit.deltas.write_delta import write_delta
 
         origins = [Origin.of(side.path) for side in self.sides]
-        stage = Stage(output, sync=sync)
+        stage = Stage(place, sync=sync)
         try:
             stage.open()
             make_folder(stage.work)
@@ -166,7 +182,10 @@ class ComparedPair:
 
 
 def require_absent(output: Path) -> None:
-    """Raise `Occupied` if something is where the delta is to be."""
+    """Raise `Occupied` if something is where the delta is to be, `Unsupported` for a place on the Hub."""
+    if is_on_hub(output):
+        hint = "write to a local directory, then `ckptkit cp` it there with --yes"
+        raise Unsupported("a delta cannot be written to hf:// directly", path=output, hint=hint)
     with translate_os_errors(output):
         if output.exists() and not (output.is_dir() and not names_in(output)):
             raise Occupied("the destination exists", path=output, hint="choose another directory")

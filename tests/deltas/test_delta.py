@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.deltas.record import read_record
-from ckptkit.errors import Mismatch, Occupied, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsupported
 from tests.deltas.models import as_dcp, as_hf, as_pt, files, load, policy, step, updated
 from tests.ops.judges import raw
 
@@ -265,7 +265,7 @@ def test_positions_beyond_31_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_to_a_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output of `apply` may be an S3 prefix, and base and deltas may lie there."""
+    """Deltas, their bases and what `apply` makes may be in S3; `cp` takes a delta from there and back."""
     from s3fs import S3FileSystem
 
     from tests.s3 import forget, serve_moto
@@ -280,13 +280,33 @@ def test_to_a_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, mo
         store = S3FileSystem(endpoint_url=server.env["AWS_ENDPOINT_URL"], skip_instance_cache=True)
         store.mkdir("policies")
         store.put(f"{base}/", "policies/base", recursive=True)
-        store.put(f"{tmp_path / 'delta'}/", "policies/delta", recursive=True)
+        made = ckptkit.delta(base, new, "s3://policies/delta")
+        assert (str(made.output), ckptkit.verify_delta("s3://policies/delta").is_ok) == ("s3://policies/delta", True)
+        with pytest.raises(Occupied, match="the destination exists"):
+            ckptkit.delta(base, new, "s3://policies/delta")
+        copied = ckptkit.cp("s3://policies/delta", tmp_path / "copy")
+        assert (copied.format, copied.unchecked_bytes > 0) == ("ckptkit-delta", True)
+        assert files(tmp_path / "copy") == files(tmp_path / "delta")
         ckptkit.apply("s3://policies/base", "s3://policies/delta", "s3://policies/out")
         store.invalidate_cache()
         assert store.cat_file("policies/out/model.safetensors") == (new / "model.safetensors").read_bytes()
         ckptkit.delta("s3://policies/base", "s3://policies/out", tmp_path / "again")
         assert files(tmp_path / "again") == files(tmp_path / "delta")
         forget()
+    with pytest.raises(Unsupported, match="cannot be written to hf:// directly"):
+        ckptkit.delta(base, new, "hf://org/delta")
+
+
+def test_a_damaged_delta_is_not_copied(tmp_path: Path) -> None:
+    base, new = as_hf(tmp_path / "base", policy()), as_hf(tmp_path / "new", step(policy()))
+    ckptkit.delta(base, new, tmp_path / "delta")
+    (data,) = (tmp_path / "delta").glob("*.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(Corrupt, match="as in the manifest") as refused:
+        ckptkit.cp(tmp_path / "delta", tmp_path / "copy")
+    assert (refused.value.path, (tmp_path / "copy").exists()) == (data, False)
 
 
 def test_sixteen_ranks_under_other_names_against_the_hubs_copy(tmp_path: Path) -> None:

@@ -227,7 +227,8 @@ def save_pipelines(root: Path) -> Mapping[str, Any]:
 def be_cpu() -> None:
     """Tell DeepSpeed which process this is, that there is no accelerator, and to do without code of C++ to be compiled.
 
-    It trains in fp16 on any CPU: it asks whether oneDNN is fast at that, and torch computes it anyhow. The lock of a compilation that was interrupted would stop every later one.
+    It trains in fp16 on any CPU: it asks whether oneDNN is fast at that, and torch computes it anyhow. The lock of a
+    compilation that was interrupted would stop every later one.
     """
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank())}
     os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "LOCAL_SIZE": str(dist.get_world_size())}
