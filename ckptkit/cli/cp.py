@@ -31,7 +31,7 @@ def cp(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Copy a checkpoint or a delta, bytes as they are, and verify it on the way.
+    """Copy a checkpoint or delta as it is, and verify it on the way.
 
     Every byte that has a CRC-32, in the format or in a manifest, is compared. DST appears whole or not at all. After
     an interruption the same command continues.

@@ -82,12 +82,12 @@ class Change:
     def judge(self) -> tuple[Verdict, str]:
         """Return what became of the model, what `verify` says of it, and what the same command makes of it."""
         tree = read_tree(self.place)
-        model = {name: content for name, content in tree.items() if not is_hidden(name)}
         verified = serve().run("ckptkit", ["verify", str(self.place / "local")])
         if "local/.ckptkit-delta/" in tree:
-            seen, is_told = "to be completed", verified.code == 3 and "was interrupted" in verified.err
+            seen, is_told = "to be completed", verified.code == 1 and "was interrupted" in verified.out
         else:
-            seen = next((name for name in ("old", "new") if model == getattr(self, name)), "neither")
+            known = {"old": self.old, "new": self.new}
+            seen = next((name for name, one in known.items() if model_in(one) == model_in(tree)), "neither")
             is_told = verified.code == 0
         seen = f"{seen}, verify: code {verified.code}"
         if seen.startswith("neither"):
@@ -102,8 +102,13 @@ class Change:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a path is of what a call that died leaves behind; the file of the version is not."""
-    return any(part.startswith(".") and part != ".weight_sync" for part in name.split("/"))
+    """Return whether a path is of a journal, of a version's notes, or of what a call that died leaves behind."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def model_in(tree: Tree) -> Tree:
+    """Return what engines read."""
+    return {name: content for name, content in tree.items() if not is_hidden(name)}
 
 
 def try_changing(words: tuple[str, ...], place: Path, whole: bool) -> Iterator[Seen]:
