@@ -197,9 +197,8 @@ class Merging:
             elif len(shape) == 3 and a[0] == b[1] == rank * shape[0]:
                 for is_transposed, sides in ((False, (b[0], a[1])), (True, (a[1], b[0]))):
                     if sides == shape[1:]:
-                        is_in_blocks = self.layout_of(source, change, own, rank) == BLOCKS
-                        more = {"is_transposed": is_transposed, "is_in_blocks": is_in_blocks}
-                        yield own, partial(ExpertsProduct, count=shape[0], **more)
+                        kind = partial(ExpertsProduct, count=shape[0], is_transposed=is_transposed)
+                        yield own, partial(kind, is_in_blocks=self.layout_of(source, change, own, rank) == BLOCKS)
 
     def layout_of(self, source: Source, change: Change, own: str, rank: int) -> str:
         """Return the layout of lora_B of fused experts: the one you pass, or else the one that the files tell.
