@@ -40,6 +40,17 @@ def find_layout(config: AdapterConfig, parameter: str) -> str | None:
     return PEFT if is_of_peft else None
 
 
+def describe_layouts(config: AdapterConfig) -> list[str]:
+    """Return a remark if an adapter of fused experts has another layout than PEFT's, or an unknown one."""
+    layouts = {name: find_layout(config, name) or "unknown" for name in config.names("target_parameters")}
+    unlike = ", ".join(f"{name} ({layout})" for name, layout in layouts.items() if layout != PEFT)
+    if not unlike:
+        return []
+    option = " --experts-layout peft|blocks" if "unknown" in layouts.values() else ""
+    hint = f"pass --merge{option} to write the merged model instead"
+    return [f"loaders of adapters expect lora_B of experts in PEFT's layout, found {unlike}; {hint}"]
+
+
 def recorded(record: Mapping[str, Any], leaf: str) -> str:
     """Return the word that unsloth recorded for a parameter; "" without one."""
     detail = record.get(_DETAIL)

@@ -21,6 +21,7 @@ pytest.importorskip("peft", reason="PEFT is the judge of adapters")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # the library's own
 
 COUNT = 3
+BLOCKS = ("grouped_by_expert", "grouped_by_expert")
 # what `fix_lora_auto_mapping` and `write_fused_expert_lora_layout` of unsloth_zoo 2026.10.9 leave in the config
 CLASS = {"base_model_class": "MixtralForCausalLM", "parent_library": "transformers.models.mixtral.modeling_mixtral"}
 FIXED = {"auto_mapping": {**CLASS, "unsloth_fixed": True}}
@@ -79,7 +80,7 @@ def in_blocks(made: Made, home: Path, parameters: tuple[str, ...] = ("gate_up_pr
 def test_the_record_in_the_config_tells(made: Made, tmp_path: Path) -> None:
     """In the config itself, or in the copy that unsloth puts into `auto_mapping`."""
     both, one = in_blocks(made, tmp_path / "both"), in_blocks(made, tmp_path / "one", ("down_proj",))
-    blocks = record("grouped_by_expert", "grouped_by_expert")
+    blocks = record(*BLOCKS)
     moved = {"auto_mapping": {**FIXED["auto_mapping"], **{key: blocks[key] for key in blocks if key != "auto_mapping"}}}
     cases = [
         (both, blocks),
@@ -115,6 +116,17 @@ def test_without_a_record_you_say_it(made: Made, tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
     ckptkit.merge(made.base, adapter, tmp_path / "out", experts_layout="blocks")
     assert_merged(tmp_path / "out", made.truth)
+
+
+def test_a_copy_says_that_loaders_expect_another_layout(made: Made, tmp_path: Path) -> None:
+    for number, (marks, found) in enumerate([({}, None), (FIXED, "unknown"), (record(*BLOCKS), "blocks")]):
+        adapter = in_blocks(made, tmp_path / f"adapter-{number}")
+        edit(adapter / SAID, **marks)
+        done = ckptkit.consolidate(adapter, tmp_path / f"out-{number}")
+        notes = [note for note in done.notes if "expect lora_B" in note]
+        assert [all(f"{name} ({found})" in note for name in EXPERTS) for note in notes] == [True] * (found is not None)
+        copied, original = load_file(tmp_path / f"out-{number}" / ADAPTER), load_file(adapter / ADAPTER)
+        assert all(torch.equal(copied[name], tensor) for name, tensor in original.items())
 
 
 def test_what_you_say_counts_more_than_the_files(made: Made, tmp_path: Path) -> None:
