@@ -158,6 +158,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "training.models.lora": {"peft"},
     "training.smoke*": {"peft"},
     "ops.merge": {"peft"},
+    "conversion.options": {"peft"},  # a layout of adapters has its name
     "deltas.nan": {"vllm"},  # which refuses it
     "quantized*": {"vllm"},  # which loads what is quantized
     "integrations.lightning": {"lightning"},

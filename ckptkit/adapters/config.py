@@ -33,7 +33,7 @@ _HARMLESS = frozenset(
         *("alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "lora_bias", "modules_to_save"),
         *("target_parameters", "trainable_token_indices", "layers_to_transform", "layers_pattern", "megatron_core"),
         *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
-        *("ensure_weight_tying", "runtime_config"),
+        *("ensure_weight_tying", "runtime_config", "lora_B_layout", "unsloth_fused_expert_lora"),
     }
 )
 _BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they begin by changing the base

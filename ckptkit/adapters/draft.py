@@ -11,6 +11,7 @@ from ckptkit.adapters.changes import check, saved_base, trained_biases, without_
 from ckptkit.adapters.config import NAME as CONFIG
 from ckptkit.adapters.config import AdapterConfig, find_adapter_config, without_training
 from ckptkit.adapters.empty import find_empty
+from ckptkit.adapters.experts import describe_layouts
 from ckptkit.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
 from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
 from ckptkit.checkpoints.part import Part
@@ -132,6 +133,7 @@ def draft_adapters(
         drafts.append(draft_adapter(fitted, options, place))
         made[str(Path(place, CONFIG))] = config.content if first.adapted.is_saved else without_training(config)
         notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(adapter)}")
+        notes += describe_layouts(config)
         if config.has_changed_base:
             said = config.values["init_lora_weights"]
             notes.append(f"the training changed the base before it began ({said}): the adapter only fits that base")

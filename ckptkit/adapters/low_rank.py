@@ -85,11 +85,13 @@ class TransposedProduct(Product):
 class ExpertsProduct(Product):
     """A product for each of `count` experts, for a weight `[E, out, in]`, or `[E, in, out]` if it is transposed.
 
-    Row `e*r + k` of A `[r*E, in]` is of expert e, and so is column `k*E + e` of B `[out, r*E]`.
+    Row `e*r + k` of A `[r*E, in]` is of expert e, and so is column `k*E + e` of B `[out, r*E]`, or, if B is in blocks,
+    column `e*r + k`.
     """
 
     count: int
     is_transposed: bool
+    is_in_blocks: bool = False
 
     @property
     def rank(self) -> int:
@@ -104,16 +106,20 @@ class ExpertsProduct(Product):
         """Return all of B: an expert's columns lie apart, and all is read but once."""
         return Box((0, 0), self.shape_of_b)
 
+    def columns_of(self, expert: int) -> slice:
+        """Return the columns of B that belong to an expert."""
+        if self.is_in_blocks:
+            return slice(expert * self.rank, (expert + 1) * self.rank)
+        return slice(expert, None, self.count)
+
     def delta(self, box: Box, a: Array, b: Array) -> Array:
         """Return the change of a box of the weight."""
         axis = 2 if self.is_transposed else 1
         rows = slice(box.start[axis], box.stop[axis])
         found = np.empty(box.size, a.dtype)
         for i in range(box.size[0]):
-            expert = box.start[0] + i
-            one = product(
-                np.ascontiguousarray(b[rows, expert :: self.count]), a[i * self.rank :][: self.rank], self.scaling
-            )
+            columns = self.columns_of(box.start[0] + i)
+            one = product(np.ascontiguousarray(b[rows, columns]), a[i * self.rank :][: self.rank], self.scaling)
             found[i] = one.T if self.is_transposed else one
         return found
 

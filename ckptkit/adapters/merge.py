@@ -150,10 +150,12 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
     model = base
     for number, one in enumerate(adapters, 1 + len(base.others)):
         weight = options.scales[number - 1 - len(base.others)] if options.scales else 1.0
-        merging.add(Source(number, one.adapter, one.config, one.opened.adapted.base, weight))
+        base_beside = one.opened.adapted.base
+        merging.add(Source(number, one.adapter, one.config, base_beside, weight, options.experts_layout))
         times = f"{weight:g} times " if options.scales else ""
         merged = f"merged {times}the adapter of {one.path}: {describe(one.adapter)}, by {one.config.path}"
         model = model.say(*check_base(one, base.part), merged)
+    check_experts_layout(merging, adapters, options)
     if is_moved:
         merging = to_files(merging, whole)
         model = model.say(
@@ -168,6 +170,18 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
     model = choose_ties(with_vocabulary(model, whole), merging, base.layout, adapters).say(*merging.notes)
     model = fit_config(model, options)
     return model.select(model.layout.tensors.keys())
+
+
+def check_experts_layout(merging: Merging, adapters: Sequence[Fitted], options: ConvertOptions) -> None:
+    """Raise `Usage` for --experts-layout without fused experts, or with several adapters, which may differ."""
+    if options.experts_layout is None:
+        return
+    if len(adapters) > 1:
+        message = f"--experts-layout: expected one adapter, found {len(adapters)}"
+        raise Usage(message, hint="merge one adapter at a time")
+    if not merging.has_fused_experts:
+        hint = "leave --experts-layout out"
+        raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
 
 
 def check_base(one: Fitted, base: Part) -> list[str]:

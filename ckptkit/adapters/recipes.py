@@ -9,9 +9,11 @@ from functools import partial
 
 from ckptkit.adapters.changes import Change, changes_of, is_saved_module, trained_biases
 from ckptkit.adapters.config import AdapterConfig
+from ckptkit.adapters.experts import HINT, find_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
 from ckptkit.adapters.merged_blocks import ChangeStep, Directed, Merge, Rows, ScaledAddition
+from ckptkit.conversion.options import BLOCKS, PEFT
 from ckptkit.engine.recipes import Taken, working_dtype
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
@@ -34,6 +36,7 @@ class Source:
     config: AdapterConfig
     base: Mapping[str, str]  # what lies beside it
     weight: float = 1.0
+    experts_layout: str | None = None  # as you pass it
 
     def shape(self, name: str) -> Shape:
         """Return the shape of one of its tensors."""
@@ -194,7 +197,25 @@ class Merging:
             elif len(shape) == 3 and a[0] == b[1] == rank * shape[0]:
                 for is_transposed, sides in ((False, (b[0], a[1])), (True, (a[1], b[0]))):
                     if sides == shape[1:]:
-                        yield own, partial(ExpertsProduct, count=shape[0], is_transposed=is_transposed)
+                        kind = partial(ExpertsProduct, count=shape[0], is_transposed=is_transposed)
+                        yield own, partial(kind, is_in_blocks=self.layout_of(source, change, own, rank) == BLOCKS)
+
+    def layout_of(self, source: Source, change: Change, own: str, rank: int) -> str:
+        """Return the layout of lora_B of fused experts: the one you pass, or else the one that the files tell.
+
+        Of one expert, or of rank 1, both are the same. Raises `Unsupported` if nothing tells.
+        """
+        count = self.tensors[own].spec.shape[0]
+        if 1 in (count, rank):
+            return PEFT
+        found, given = find_layout(source.config, own), source.experts_layout
+        if found is None and given is None:
+            message = f"no file says how lora_B packs {count} experts of rank {rank}: peft or blocks"
+            raise Unsupported(message, path=source.config.path, tensor=change.b, hint=HINT)
+        note = f"ckptkit reads lora_B of experts as {given}, which you pass; {source.config.path} says {found}"
+        if found and given and found != given and note not in self.notes:
+            self.notes.append(note)
+        return given or found or PEFT
 
     def directed(self, source: Source, change: Change, own: str, product: Product) -> Directed:
         """Return the step of DoRA, with what it needs at hand: all weights of each output."""
@@ -240,6 +261,11 @@ class Merging:
             message = f"`{own}` of the base is {dtype}, expected floats to add to"
             hint = "convert the base to floats first: ckptkit consolidate BASE OUT --dtype bf16"
             raise Unsupported(message, path=source.adapter.layout.root, tensor=name, hint=hint)
+
+    @property
+    def has_fused_experts(self) -> bool:
+        """Return whether an adapter changes all experts of a layer by one pair of matrices."""
+        return any(isinstance(step, ExpertsProduct) for steps in self.steps.values() for step in steps)
 
     @property
     def changed(self) -> tuple[str, ...]:

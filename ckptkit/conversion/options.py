@@ -26,6 +26,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT_SHARD_SIZE = 5 * 10**9
 MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
 QUANTIZATIONS = ("fp8-block", "fp8-channel", "fp8-block-ue8m0")  # the schemes of `quantized.schemes`
+PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # of lora_B of fused experts, see `adapters.experts`
 RANK = "rank"  # the part of a process that torchrun started
 
 _AT_LEAST_ONE = ("world_size", "vocab_size", "jobs")
@@ -85,6 +86,10 @@ class ConvertOptions:
     merge: Annotated[bool, About("Merge the adapter into its base: the base in the checkpoint, or --base.")] = False
     adapter_config: Annotated[
         str | None, About("The adapter_config.json, if it is not beside the adapter.", "FILE")
+    ] = None
+    experts_layout: Annotated[
+        str | None,
+        About("With merge: the layout of lora_B of fused experts, if no file tells it.", "peft|blocks"),
     ] = None
     include: Annotated[tuple[str, ...], About("Write only matching entries; repeatable.", "GLOB")] = ()
     exclude: Annotated[tuple[str, ...], About("Drop matching entries; repeatable.", "GLOB")] = ()
@@ -193,6 +198,11 @@ class ConvertOptions:
         """Raise `Usage` for what is asked of adapters and contradicts itself."""
         if self.adapter_config and not (self.merge or self.writer.is_model_only):
             raise Usage(f"`{self.to}` keeps adapters as they are", hint="drop --adapter-config, or pass --merge")
+        if self.experts_layout is not None and not self.merge:
+            raise Usage("--experts-layout is for a merge", hint="pass --merge, or leave --experts-layout out")
+        if self.experts_layout not in (None, *EXPERTS_LAYOUTS):
+            message = f"--experts-layout: expected {' or '.join(EXPERTS_LAYOUTS)}, found `{self.experts_layout}`"
+            raise Usage(message)
         if self.merge and self.changes_names:
             hint = "merge first, and consolidate the result with --names, --map or --vocab-size"
             raise Usage("an adapter only fits the names and rows that its model had in training", hint=hint)
@@ -301,6 +311,7 @@ class Keywords(TypedDict, total=False):
     text_only: bool
     merge: bool
     adapter_config: str | Path | None
+    experts_layout: str | None
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: str | Sequence[str]

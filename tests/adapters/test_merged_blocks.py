@@ -95,6 +95,7 @@ def cases() -> dict[str, Case]:
     folded = (b @ kernel.reshape(3, -1)).reshape(11, 4, 2, 5)
     many_a, many_b = random(4 * 3, 7, seed=1), random(11, 3 * 4, seed=2)
     each = np.einsum("ore,eri->eoi", many_b.reshape(11, 3, 4), many_a.reshape(4, 3, 7))
+    blocks_b = many_b.reshape(11, 3, 4).transpose(0, 2, 1).reshape(11, 12)
     plain, turned = ({"count": 4, "is_transposed": flag} for flag in (False, True))
     return {
         "linear": Case(random(11, 7), a, b, LinearProduct, {}, b @ a),
@@ -102,6 +103,9 @@ def cases() -> dict[str, Case]:
         "transposed": Case(random(7, 11), a, b, TransposedProduct, {}, (b @ a).T),
         "convolution": Case(random(11, 4, 2, 5), kernel, b.reshape(11, 3, 1, 1), LinearProduct, {}, folded),
         "experts": Case(random(4, 11, 7), many_a, many_b, ExpertsProduct, plain, each),
+        "experts, blocks": Case(
+            random(4, 11, 7), many_a, blocks_b, ExpertsProduct, {**plain, "is_in_blocks": True}, each
+        ),
         "experts, transposed": Case(random(4, 7, 11), many_a, many_b, ExpertsProduct, turned, each.transpose(0, 2, 1)),
     }
 

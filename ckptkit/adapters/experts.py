@@ -1,0 +1,76 @@
+"""Tell how an adapter of fused experts packs the columns of lora_B.
+
+B is `[out, r*E]`, for E experts of rank r. In PEFT's layout column `k*E + e` belongs to expert e, in blocks column
+`e*r + k`. unsloth trained blocks until 2026.9.5. Since 2026.9.6 it uses PEFT's layout, and records which one it used.
+Sources: `ParamWrapper.get_delta_weight` in peft/tuners/lora/layer.py; `unflatten_moe_lora_b` and `saved_lora_b_layouts`
+in unsloth_zoo/temporary_patches/moe_utils.py (2026.10.9); unslothai/unsloth#6930, unslothai/unsloth-zoo#1232 and #1269.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.adapters.config import AdapterConfig
+from ckptkit.conversion.options import BLOCKS, PEFT
+from ckptkit.files.file import read_small
+
+HINT = "pass --experts-layout blocks if unsloth 2026.9.5 or older trained the adapter, or else --experts-layout peft"
+
+_RECORDED = {"rank_major": PEFT, "grouped_by_expert": BLOCKS}
+_FLAT, _DETAIL = "lora_B_layout", "unsloth_fused_expert_lora"
+_CARD, _TAG = "README.md", "- unsloth"
+_LIMIT = 1 << 24  # bytes of a model card
+
+
+def find_layout(config: AdapterConfig, parameter: str) -> str | None:
+    """Return the layout of lora_B of a parameter of fused experts: `peft` or `blocks`; None if no file tells.
+
+    The record of unsloth counts first. Without a record, an adapter of unsloth may have either layout. The config of
+    any other library tells by `peft_version` that PEFT wrote it.
+    """
+    records = [config.values, of_model_class(config)]
+    leaf = parameter.rpartition(".")[2]
+    for record in records:
+        if _FLAT in record or _DETAIL in record:
+            return _RECORDED.get(recorded(record, leaf))
+    is_of_peft = "peft_version" in config.values and not is_of_unsloth(config)
+    return PEFT if is_of_peft else None
+
+
+def describe_layouts(config: AdapterConfig) -> list[str]:
+    """Return a remark if an adapter of fused experts has another layout than PEFT's, or an unknown one."""
+    layouts = {name: find_layout(config, name) or "unknown" for name in config.names("target_parameters")}
+    unlike = ", ".join(f"{name} ({layout})" for name, layout in layouts.items() if layout != PEFT)
+    if not unlike:
+        return []
+    option = " --experts-layout peft|blocks" if "unknown" in layouts.values() else ""
+    hint = f"pass --merge{option} to write the merged model instead"
+    return [f"loaders of adapters expect lora_B of experts in PEFT's layout, found {unlike}; {hint}"]
+
+
+def recorded(record: Mapping[str, Any], leaf: str) -> str:
+    """Return the word that unsloth recorded for a parameter; "" without one."""
+    detail = record.get(_DETAIL)
+    parameters = detail.get("parameters") if isinstance(detail, dict) else None
+    if not isinstance(parameters, dict):
+        return str(record.get(_FLAT))
+    entry = parameters.get(leaf)
+    return str(entry.get(_FLAT)) if isinstance(entry, dict) else ""
+
+
+def is_of_unsloth(config: AdapterConfig) -> bool:
+    """Return whether unsloth left its name in the config of an adapter, or as a tag in the model card beside it."""
+    return "unsloth" in json.dumps(of_model_class(config)) or has_tag(config.path.parent / _CARD)
+
+
+def of_model_class(config: AdapterConfig) -> Mapping[str, Any]:
+    """Return what the config says about the class of the model, where unsloth leaves its marks."""
+    found = config.values.get("auto_mapping")
+    return found if isinstance(found, dict) else {}
+
+
+def has_tag(card: Path) -> bool:
+    return card.is_file() and _TAG in read_small(card, _LIMIT).decode(errors="replace").splitlines()
