@@ -19,7 +19,7 @@ from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
 from ckptkit.names.wrappers import is_flat_name
 from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
-from ckptkit.trainers import is_exported, is_other_part
+from ckptkit.trainers import is_exported, is_other_part, marker_of
 
 _LARGEST = 1 << 26  # bytes of a file that is read again to compare it with its manifest
 MODEL = "model"  # the key of a model that has none of its own, and lies beside an optimizer
@@ -51,7 +51,9 @@ class Part:
     def problem(self) -> CkptError | None:
         """Return what shows without reading metadata that it was not written to its end, None if nothing does."""
         with translate_os_errors(self.path):
-            return None if self.reader.is_complete(self.path) else Incomplete("unfinished", path=self.path)
+            if not self.reader.is_complete(self.path):
+                return Incomplete("unfinished", path=self.path)
+            return find_unmarked(self.path)
 
     @cached_property
     def layout(self) -> Layout:
@@ -59,6 +61,8 @@ class Part:
 
         Raises `Corrupt` for a manifest that is damaged, and whatever keeps the files from being read.
         """
+        if unmarked := find_unmarked(self.path):
+            raise unmarked
         layout = self.salvaged
         if layout is None:
             with translate_os_errors(self.path):
@@ -129,6 +133,15 @@ class Part:
 
     def _move_blob(self, blob: Blob) -> Blob:
         return blob._replace(path=self._move(blob.path))
+
+
+def find_unmarked(path: Path) -> Incomplete | None:
+    """Return the error for a directory without the marker that its trainer leaves in a complete one, None if fine."""
+    marker = marker_of(path)
+    if marker is None or marker in names_in(path):
+        return None
+    message = f"unfinished: expected the file `{marker}`, found none"
+    return Incomplete(message, path=path, hint="wait for the save to end, or take another step")
 
 
 def check_headers(layout: Layout) -> None:

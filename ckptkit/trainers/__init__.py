@@ -141,6 +141,12 @@ def is_tracker(name: str) -> bool:
     return any(name in trainer.trackers for trainer in TRAINERS.values())
 
 
+def marker_of(path: Path) -> str | None:
+    """Return the name of the file without which the directory at `path` is unfinished; None if it needs no marker."""
+    path = path.absolute()
+    return look_up([trainer.markers for trainer in TRAINERS.values()], [f"{path.parent.name}/{path.name}"])
+
+
 def companion_folders() -> tuple[str, ...]:
     """Return the names of directories in a checkpoint in which some trainer puts config and tokenizer."""
     return tuple(folder for trainer in TRAINERS.values() for folder in trainer.companions)

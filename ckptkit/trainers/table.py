@@ -142,6 +142,20 @@ VERL = TrainerFacts(
     ranks=(r"(?:model|optim|extra_state)_world_size_[0-9]+_rank_([0-9]+)\.pt",),
 )
 
+# prime_rl/{trainer,orchestrator}/ckpt.py and transports/weights/filesystem.py of prime-rl 559b447 (August 2026):
+# `checkpoints/step_N/trainer`, DCP under `app`, with `dataloader/rank_R.pt` in it and `orchestrator/progress.pt` beside
+# it. `broadcasts/step_N` has the weights for the engines, and `STABLE` once all ranks have written theirs.
+PRIME_RL = TrainerFacts(
+    name="prime_rl",
+    marks=(
+        Mark("prime-rl", keys=("app/model", "app/optimizers", "app/progress")),
+        Mark("prime-rl, a broadcast", place="step_[0-9]+", files=("STABLE",)),
+    ),
+    wholes=("trainer",),
+    states=(r"rank_[0-9]+\.pt", r"progress\.pt", "STABLE"),
+    markers={"broadcasts/step_[0-9]+": "STABLE"},
+)
+
 # deepspeed/runtime/engine.py: `global_stepN` with the states of models and optimizers by rank, and `latest`, a file
 # with the name of the directory that is meant. transformers' Trainer puts both into its own `checkpoint-N`.
 _ZERO = r"(?:(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_)?mp_rank_[0-9]{2,}_(?:model|optim)_states\.pt|latest_universal"
@@ -249,7 +263,8 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
 _ALL = (
-    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
-    *(DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, PRIME_RL),
+    *(DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
+    *(TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 TRAINERS = Table("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})
