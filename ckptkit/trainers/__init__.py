@@ -138,7 +138,12 @@ def step_keys() -> tuple[tuple[str, KeyPath], ...]:
 
 
 def is_tracker(name: str) -> bool:
-    return any(name in trainer.trackers for trainer in TRAINERS.values())
+    return any(name in trainer.trackers for trainer in TRAINERS.values()) or name in json_trackers()
+
+
+def json_trackers() -> dict[str, tuple[str, ...]]:
+    """Return the trackers in JSON, each with the keys that lead to the name of the checkpoint."""
+    return {name: keys for trainer in TRAINERS.values() for name, keys in trainer.json_trackers.items()}
 
 
 def marker_of(path: Path) -> str | None:

@@ -176,6 +176,16 @@ DEEPSPEED = TrainerFacts(
 # dlrover/python/common/constants.py, `CheckpointConstant.TRACER_FILE_NAME`, of its flash checkpoints.
 DLROVER = TrainerFacts(name="dlrover", trackers=("dlrover_latest.txt",))
 
+# ray/train/v2/_internal/execution/{storage,checkpoint/checkpoint_manager}.py of Ray 2.56: directories that are called
+# by their date, with whatever the loop reported, and beside them a file that says which of them Ray goes on from.
+_SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+RAY_TRAIN = TrainerFacts(
+    name="ray_train",
+    marks=(Mark("a script of Ray Train", place="checkpoint_.*", beside=_SNAPSHOT),),
+    json_trackers={_SNAPSHOT: ("latest_checkpoint_result", "checkpoint_dir_name")},
+)
+
 # nanotron/serialize/main.py: directories that are called by their step alone, and `latest.txt` with that step.
 NANOTRON = TrainerFacts(name="nanotron", trackers=("latest.txt",))
 
@@ -265,6 +275,6 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 _ALL = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, PRIME_RL),
     *(DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
-    *(TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 TRAINERS = Table("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

@@ -97,6 +97,8 @@ class TrainerFacts:
     steps: tuple[str, ...] = ()
     epochs: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
+    # Trackers in JSON, each with the keys that lead to the name of the checkpoint.
+    json_trackers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Where to read the step if no name says it: a small file of JSON, or "" for the checkpoint's own entries, and the
     # keys in it.
     step_keys: tuple[tuple[str, KeyPath], ...] = ()
