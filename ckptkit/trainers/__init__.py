@@ -152,6 +152,12 @@ def marker_of(path: Path) -> str | None:
     return look_up([trainer.markers for trainer in TRAINERS.values()], [f"{path.parent.name}/{path.name}"])
 
 
+@cache
+def unfinished_names() -> frozenset[str]:
+    """Return the names of files that are in a checkpoint only as long as its trainer writes it."""
+    return frozenset(name for trainer in TRAINERS.values() for name in trainer.unfinished)
+
+
 def companion_folders() -> tuple[str, ...]:
     """Return the names of directories in a checkpoint in which some trainer puts config and tokenizer."""
     return tuple(folder for trainer in TRAINERS.values() for folder in trainer.companions)

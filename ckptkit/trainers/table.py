@@ -130,6 +130,21 @@ OLMO = TrainerFacts(
     kept={"train": "model_and_optim", ".metadata.json": "model_and_optim"},
 )
 
+# nemo_automodel/components/checkpoint/{checkpointing,lifecycle,utils}.py of NeMo Automodel 36044ad3 (August 2026):
+# `epoch_E_step_S` with `model`, which has safetensors of ranks or DCP, `optim`, DCP under `optim` and `sched`, and the
+# states of ranks; `.incomplete` is in it until all is written. `LATEST` leads to the last complete one.
+AUTOMODEL = TrainerFacts(
+    name="automodel",
+    marks=(Mark("NeMo Automodel", place="model", beside="losses.json"),),
+    trackers=("LATEST.txt", "LOWEST_VAL.txt"),
+    others=("optim",),
+    companions=(".hf_metadata", "consolidated"),
+    kept={"dataloader": "optim", "rng": "optim"},
+    own_state=(r"(?:rng_global|(?:rng|dataloader)_dp)_rank_([0-9]+)\.pt",),
+    states=(r"step_scheduler\.pt", r"losses\.json", r"consolidate\.sh"),
+    unfinished=(".incomplete",),
+)
+
 # verl/utils/checkpoint/fsdp_checkpoint_manager.py: `global_step_N/{actor,critic}` with a file of torch.save for each
 # rank, config and tokenizer in `huggingface`, and an adapter's config in `lora_adapter`.
 VERL = TrainerFacts(
@@ -274,7 +289,7 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 # libraries whose files lie beside its own.
 _ALL = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, PRIME_RL),
-    *(DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
+    *(AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
     *(RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 TRAINERS = Table("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

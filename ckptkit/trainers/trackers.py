@@ -1,7 +1,7 @@
 """Read trackers: files and links of trainers that say which checkpoint of a run is meant.
 
-A file holds the name of a checkpoint or its step, in JSON where its trainer keeps more in it. A link, whatever its name, means the checkpoint that it leads to or
-into; a link that leads out of the run means none.
+A file holds the name of a checkpoint or its step, in JSON where its trainer keeps more in it. A link, whatever its
+name, means the checkpoint that it leads to or into; a link that leads out of the run means none.
 """
 
 from __future__ import annotations

@@ -114,6 +114,9 @@ class TrainerFacts:
     # Directories that are complete only with a marker: a pattern of `PARENT/NAME`, and the name of the marker's file.
     markers: Mapping[str, str] = field(default_factory=dict)
 
+    # Files that are in the directory of a checkpoint only as long as it is being written.
+    unfinished: tuple[str, ...] = ()
+
     # Files of torch.save that belong to the model beside them, each with the key that its contents get, "" for none.
     # A group `step` is that of a model that is a file; a group `rank` may be in the key.
     beside: Mapping[str, str] = field(default_factory=dict)
