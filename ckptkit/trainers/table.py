@@ -134,7 +134,7 @@ OLMO = TrainerFacts(
 # `epoch_E_step_S` with `model`, which has safetensors of ranks or DCP, `optim`, DCP under `optim` and `sched`, and the
 # states of ranks; `.incomplete` is in it until all is written. `LATEST` leads to the last complete one.
 AUTOMODEL = TrainerFacts(
-    name="automodel",
+    name="nemo_automodel",
     marks=(Mark("NeMo Automodel", place="model", beside="losses.json"),),
     trackers=("LATEST.txt", "LOWEST_VAL.txt"),
     others=("optim",),

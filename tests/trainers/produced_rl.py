@@ -29,7 +29,8 @@ def _save_prime_rl(root: Path) -> Mapping[str, Any]:
     model(torch.ones(2, 6)).sum().backward()
     for optimizer in optimizers:
         optimizer.step()
-    weights, states = get_state_dict(model, optimizers)
+    found: Any = get_state_dict(model, optimizers)
+    weights, states = found
     progress = {"step": 4, "total_tokens": 640, "total_samples": 8}
     app = {"model": weights, "optimizers": states, "scheduler": {"last_epoch": 4}, "progress": progress}
     place = root / "checkpoints" / "step_4" / "trainer"

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
 )
 
@@ -32,9 +31,9 @@ def save(place: Path) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
-    weights = get_model_state_dict(model)
+    weights: dict[str, Tensor] = model.state_dict()
     writer = HuggingFaceStorageWriter(
-        place / "model", fqn_to_index_mapping=dict.fromkeys(weights, 1), save_distributed=True
+        str(place / "model"), fqn_to_index_mapping=dict.fromkeys(weights, 1), save_distributed=True
     )
     dcp.save(weights, storage_writer=writer)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -74,6 +73,6 @@ def test_an_unfinished_one_is_refused(tmp_path: Path, place: str) -> None:
     save(tmp_path / "epoch_0_step_20")
     (tmp_path / "epoch_0_step_20" / ".incomplete").touch()
     assert [one.is_complete for one in ls(tmp_path).checkpoints] == [False]
-    with pytest.raises(Incomplete, match="its trainer left the file `.incomplete`"):
+    with pytest.raises(Incomplete, match=r"its trainer left the file `\.incomplete`"):
         ckptkit.inspect(tmp_path / place)
     assert not all(part.is_ok for part in ckptkit.verify(tmp_path / place))
