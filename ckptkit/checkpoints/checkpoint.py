@@ -55,6 +55,7 @@ from ckptkit.models.companions import Companions, find_companions
 from ckptkit.names import family_of
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.trainers import NUMBER, ONE_FILE, is_epoch, may_be_step, step_of
+from ckptkit.trainers.trackers import trackers_in
 
 if TYPE_CHECKING:
     from ckptkit.names.family import Family
@@ -201,7 +202,14 @@ class Checkpoint:
             raise self.unreadable or no_checkpoint(self.path)
         names = ", ".join(part.place for part in models)
         message = f"several checkpoints are in this directory: {names}"
-        raise Unsupported(message, path=self.path, hint="pass one of them")
+        raise Unsupported(message, path=self.path, hint=self.say_tracked(models))
+
+    def say_tracked(self, models: Iterable[Part]) -> str:
+        """Return the hint to pass one of several models, and which one a tracker names."""
+        trackers = trackers_in(self.path)
+        named = ((model, tracker) for model in models for tracker in trackers if tracker.means(model.path))
+        found = next(named, None)
+        return f"pass `{found[0].path}`, which `{found[1].name}` names" if found else "pass one of them"
 
     @property
     def exported(self) -> Part | None:

@@ -19,9 +19,10 @@ from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
 from ckptkit.names.wrappers import is_flat_name
 from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
-from ckptkit.trainers import is_exported, is_other_part
+from ckptkit.trainers import is_exported, is_other_part, marker_of, step_of, step_of_place, unfinished_names
 
 _LARGEST = 1 << 26  # bytes of a file that is read again to compare it with its manifest
+_UNFINISHED = "wait for the save to end, or take another step"
 MODEL = "model"  # the key of a model that has none of its own, and lies beside an optimizer
 
 
@@ -51,7 +52,9 @@ class Part:
     def problem(self) -> CkptError | None:
         """Return what shows without reading metadata that it was not written to its end, None if nothing does."""
         with translate_os_errors(self.path):
-            return None if self.reader.is_complete(self.path) else Incomplete("unfinished", path=self.path)
+            if not self.reader.is_complete(self.path):
+                return Incomplete("unfinished", path=self.path)
+            return find_unfinished(self.path)
 
     @cached_property
     def layout(self) -> Layout:
@@ -59,6 +62,8 @@ class Part:
 
         Raises `Corrupt` for a manifest that is damaged, and whatever keeps the files from being read.
         """
+        if unfinished := find_unfinished(self.path):
+            raise unfinished
         layout = self.salvaged
         if layout is None:
             with translate_os_errors(self.path):
@@ -129,6 +134,19 @@ class Part:
 
     def _move_blob(self, blob: Blob) -> Blob:
         return blob._replace(path=self._move(blob.path))
+
+
+def find_unfinished(path: Path) -> Incomplete | None:
+    """Return the error for a checkpoint, or a part of one, that its trainer's own marks call unfinished; else None."""
+    if path.is_dir() and (marker := marker_of(path)) and marker not in names_in(path):
+        message = f"unfinished: expected the file `{marker}`, found none"
+        return Incomplete(message, path=path, hint=_UNFINISHED)
+    is_inside = step_of(path) is None and step_of_place(path) is not None
+    for place in (path, path.parent) if is_inside else (path,):
+        if place.is_dir() and (found := unfinished_names().intersection(names_in(place))):
+            message = f"unfinished: its trainer left the file `{min(found)}`"
+            return Incomplete(message, path=place, hint=_UNFINISHED)
+    return None
 
 
 def check_headers(layout: Layout) -> None:

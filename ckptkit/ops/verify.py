@@ -18,7 +18,7 @@ from ckptkit.checkpoints.account import describe_account, name_lost, read_accoun
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
 from ckptkit.checkpoints.find_parts import WEIGHTS, LeftBehind
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.part import Part, find_unfinished
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
@@ -210,6 +210,8 @@ def verify_part(
         reader = here.parts[0].reader if here.is_direct else find_format(path)
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
+            if unfinished := find_unfinished(path):
+                problems.add(unfinished)
             manifest = read_known(path, problems) if with_manifest else None
             note_empty(here.parts, layout, problems)
             own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in here.parts[1:]))

@@ -138,7 +138,24 @@ def step_keys() -> tuple[tuple[str, KeyPath], ...]:
 
 
 def is_tracker(name: str) -> bool:
-    return any(name in trainer.trackers for trainer in TRAINERS.values())
+    return any(name in trainer.trackers for trainer in TRAINERS.values()) or name in json_trackers()
+
+
+def json_trackers() -> dict[str, tuple[str, ...]]:
+    """Return the trackers in JSON, each with the keys that lead to the name of the checkpoint."""
+    return {name: keys for trainer in TRAINERS.values() for name, keys in trainer.json_trackers.items()}
+
+
+def marker_of(path: Path) -> str | None:
+    """Return the name of the file without which the directory at `path` is unfinished; None if it needs no marker."""
+    path = path.absolute()
+    return look_up([trainer.markers for trainer in TRAINERS.values()], [f"{path.parent.name}/{path.name}"])
+
+
+@cache
+def unfinished_names() -> frozenset[str]:
+    """Return the names of files that are in a checkpoint only as long as its trainer writes it."""
+    return frozenset(name for trainer in TRAINERS.values() for name in trainer.unfinished)
 
 
 def companion_folders() -> tuple[str, ...]:

@@ -130,6 +130,21 @@ OLMO = TrainerFacts(
     kept={"train": "model_and_optim", ".metadata.json": "model_and_optim"},
 )
 
+# nemo_automodel/components/checkpoint/{checkpointing,lifecycle,utils}.py of NeMo Automodel 36044ad3 (August 2026):
+# `epoch_E_step_S` with `model`, which has safetensors of ranks or DCP, `optim`, DCP under `optim` and `sched`, and the
+# states of ranks; `.incomplete` is in it until all is written. `LATEST` leads to the last complete one.
+AUTOMODEL = TrainerFacts(
+    name="nemo_automodel",
+    marks=(Mark("NeMo Automodel", place="model", beside="losses.json"),),
+    trackers=("LATEST.txt", "LOWEST_VAL.txt"),
+    others=("optim",),
+    companions=(".hf_metadata", "consolidated"),
+    kept={"dataloader": "optim", "rng": "optim"},
+    own_state=(r"(?:rng_global|(?:rng|dataloader)_dp)_rank_([0-9]+)\.pt",),
+    states=(r"step_scheduler\.pt", r"losses\.json", r"consolidate\.sh"),
+    unfinished=(".incomplete",),
+)
+
 # verl/utils/checkpoint/fsdp_checkpoint_manager.py: `global_step_N/{actor,critic}` with a file of torch.save for each
 # rank, config and tokenizer in `huggingface`, and an adapter's config in `lora_adapter`.
 VERL = TrainerFacts(
@@ -140,6 +155,20 @@ VERL = TrainerFacts(
     companions=("huggingface", "lora_adapter"),
     own_keys=((".*", r"rank_(\d+)", ".*"),),  # random states and others: `rng.rank_3`
     ranks=(r"(?:model|optim|extra_state)_world_size_[0-9]+_rank_([0-9]+)\.pt",),
+)
+
+# prime_rl/{trainer,orchestrator}/ckpt.py and transports/weights/filesystem.py of prime-rl 559b447 (August 2026):
+# `checkpoints/step_N/trainer`, DCP under `app`, with `dataloader/rank_R.pt` in it and `orchestrator/progress.pt` beside
+# it. `broadcasts/step_N` has the weights for the engines, and `STABLE` once all ranks have written theirs.
+PRIME_RL = TrainerFacts(
+    name="prime_rl",
+    marks=(
+        Mark("prime-rl", keys=("app/model", "app/optimizers", "app/progress")),
+        Mark("prime-rl, a broadcast", place="step_[0-9]+", files=("STABLE",)),
+    ),
+    wholes=("trainer",),
+    states=(r"rank_[0-9]+\.pt", r"progress\.pt", "STABLE"),
+    markers={"broadcasts/step_[0-9]+": "STABLE"},
 )
 
 # deepspeed/runtime/engine.py: `global_stepN` with the states of models and optimizers by rank, and `latest`, a file
@@ -161,6 +190,16 @@ DEEPSPEED = TrainerFacts(
 
 # dlrover/python/common/constants.py, `CheckpointConstant.TRACER_FILE_NAME`, of its flash checkpoints.
 DLROVER = TrainerFacts(name="dlrover", trackers=("dlrover_latest.txt",))
+
+# ray/train/v2/_internal/execution/{storage,checkpoint/checkpoint_manager}.py of Ray 2.56: directories that are called
+# by their date, with whatever the loop reported, and beside them a file that says which of them Ray goes on from.
+_SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+RAY_TRAIN = TrainerFacts(
+    name="ray_train",
+    marks=(Mark("a script of Ray Train", place="checkpoint_.*", beside=_SNAPSHOT),),
+    json_trackers={_SNAPSHOT: ("latest_checkpoint_result", "checkpoint_dir_name")},
+)
 
 # nanotron/serialize/main.py: directories that are called by their step alone, and `latest.txt` with that step.
 NANOTRON = TrainerFacts(name="nanotron", trackers=("latest.txt",))
@@ -249,7 +288,8 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
 _ALL = (
-    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, DEEPSPEED),
-    *(DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, PRIME_RL),
+    *(AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
+    *(RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 TRAINERS = Table("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

@@ -1,11 +1,12 @@
 """Read trackers: files and links of trainers that say which checkpoint of a run is meant.
 
-A file holds the name of a checkpoint or its step. A link, whatever its name, means the checkpoint that it leads to or
-into; a link that leads out of the run means none.
+A file holds the name of a checkpoint or its step, in JSON where its trainer keeps more in it. A link, whatever its
+name, means the checkpoint that it leads to or into; a link that leads out of the run means none.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ from ckptkit.files.file import children, entry_of, read_small
 from ckptkit.trainers import step_of
 
 _LIMIT = 1 << 10  # bytes
+_LIMIT_OF_JSON = 1 << 24  # bytes: metrics of all checkpoints may be in it
 _OF_STORES = ".symlink"  # a file that stands for a link in a store without links, and holds a whole path
 
 
@@ -48,10 +50,21 @@ def read_tracker(path: Path) -> str | None:
         if not trainers.is_tracker(path.name) or not path.is_file():
             return None
     try:
-        text = read_small(path, _LIMIT).decode("ascii").strip()
-    except (Corrupt, Unsafe, UnicodeDecodeError):
+        text = read_text(path)
+    except (Corrupt, Unsafe, ValueError, RecursionError):
         return None  # what says nothing keeps nothing; what cannot be read might
     if path.suffix == _OF_STORES:
         text = PurePosixPath(text).name
     is_name = text.isprintable() and text not in (".", "..") and not set(text) & set("/\\")
     return text if is_name else None
+
+
+def read_text(path: Path) -> str:
+    """Return the name or step in a tracker, "" if its JSON has none. Raises `ValueError` for what is no text."""
+    keys = trainers.json_trackers().get(path.name)
+    if keys is None:
+        return read_small(path, _LIMIT).decode("ascii").strip()
+    found = json.loads(read_small(path, _LIMIT_OF_JSON))
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, str) else ""

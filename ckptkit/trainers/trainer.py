@@ -97,6 +97,8 @@ class TrainerFacts:
     steps: tuple[str, ...] = ()
     epochs: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
+    # Trackers in JSON, each with the keys that lead to the name of the checkpoint.
+    json_trackers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Where to read the step if no name says it: a small file of JSON, or "" for the checkpoint's own entries, and the
     # keys in it.
     step_keys: tuple[tuple[str, KeyPath], ...] = ()
@@ -108,6 +110,12 @@ class TrainerFacts:
     others: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
     kept: Mapping[str, str] = field(default_factory=dict)
+
+    # Directories that are complete only with a marker: a pattern of `PARENT/NAME`, and the name of the marker's file.
+    markers: Mapping[str, str] = field(default_factory=dict)
+
+    # Files that are in the directory of a checkpoint only as long as it is being written.
+    unfinished: tuple[str, ...] = ()
 
     # Files of torch.save that belong to the model beside them, each with the key that its contents get, "" for none.
     # A group `step` is that of a model that is a file; a group `rank` may be in the key.
