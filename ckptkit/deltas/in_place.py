@@ -114,7 +114,9 @@ def complete(local: Path, after: str | None = None) -> Delta:
     check_result(local, layout, log.record)
     renew_manifest(local, layout, log.record, touched)
     if after is not None and is_there(log.path / _AFTER):
-        (local / after).parent.mkdir(exist_ok=True)
+        with translate_os_errors(local):
+            (local / after).parent.mkdir(exist_ok=True)
+            sync_path(local)  # so that the file outlives a power cut before the journal goes
         publish(local / after, read_small(log.path / _AFTER, 1 << 20), overwrite=True)
     with translate_os_errors(local):
         again(os.rename, local / JOURNAL, local / _OLD)
