@@ -17,7 +17,7 @@ class PluginSkipped(UserWarning):
     """A plugin that is installed and not used."""
 
 
-class Table(Mapping[str, Line], Generic[Line]):
+class PluginTable(Mapping[str, Line], Generic[Line]):
     """The lines of ckptkit, `own`, followed by the `added` lines: entry points of `group` that name a `kind`.
 
     Plugins are imported when a name is not in `own`, or when a loop has passed all lines of `own`.

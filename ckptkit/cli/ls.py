@@ -35,7 +35,7 @@ def ls(
     Found by the names that trainers give them: ckpt-500, checkpoint-500, step-500, global_step500, iter_0000500,
     ep1-ba500, epoch=1-step=500.ckpt. Only names, sizes and small files are looked at: `ckptkit verify` does the rest.
 
-    In a store it also shows an upload or a deletion that has not ended: it may be at work, or have died.
+    In a store it also shows an unfinished upload or deletion: it may be at work, or have died.
 
     Example: ckptkit ls run
 

@@ -61,7 +61,7 @@ def prune(
     Only complete checkpoints count, named like ckpt-500, checkpoint-500, step-500, global_step500 or iter_0000500; what
     is unfinished, damaged or something else is listed and left alone.
 
-    With --uploads it lists uploads to s3:// that have not ended, of ckptkit and of other tools, and with --yes aborts
+    With --uploads it lists unfinished uploads to s3://, of ckptkit and of other tools, and with --yes aborts
     those that sent nothing for 7 days, or for --older 12h. Objects that are whole stay.
 
     Example: ckptkit prune run --keep-last 3 --keep-every 1000 --keep-best loss:min:2 --yes
@@ -121,7 +121,7 @@ def parse_age(text: str) -> float:
 
 
 def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
-    """List uploads that have not ended, and abort the stale ones."""
+    """List unfinished uploads, and abort the stale ones."""
     from ckptkit.ops.uploads import prune_uploads as run_it
 
     done = run_it(run, older=older, yes=yes)

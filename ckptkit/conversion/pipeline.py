@@ -115,7 +115,7 @@ def finish_shares(conversion: Conversion, count: int) -> Written:
 
 
 def require_all_done(conversion: Conversion, work: Path, count: int) -> None:
-    """Raise `Occupied` if some of `count` shares have not ended."""
+    """Raise `Occupied` if some of `count` shares are unfinished."""
     numbers = range(count)
     missing = [n for n in numbers if not all(journal.has_ended for journal in open_journals(work, conversion, n))]
     if missing:

@@ -92,7 +92,7 @@ def read_share(text: bytes) -> tuple[list[Ledger], list[PieceKey]]:
 
 
 def require_shares(conversion: Conversion, notes: Mapping[str, bytes], count: int) -> list[bytes]:
-    """Return the notes of all shares. Raises `Occupied` if some have not ended."""
+    """Return the notes of all shares. Raises `Occupied` if some are unfinished."""
     missing = [number for number in range(count) if share_name(number) not in notes]
     if missing:
         parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])

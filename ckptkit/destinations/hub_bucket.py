@@ -16,7 +16,7 @@ from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import CLAIM, Check
 from ckptkit.destinations.hub_places import bucket_of
 from ckptkit.destinations.pieces import is_large
-from ckptkit.destinations.place import StorePlace
+from ckptkit.destinations.place import UploadPlace
 from ckptkit.destinations.xet import XetFile, XetFiles, find_session
 from ckptkit.destinations.xet_destination import XetDestination
 from ckptkit.errors import IOFailure, Occupied
@@ -160,8 +160,8 @@ class HubBucketDestination(XetDestination):
         return bucket_of(self.path)
 
     @property
-    def _place(self) -> StorePlace:
-        return StorePlace(self.path, self.is_file)
+    def _place(self) -> UploadPlace:
+        return UploadPlace(self.path, self.is_file)
 
 
 def add_line(key: str, sent: XetFile) -> Line:

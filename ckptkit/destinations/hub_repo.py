@@ -18,7 +18,7 @@ from threading import Lock
 from ckptkit.destinations.destination import Check
 from ckptkit.destinations.hub_places import Prospect, look_at
 from ckptkit.destinations.pieces import is_large
-from ckptkit.destinations.place import StorePlace
+from ckptkit.destinations.place import UploadPlace
 from ckptkit.destinations.xet import XetFile, XetFiles, find_session
 from ckptkit.destinations.xet_destination import XetDestination
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
@@ -217,7 +217,7 @@ class HubRepoDestination(XetDestination):
         return found
 
     def _key(self, name: str) -> str:
-        return StorePlace(self.path, self.is_file).key(name)
+        return UploadPlace(self.path, self.is_file).key(name)
 
 
 def is_same_data(sent: XetFile, listed: HubFile | None) -> bool:

@@ -18,7 +18,7 @@ from uuid import uuid4
 from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import Check
 from ckptkit.destinations.pieces import FilePiece, is_large, piece_bytes
-from ckptkit.destinations.place import StorePlace
+from ckptkit.destinations.place import UploadPlace
 from ckptkit.destinations.turns import Turns
 from ckptkit.errors import IOFailure, Occupied, Unsupported
 from ckptkit.files.crc32 import combine, crc32
@@ -55,7 +55,7 @@ class ObjectDestination:
     sent_bytes: int = 0
     whole: dict[str, SentFile] = field(default_factory=dict)
     _bucket: ObjectBucket = field(init=False)
-    _place: StorePlace = field(init=False)
+    _place: UploadPlace = field(init=False)
     _turns: Turns = field(init=False)
     _owner: str = field(default_factory=lambda: uuid4().hex)
     _streams: dict[str, ObjectStream] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class ObjectDestination:
 
     def __post_init__(self) -> None:
         self._bucket = ObjectBucket(self.path.top)
-        self._place = StorePlace(self.path, self.is_file)
+        self._place = UploadPlace(self.path, self.is_file)
         self._turns = Turns(self._write)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:

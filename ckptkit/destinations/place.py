@@ -13,7 +13,7 @@ _ABANDON = "wait for it, or abandon it with --overwrite"
 
 
 @dataclass(frozen=True, slots=True)
-class StorePlace:
+class UploadPlace:
     """What an upload fills: the directory `path` in a store or, if `is_file`, the one object at `path`."""
 
     path: RemotePath

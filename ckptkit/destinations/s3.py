@@ -19,7 +19,7 @@ from typing import Any
 from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import Check
 from ckptkit.destinations.pieces import FilePiece, is_large
-from ckptkit.destinations.place import StorePlace
+from ckptkit.destinations.place import UploadPlace
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.path import RemotePath, at_once
@@ -66,7 +66,7 @@ class S3Destination:
     sent_bytes: int = 0
     whole: dict[str, int] = field(default_factory=dict)
     _bucket: S3Bucket = field(init=False)
-    _place: StorePlace = field(init=False)
+    _place: UploadPlace = field(init=False)
     _uploads: dict[str, str] = field(default_factory=dict)
     _parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
     _there: dict[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class S3Destination:
 
     def __post_init__(self) -> None:
         self._bucket = S3Bucket(self.path.top)
-        self._place = StorePlace(self.path, self.is_file)
+        self._place = UploadPlace(self.path, self.is_file)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Take the prefix for this upload; see `Destination`."""

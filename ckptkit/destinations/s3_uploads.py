@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import CLAIM, NOTES
-from ckptkit.destinations.place import StorePlace, beneath
+from ckptkit.destinations.place import UploadPlace, beneath
 from ckptkit.files.path import RemotePath, at_once
 from ckptkit.files.stores.s3_calls import S3Bucket
 from ckptkit.files.stores.s3_objects import (
@@ -51,7 +51,7 @@ class OpenUpload:
 class ClaimedPlace:
     """A place, the directory or the one file that an upload has claimed, and its claim."""
 
-    place: StorePlace
+    place: UploadPlace
     claim: StoreClaim
 
     def split(self, objects: Mapping[str, StoredObject]) -> tuple[list[StoredObject], list[StoredObject]]:
@@ -93,7 +93,7 @@ def claimed_places(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[ClaimedPla
         if claim is not None and not claim.is_deletion:
             is_file = PurePosixPath(key).name != CLAIM
             path = RemotePath(*bucket.root.parts, key.removesuffix(CLAIM).removesuffix("" if is_file else "/"))
-            yield ClaimedPlace(StorePlace(path, is_file), claim)
+            yield ClaimedPlace(UploadPlace(path, is_file), claim)
 
 
 def claimed_upload(
@@ -133,7 +133,7 @@ def abort(upload: OpenUpload) -> bool:
     Return False, with nothing changed, if another upload has taken its place.
     """
     bucket = S3Bucket(upload.path.top)
-    either = (StorePlace(upload.path, is_file) for is_file in (False, True))
+    either = (UploadPlace(upload.path, is_file) for is_file in (False, True))
     own = next((place for place in either if is_claim(bucket, place.claim_key, upload)), None)
     if upload.claim is not None and own is None:
         return False

@@ -17,7 +17,7 @@ from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translat
 from ckptkit.files.file import names_in
 from ckptkit.formats.protocols import EntryWriter, FormatReader, FormatWriter
 from ckptkit.layout import Layout
-from ckptkit.plugins import Table
+from ckptkit.plugins import PluginTable
 
 __all__ = [
     "FORMATS",
@@ -63,7 +63,7 @@ class KnownFormat(NamedTuple):
 _STATES = r"(state|.*model.*|checkpoint.*|ckpt.*)\.(pt|pth|bin|ckpt)"
 
 # by the word that users type; `detect_format` asks in this order
-FORMATS = Table(
+FORMATS = PluginTable(
     "ckptkit.formats",
     KnownFormat,
     {

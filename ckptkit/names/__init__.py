@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ckptkit.errors import Usage
 from ckptkit.names.outline import outline_of
-from ckptkit.plugins import Table
+from ckptkit.plugins import PluginTable
 from ckptkit.tensors.box import Shape
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class KnownFamily(NamedTuple):
 
 
 # by the word that users type; of several that have the same names the first is meant
-FAMILIES = Table(
+FAMILIES = PluginTable(
     "ckptkit.families",
     KnownFamily,
     {

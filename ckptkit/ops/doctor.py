@@ -74,7 +74,7 @@ def doctor(
     Raises `NotACheckpoint` if there is none, `Usage` for a model that is not there.
     """
     if world_size is not None and world_size < 1:
-        raise Usage(f"world_size is {world_size}; it must be at least 1")
+        raise Usage(f"`world_size`: expected at least 1, found {world_size}")
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_case(checkpoint, model, like, world_size)
     findings += [found for kind in KINDS for found in kind(case)] if case else []

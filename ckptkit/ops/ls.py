@@ -34,8 +34,8 @@ class Listed:
 
     `nbytes` counts all its files; `saved_at` is the time of the newest file, in seconds since 1970; `metrics` are those
     that were saved with it. `problem` says in few words what is wrong, None if nothing is. `named_by` are the tracker
-    files that name it. One that `is_weights_only` is a model: no training can resume from it. `claim` is of an
-    upload or a deletion in a store that has not ended: it may be at work, or have died.
+    files that name it. One that `is_weights_only` is a model: no training can resume from it. `claim` is of
+    an unfinished upload or deletion in a store: it may be at work, or have died.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""List the uploads to a store that have not ended, and abort those that died."""
+"""List the unfinished uploads to a store, and abort those that died."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SCHEMES = ("s3:",)
 
 @dataclass(frozen=True, slots=True)
 class PrunedUploads(Summarized):
-    """The uploads to `root` that have not ended: those `stale`, and those to `keep`, which wrote not long ago.
+    """The unfinished uploads to `root`: those `stale`, and those to `keep`, which wrote not long ago.
 
     `aborted` says whether the stale ones were aborted, or only found.
     """
@@ -49,14 +49,14 @@ class PrunedUploads(Summarized):
 
 
 def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> PrunedUploads:
-    """Find the uploads at or below a prefix on S3 that have not ended, and with `yes` abort those that are stale.
+    """Find the unfinished uploads at or below a prefix on S3, and with `yes` abort those that are stale.
 
     These are the ones that sent nothing for `older` seconds: uploads of ckptkit with their claims and notes, and
     multipart uploads of other tools. Objects that are whole stay. Raises `Usage` for a local path and for other stores.
     """
     root = run_of(run)
     if older < 0:
-        raise Usage(f"`older` is {older:g} s; it must be at least 0")
+        raise Usage(f"`older`: expected at least 0 seconds, found {older:g}")
     if not isinstance(root, RemotePath):
         hint = "`ckptkit prune RUN --yes` removes what dead writers left in a local directory"
         raise Usage("only stores have uploads, and this is a local path", path=root, hint=hint)

@@ -52,7 +52,7 @@ class Policy:
     def __post_init__(self) -> None:
         for name, number in (("keep_last", self.last), ("keep_every", self.every)):
             if number is not None and number < 1:
-                raise Usage(f"{name} is {number}; it must be at least 1")
+                raise Usage(f"`{name}`: expected at least 1, found {number}")
 
     @property
     def keeps_all(self) -> bool:

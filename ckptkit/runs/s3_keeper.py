@@ -218,7 +218,7 @@ class S3Keeper:
         """Raise `Occupied` unless another process has deleted all of a checkpoint."""
         if list_objects(self.bucket, f"{key_of(checkpoint)}/"):
             hint = f"`ckptkit ls {self.root}` shows what is there now"
-            raise Occupied("another process has ended this deletion", path=checkpoint, hint=hint)
+            raise Occupied("another process finished this deletion", path=checkpoint, hint=hint)
 
     def _claimed_to_delete(self) -> Iterator[Path]:
         """Yield the directories that a deletion has claimed, as far as the store was looked at."""

@@ -5,7 +5,7 @@ A trainer is one entry of `TRAINERS`. What takes a function lies in a file of th
 
 from __future__ import annotations
 
-from ckptkit.plugins import Table
+from ckptkit.plugins import PluginTable
 from ckptkit.trainers.ckptkit import CKPTKIT
 from ckptkit.trainers.trainer import Mark, TrainerFacts, Unread
 from ckptkit.trainers.transformers import STATE, TRANSFORMERS
@@ -292,4 +292,4 @@ _ALL = (
     *(AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
     *(RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
-TRAINERS = Table("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})
+TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

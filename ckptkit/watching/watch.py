@@ -355,7 +355,7 @@ def step_in(path: Path) -> int | None:
 def identity(path: Path) -> tuple[int, int] | None:
     """Return inode and time of the last change of a file or directory, None if there is nothing.
 
-    A file or directory that replaces another has a different pair. In a store, an upload that has not ended is nothing.
+    A file or directory that replaces another has a different pair. In a store, an unfinished upload is nothing.
     """
     if isinstance(path, RemotePath):
         return identity_in_store(path)

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from ckptkit.errors import CkptError, IOFailure
-from ckptkit.plugins import Table
+from ckptkit.plugins import PluginTable
 
 T = TypeVar("T")
 Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request
 
 # the scheme of a URL, or its beginning, and what makes its store of the URL, imported when first needed; fsspec knows
 # all others
-STORES = Table(
+STORES = PluginTable(
     "ckptkit.stores",
     str,
     {

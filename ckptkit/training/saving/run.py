@@ -129,7 +129,7 @@ class Run:
         """
         self.wait()
         if step < 0:
-            raise Usage(f"step is {step}; it must be at least 0")
+            raise Usage(f"`step`: expected at least 0, found {step}")
         training = Training(model, optimizer, state, self._ranks, is_adapter=self.state_dict == ADAPTER)
         files = self._files if metrics is None else {**self._files, METRICS: write_metrics(step, metrics)}
         place = self._place(step)
