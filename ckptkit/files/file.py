@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, Self
@@ -21,6 +21,7 @@ from ckptkit.files.system import again
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
+_AHEAD = 1 << 12  # bytes that a small read of those in order brings at least
 _COMPARED_AT_ONCE = 1 << 20  # bytes
 _COMPARED: set[tuple[tuple[int, ...], ...]] = set()  # pairs of files that are the same, as they were then
 
@@ -223,6 +224,46 @@ class OpenFiles:
         with ExitStack() as closing:
             for _ in self._files:
                 closing.callback(self._close_oldest)
+
+
+class ReadAhead:
+    """The bytes that the last read of `files` brought, out of which the next is answered if it can be."""
+
+    def __init__(self, files: OpenFiles) -> None:
+        self._files = files
+        self._name = ""
+        self._size = 0
+        self._start = 0
+        self._window = bytearray()
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Return exactly `length` bytes from byte `offset` of file `name`. Raises `Corrupt` if there are fewer."""
+        window, at = self.hold(name, offset, length)
+        return bytes(window[at : at + length])
+
+    def hold(self, name: str, offset: int, length: int) -> tuple[bytearray, int]:
+        """Return bytes of a file, and where among them those of `read` are. Raises `Corrupt` if there are fewer."""
+        at = offset - self._start
+        if name == self._name and 0 <= at <= len(self._window) - length:
+            return self._window, at
+        file = self._files[name]
+        if name != self._name:
+            self._name, self._size = name, file.size
+        self._window = bytearray()  # nothing, if the read fails
+        window = bytearray(max(length, min(_AHEAD, self._size - offset)))
+        file.read_into(memoryview(window), offset)
+        self._start, self._window = offset, window
+        return window, 0
+
+    def inside(self, name: str, start: int, length: int) -> Callable[[int, int], bytes]:
+        """Return a function that reads in the `length` bytes from `start` of a file, and nowhere else."""
+
+        def read(offset: int, count: int) -> bytes:
+            if offset < 0 or count < 0 or offset + count > length:
+                raise Corrupt(f"bytes {offset}:{offset + count} lie outside the item's {length}")
+            return self.read(name, start + offset, count)
+
+        return read
 
 
 def recognise(head: bytes) -> str | None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe
-from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.file import (
     OpenFiles,
+    ReadAhead,
     check_name,
     file_size,
     is_there,

@@ -12,9 +12,8 @@ from struct import Struct
 
 from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files.ahead import ReadAhead
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import OpenFiles, read_at
+from ckptkit.files.file import OpenFiles, ReadAhead, read_at
 from ckptkit.files.ranges import Range, read_ahead
 from ckptkit.formats.archives.read_archive import Located, open_archive
 from ckptkit.formats.archives.zip_entries import GLANCE, ReadAt, ZipEntry, check_contents

@@ -13,8 +13,7 @@ from typing import IO, TYPE_CHECKING, Self, TypeVar, cast
 
 from ckptkit.destinations.allocation import check_room
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse, translate_os_errors
-from ckptkit.files.ahead import ReadAhead
-from ckptkit.files.file import OpenFiles, read_at
+from ckptkit.files.file import OpenFiles, ReadAhead, read_at
 from ckptkit.files.path import RemotePath
 from ckptkit.files.temporary import TemporaryFile
 from ckptkit.formats.archives.locate import ZSTD, ArchiveTemplates, open_envelope

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from ckptkit.collector import collector_paused
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, and_more, refuse
-from ckptkit.files.ahead import ReadAhead
-from ckptkit.files.file import OpenFiles, file_size, names_in
+from ckptkit.files.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.archives.locate import ends_of
 from ckptkit.formats.archives.zip_entries import large_entries

@@ -11,8 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
-from ckptkit.files.ahead import ReadAhead
-from ckptkit.files.file import OpenFiles, file_size, names_in
+from ckptkit.files.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.formats.archives.locate import ENVELOPE, ArchiveTemplates
 from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.formats.dcp.read_metadata import rank_of

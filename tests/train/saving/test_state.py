@@ -250,7 +250,7 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path, state: dict
 def test_requests_that_make_no_sense(tmp_path: Path) -> None:
     with pytest.raises(Usage, match="unknown state dict `flat`"):
         Run(tmp_path, state_dict="flat")
-    with pytest.raises(Usage, match="step is -1"):
+    with pytest.raises(Usage, match="expected at least 0, found -1"):
         Run(tmp_path).save(-1, nn.Linear(2, 2))
     with pytest.raises(CkptError, match="plain file name"):
         Run(tmp_path, files={"../config.json": b""})
