@@ -231,7 +231,7 @@ def test_two_at_once(run: Path) -> None:
 def test_requests_that_make_no_sense(run: Path, tmp_path: Path) -> None:
     with pytest.raises(Usage, match="nothing says what to keep"):
         prune(run, yes=True)
-    with pytest.raises(Usage, match="keep_last is 0"):
+    with pytest.raises(Usage, match="`keep_last`: expected at least 1, found 0"):
         prune(run, keep_last=0, yes=True)
     with pytest.raises(Usage, match="which checkpoints are the best"):
         prune(run, keep_best="loss:low", yes=True)
