@@ -150,6 +150,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
     "names.tables.megatron_args": {"megatron"},
+    "optimizers.masters": {"megatron"},  # whose names for masters it knows
     "formats.megatron*": {"megatron"},
     "formats.deepspeed*": {"deepspeed"},
     "adapters*": {"peft"},  # what it saves is what all that load adapters read

@@ -31,7 +31,8 @@ class Part:
     """A directory or file of a checkpoint in one format. `place` is its name in the checkpoint, "" for all of it.
 
     With `under` it is a file beside the model's, and its entries belong under these keys, joined by dots; under none if
-    that is "". One that `takes_twins` has the rounded copies in the place of the tensors that have them. The model's
+    that is "". One that `takes_twins` has the rounded copies in the place of the tensors that have them. Where the
+    masters of its weights are asked for, `masters` is its layout with these in the place of the weights. The model's
     config.json lies in `base`, if not with it.
     Where it was `salvaged`, that is its layout in the place of what the files say, which is damaged.
     """
@@ -41,6 +42,7 @@ class Part:
     reader: FormatReader
     under: str | None = None
     takes_twins: bool = False
+    masters: Layout | None = field(default=None, repr=False, compare=False)
     base: str | None = None
     salvaged: Layout | None = field(default=None, repr=False, compare=False)
 

@@ -103,8 +103,12 @@ class ConvertOptions:
         int | None, About("Rows of embedding and head: adds zero rows or drops the last rows.", "N", least=1)
     ] = None
     weights_from: Annotated[
-        str, About("master, or module for the 16-bit copy beside fp32 master weights.", "WHICH")
-    ] = MASTER
+        str | None,
+        About(
+            "master: fp32, also from the optimizer's masters or remainders; module: the 16-bit copy beside masters.",
+            "master|module",
+        ),
+    ] = None
     strict: Annotated[
         bool,
         About(
@@ -152,7 +156,7 @@ class ConvertOptions:
         require_least(self)
         if self.to not in FORMATS:
             raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join(FORMATS)}")
-        if self.weights_from not in (MASTER, MODULE):
+        if self.weights_from not in (None, MASTER, MODULE):
             raise Usage(
                 f"expected `{MASTER}` or `{MODULE}`, found `{self.weights_from}`",
                 hint=f"--weights-from {MASTER} or {MODULE}",
@@ -319,7 +323,7 @@ class Keywords(TypedDict, total=False):
     map: str | Path | None
     vocab_size: int | None
     names: str | None
-    weights_from: str
+    weights_from: str | None
     strict: bool
     salvage: bool
     fill_from: str | Path | None

@@ -31,9 +31,12 @@ from ckptkit.trainers import who_wrote
 WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
 
 
-def open_model(part: Part, options: ConvertOptions) -> Model:
-    """Return the weights of a checkpoint as far as you ask for them, under the names that you give them."""
-    layout = part.layout
+def open_model(part: Part, options: ConvertOptions, instead: Layout | None = None) -> Model:
+    """Return the weights of a checkpoint as far as you ask for them, under the names that you give them.
+
+    They lie in the layout of its part, or in another that is given `instead`.
+    """
+    layout = part.layout if instead is None else instead
     dropped: Mapping[str, str] = {}
     if options.include or options.exclude:
         options.edits.check_globs([layout])

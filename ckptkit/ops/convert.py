@@ -20,11 +20,11 @@ from ckptkit.collector import collector_paused
 from ckptkit.conversion.directories import check_apart, check_free, files_taken, to_output
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take
-from ckptkit.conversion.options import MODULE, ConvertOptions, Keywords, spell_out
+from ckptkit.conversion.options import MASTER, MODULE, ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
-from ckptkit.errors import Mismatch, Usage
+from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath, remarks_on_id, to_model_path
@@ -85,6 +85,12 @@ def may_tear(model: Model, options: ConvertOptions) -> bool:
     return bool(options.dtype) and options.quantize is None and has_quantized(model, options)
 
 
+def may_leave_remainders(model: Model, options: ConvertOptions) -> bool:
+    """Return whether an optimizer may have remainders of the weights that are not asked for."""
+    dtypes = (tensor.spec.dtype.name for tensor in model.part.layout.tensors.values())
+    return options.writer.is_model_only and options.weights_from is None and "int16" in dtypes
+
+
 def has_base(model: Model, options: ConvertOptions) -> bool:
     """Return whether a base may have weights to compare those of the output with."""
     if options.text_only:  # the base has the names of the larger model
@@ -130,6 +136,8 @@ STEPS = (  # the model, or several whose mean it is to be
     Step("ckptkit.conversion.steps:describe", lambda model, _: model.companions.config is not None),
     Step("ckptkit.quantized.quantizing:quantize", lambda _, asked: asked.quantize is not None),
     Step("ckptkit.conversion.mean:average", lambda _, asked: bool(asked.weights)),
+    Step("ckptkit.conversion.masters:make_masters", lambda model, _: model.part.masters is not None),
+    Step("ckptkit.conversion.masters:note_remainders", may_leave_remainders),
 )
 
 
@@ -198,6 +206,10 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
     """Draft the conversion of opened checkpoints: all parts of one, or the model alone."""
     if options.weights_from == MODULE:
         checkpoints = [checkpoint.with_twins() for checkpoint in checkpoints]
+    if options.weights_from == MASTER:
+        from ckptkit.conversion.masters import with_masters
+
+        checkpoints = [with_masters(checkpoint, options) for checkpoint in checkpoints]
     if not (options.writer.is_model_only or options.weights or options.merge):
         return draft_parts(checkpoints[0], dst, options)
     parts, remarks = choose_models(checkpoints, options)
@@ -209,6 +221,9 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
         from ckptkit.adapters.draft import draft_adapters, open_adapters
 
         if adapted := [found for part in parts if (found := open_adapters(part, options))]:
+            if parts[0].masters is not None:
+                hint = "leave --weights-from out to take the adapter as it was saved"
+                raise Unsupported("ckptkit does not take the masters of an adapter", path=parts[0].path, hint=hint)
             return draft_adapters(adapted, remarks, dst, options)
     if options.adapter_config:
         raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="leave --adapter-config out")
@@ -223,7 +238,8 @@ def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) ->
 
 def choose_model(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Part, str]:
     """Return the part with the model that is to be written, and a note if there is another; "" if not."""
-    exported = None if options.salvage or options.weights_from == MODULE else checkpoint.exported
+    takes_states = options.salvage or options.weights_from == MODULE or checkpoint.model_part.masters is not None
+    exported = None if takes_states else checkpoint.exported
     if exported is None:
         return checkpoint.model_part, ""
     from ckptkit.adapters.empty import find_empty  # few checkpoints have an adapter beside states
@@ -237,15 +253,25 @@ def choose_model(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Part,
 def draft_model(parts: Sequence[Part], remarks: Sequence[str], dst: Path, options: ConvertOptions) -> Conversion:
     """Draft the weights in a part of a checkpoint, or the mean of those in several."""
     model = take_steps(parts, options)
-    origins = [Origin.of(part.path) for part in parts]
+    origins = [Origin.of(part.masters.root if part.masters else part.path) for part in parts]
     conversion = draft_of_model(replace(model, remarks=(*remarks, *model.remarks)), origins, dst, options)
     return replace(conversion, also_read=[origin_of_base(dst, options)]) if options.from_base else conversion
 
 
 def take_steps(parts: Sequence[Part], options: ConvertOptions) -> Model:
     """Return the weights in a part of a checkpoint, or the mean of those in several, as they will be written."""
-    models = [take(NAMING, open_model(part, options), options) for part in parts]
+    models = [open_named(part, options) for part in parts]
     return take(STEPS, models[0] if len(models) == 1 else align(models), options)
+
+
+def open_named(part: Part, options: ConvertOptions) -> Model:
+    """Return the weights in a part of a checkpoint under the names that you ask for, with their masters beside them."""
+    model = take(NAMING, open_model(part, options), options)
+    if part.masters is None:
+        return model
+    from ckptkit.conversion.masters import join_masters
+
+    return join_masters(model, take(NAMING, open_model(part, options, part.masters), options))
 
 
 def origin_of_base(dst: Path, options: ConvertOptions) -> Origin:

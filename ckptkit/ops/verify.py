@@ -23,14 +23,14 @@ from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
 from ckptkit.checkpoints.store_sums import StoreSums, ask_store, tell_proved, tell_unproved
+from ckptkit.comparison.masters import compare_copies, compare_masters
 from ckptkit.engine.scan import find_zeros, scan
-from ckptkit.errors import CkptError, Corrupt, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, translate_os_errors
 from ckptkit.files.crc32 import RESTORE, WAS_CHANGED, tell_damage
 from ckptkit.files.file import children, file_size, is_there
 from ckptkit.files.origin import Origin
 from ckptkit.formats import detect_format, find_format, locate
 from ckptkit.layout import Extent, FileOffset, Layout
-from ckptkit.layout.edits import twins_as_rounded
 from ckptkit.ops.own_files import OwnFiles, within
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
@@ -127,7 +127,8 @@ def verify(
     checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
     tell = telling(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
     look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=tell)
-    found = [part for checkpoint in checkpoints for part in verify_whole(checkpoint, look)]
+    wholes = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
+    found = [part for one, parts in wholes for part in (parts if fast else with_masters(one, parts, jobs))]
     if against is not None and all(part.is_ok for part in found):
         from ckptkit.ops.diff import prove  # and with it all that copies and compares
 
@@ -139,6 +140,26 @@ def verify(
 
         found = [replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in found]
     return found
+
+
+def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None) -> list[Verified]:
+    """Return what was found of a checkpoint, and if that is whole, how its weights differ from an optimizer's masters.
+
+    Weights and optimizer may be in different parts.
+    """
+    if not (checkpoint.parts and all(part.is_ok for part in found)):
+        return found
+    try:
+        layout = checkpoint.layout
+    except (NotACheckpoint, Mismatch, Unsupported):  # parts that make no whole
+        return found
+    problems = Problems()
+    try:
+        notes = (*found[0].notes, *compare_masters(layout, problems, jobs))
+    except CkptError as error:
+        problems.add(error.blame(path=checkpoint.path))
+        notes = found[0].notes
+    return [replace(found[0], problems=problems.list(), notes=notes), *found[1:]]
 
 
 def with_comparison(found: Verified, compared: Diff | None) -> Verified:
@@ -219,7 +240,7 @@ def verify_part(
             if layout.spares:
                 check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
             if layout.twins and not (fast or problems.list()):
-                found = compare_twins(found, layout, problems, jobs)
+                found = replace(found, notes=(*found.notes, *compare_copies(layout, problems, jobs)))
             origin.check()
     except CkptError as error:
         problems.add(error.blame(path=path))
@@ -298,24 +319,6 @@ def runs_of(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[
         if extent.crc32 is None and extent.length and crc is not None:
             runs.setdefault(extent.path, {})[extent.offset, extent.length] = crc
     return runs
-
-
-def compare_twins(found: Verified, layout: Layout, problems: Problems, jobs: int | None) -> Verified:
-    """Hold the rounded copies of tensors against these, converted; note the first that differs, if any does."""
-    from ckptkit.engine.compare import compare
-
-    compared = compare(*map(locate, twins_as_rounded(layout)), jobs=jobs)
-    if not compared.different:
-        return replace(
-            found, notes=(*found.notes, f"{count(len(layout.twins), 'tensor')} and the rounded copies are the same")
-        )
-    name = compared.different[0]
-    twin, distance = layout.twins[name], compared.distances[name]
-    others = f"; {count(len(compared.different), 'tensor', 'differs')} in all" if len(compared.different) > 1 else ""
-    message = f"{distance.different} of {twin.spec.numel} elements differ from its copy in {twin.spec.dtype}{others}"
-    path = layout.root / twin.chunks[0].path if twin.chunks else layout.root
-    problems.add(Corrupt(message, path=path, tensor=name, hint="are all files of one save?"))
-    return found
 
 
 def read_known(path: Path, problems: Problems) -> Manifest | None:

@@ -1,0 +1,88 @@
+"""Compute the fp32 masters of weights, of these and of what an optimizer keeps of their masters. Names no format.
+
+Source: transformer_engine/common/multi_tensor/adam.cu, `AdamFunctorMasterParamRemainder`. A master's lower 16 bits are
+the remainder, in int16. The weight is the upper 16 bits; one more if the remainder is negative, which rounds up. So the
+bits of a master are those of the weight plus the remainder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from ckptkit.engine.recipes import FLOAT32, Array, as_stored
+from ckptkit.errors import Mismatch
+from ckptkit.layout.plan import Operand
+from ckptkit.pictures.words import count
+from ckptkit.tensors.box import Box
+from ckptkit.tensors.casting import cast, widener
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+REMAINDERS, COMPLETED = DTYPES["int16"], DTYPES["bfloat16"]
+_HALF = 1 << 15
+
+
+class HeldAsFloats:
+    """Says of masters that an optimizer stored as floats how many were remainders."""
+
+    def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
+        """Return a sentence on the masters."""
+        remainders = sum(name in noted for name in judged)
+        return f"of {count(len(judged), 'master')} in {FLOAT32}, {remainders} contained remainders, which were added"
+
+
+_HELD_AS_FLOATS = HeldAsFloats()
+
+
+class Remainder:
+    """The recipe of a master of which source 0 has the weight, in bfloat16, and another source the remainder."""
+
+    def __init__(self, name: str, source: int) -> None:
+        self.operands = (Operand(0, name, FLOAT32), Operand(source, name, REMAINDERS))
+
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
+        """Return the master as `dtype`."""
+        weight, remainder = np.frombuffer(blocks[0], np.int32), np.frombuffer(blocks[1], np.int16)
+        return as_stored(add(weight, remainder), FLOAT32, dtype), False
+
+
+class Master:
+    """The recipe of a master that another source has as floats: itself, or a remainder for the weight of source 0."""
+
+    def __init__(self, name: str, source: int, weight: DType) -> None:
+        self.operands = (Operand(0, name, FLOAT32), Operand(source, name, FLOAT32))
+        self.verdict = _HELD_AS_FLOATS
+        self._name, self._weight = name, weight
+
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
+        """Return the master as `dtype`, and whether it was computed from a remainder.
+
+        Raises `Mismatch` if it is neither a remainder nor rounds to the weight.
+        """
+        weight, master = (np.frombuffer(block, np.float32) for block in blocks)
+        differ = ~np.isclose(rounded(master, self._weight), weight, rtol=0, atol=0, equal_nan=True)
+        if not differ.any():
+            return as_stored(master, FLOAT32, dtype), False
+        if self._weight == COMPLETED and are_remainders(master):
+            return as_stored(add(weight.view(np.int32), master.astype(np.int16)), FLOAT32, dtype), True
+        message = f"{differ.sum()} of {len(master)} elements at {box} differ from the master in {self._weight}"
+        hint = "`ckptkit verify` lists such tensors; leave --weights-from out to take the weights"
+        raise Mismatch(message, tensor=self._name, hint=hint)
+
+
+def add(weight: Array, remainder: Array) -> Array:
+    """Return the masters, in float32, of the bits of weights, widened to 32, and of their remainders, in int16."""
+    return (weight + remainder.astype(np.int32)).view(np.float32)
+
+
+def are_remainders(numbers: Array) -> bool:
+    """Return whether all numbers are such as int16 can hold."""
+    return bool((np.abs(numbers + 0.5) <= _HALF).all() and (np.rint(numbers) == numbers).all())
+
+
+def rounded(master: Array, dtype: DType) -> Array:
+    """Return masters as the weights of `dtype` that they round to, in float32."""
+    narrow = np.empty(len(master), f"u{dtype.itemsize}")
+    cast(master, FLOAT32, dtype, narrow)
+    return widener(dtype)(narrow)
