@@ -46,6 +46,7 @@ FLOORS = (
     ("engine", "engine.*"),
     ("formats.json_text", "formats.each_file", "formats.protocols"),
     ("formats.indices", "formats.safetensors_headers"),
+    ("formats.change_marks",),
     ("formats.pickles", "formats.pickles.*"),
     ("formats.archives", "formats.archives.*"),
     ("formats.shards", "formats.shards.*"),

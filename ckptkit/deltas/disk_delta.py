@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ckptkit.deltas.byte_delta import OVERWRITE, XOR, ByteChange, ByteDelta
 from ckptkit.deltas.digests import ADLER
-from ckptkit.deltas.find import ENCODING, INDEX
 from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported
 from ckptkit.files.file import names_in
+from ckptkit.formats.change_marks import ENCODING, INDEX
 from ckptkit.formats.indices import read_index
 from ckptkit.formats.safetensors_headers import load_header, read_header
 

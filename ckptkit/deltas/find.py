@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-from ckptkit.files.file import is_there, read_small
+from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.change_marks import INDEX, index_has_changes, manifest_has_changes
 from ckptkit.formats.indices import read_index
-from ckptkit.formats.json_text import parse_json
 
 RECORD = "delta.json"  # of ckptkit's own format
-INDEX, ENCODING = "model.safetensors.index.json", "delta_encoding"  # of a version of disk-delta
-MANIFEST = "manifest.json"  # of SkyRL
-LIMIT = 1 << 28  # bytes of such a file
+_PAYLOAD = re.compile(r"delta-[0-9]+-of-[0-9]+\.safetensors")
 
 
 def is_any_delta(path: Path) -> bool:
@@ -30,17 +29,19 @@ def is_delta(path: Path) -> bool:
     return path.is_dir() and is_there(path / RECORD)
 
 
+def is_unfinished(path: Path) -> bool:
+    """Return whether a directory has files of a delta of ckptkit's own format, and no `delta.json`."""
+    return not is_there(path / RECORD) and any(map(_PAYLOAD.fullmatch, names_in(path)))
+
+
 def is_byte_delta(path: Path) -> bool:
     """Return whether a version of disk-delta is a delta, and not a whole model."""
-    return path.is_dir() and ENCODING in read_metadata(path)
+    return path.is_dir() and index_has_changes(path)
 
 
 def is_manifest_delta(path: Path) -> bool:
     """Return whether a directory has a manifest of SkyRL's deltas."""
-    if not (path.is_dir() and is_there(path / MANIFEST)):
-        return False
-    value = parse_json(read_small(path / MANIFEST, LIMIT), path / MANIFEST)
-    return isinstance(value, dict) and {"base_version", "tensors"} <= value.keys()
+    return path.is_dir() and manifest_has_changes(path)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:

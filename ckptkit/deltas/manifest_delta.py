@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ckptkit.deltas.byte_delta import XOR, ByteChange, ByteDelta
 from ckptkit.deltas.digests import SHA256, XXH3
-from ckptkit.deltas.find import LIMIT, MANIFEST
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.files.file import check_name, names_in, read_small
+from ckptkit.formats.change_marks import LIMIT, MANIFEST
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.safetensors_headers import read_header
 from ckptkit.layout import Chunk

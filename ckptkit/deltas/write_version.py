@@ -12,12 +12,12 @@ import numpy as np
 from ckptkit.deltas.byte_delta import OVERWRITE, XOR
 from ckptkit.deltas.digests import new_digest
 from ckptkit.deltas.disk_delta import BASE, CHECKSUM, COMPRESSION, VERSION, ZSTD
-from ckptkit.deltas.find import ENCODING, INDEX
 from ckptkit.deltas.new_blocks import blocks_of
 from ckptkit.deltas.zstd import compressing
 from ckptkit.destinations.allocation import check_room, create_file, write_file
 from ckptkit.errors import Mismatch, Unsupported, translate_os_errors
 from ckptkit.files.file import OpenFiles
+from ckptkit.formats.change_marks import ENCODING, INDEX
 from ckptkit.formats.indices import dump_index
 from ckptkit.formats.safetensors_headers import make_header, read_header
 from ckptkit.layout import Layout, Spec

@@ -13,7 +13,7 @@ from ckptkit.deltas import disk_delta, in_place, manifest_delta
 from ckptkit.deltas.byte_delta import ByteDelta, ByteSuccessor, check_versions
 from ckptkit.deltas.chain import DeltaChain, short
 from ckptkit.deltas.check_delta import check_delta
-from ckptkit.deltas.find import is_byte_delta, is_delta, is_manifest_delta
+from ckptkit.deltas.find import is_byte_delta, is_delta, is_manifest_delta, is_unfinished
 from ckptkit.deltas.identity import identify, sums_of
 from ckptkit.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.deltas.open_delta import Delta, open_delta
@@ -99,7 +99,7 @@ def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
     """Return what a model is to become by the deltas in `root`."""
     if not root.is_dir():
         raise NotACheckpoint("expected a directory with deltas", path=root)
-    if is_delta(root):
+    if is_delta(root) or is_unfinished(root):
         return update_by_deltas(model, sums, [root], root)
     versions = disk_delta.versions_in(root)
     if versions:

@@ -208,3 +208,15 @@ def test_nothing_and_little_changed(tmp_path: Path, states: list[State]) -> None
     assert done.share < 0.01
     pull(engine, done.output)
     assert tensors_in(engine) == raws(after)
+
+
+def test_a_delta_is_no_model(tmp_path: Path, states: list[State]) -> None:
+    """Nor is one of its files."""
+    old, new = raws(states[0]), raws(states[1])
+    version, published = publish(tmp_path / "root", 1, old, new, "xor"), publish_manifest(tmp_path / "sky", 1, old, new)
+    sources = [version, published, *version.glob("*.safetensors"), *published.glob("*.safetensors")]
+    assert len(sources) >= 4
+    for source in sources:
+        with pytest.raises(Unsupported, match="expected a checkpoint, found a delta"):
+            ckptkit.consolidate(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -15,6 +15,7 @@ from pathlib import Path
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.files.file import names_in
 from ckptkit.files.ranges import read_ahead
+from ckptkit.formats.change_marks import ENCODING, index_has_changes, manifest_has_changes
 from ckptkit.formats.indices import make_index, read_index
 from ckptkit.formats.protocols import JOURNAL, FormatWriter
 from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
@@ -26,7 +27,6 @@ _SUFFIX = ".safetensors"
 _NUMBERED = re.compile(r"model-([0-9]+)-of-([0-9]+)\.safetensors")
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")  # rank and part, from 1
 _DELTA = re.compile(r"delta-[0-9]{5}-of-[0-9]{5}\.safetensors")  # what changed, and no model
-_ENCODING = "delta_encoding"  # in the index of tensors that hold what changed
 _HEAD = 1 << 16  # bytes; most headers are shorter
 
 
@@ -142,7 +142,8 @@ class IndexedFiles:
 def find_files(path: Path, report: Report) -> IndexedFiles:
     """Return the files that make the checkpoint at `path`; report missing ones. Two possible meanings are refused."""
     if not path.is_dir():
-        if _DELTA.fullmatch(path.name):
+        is_version = _NUMBERED.fullmatch(path.name) and index_has_changes(path.parent)
+        if _DELTA.fullmatch(path.name) or is_version or manifest_has_changes(path.parent):
             raise of_delta(path.parent)
         if _SHARD.fullmatch(path.name):
             raise Unsupported(
@@ -158,7 +159,7 @@ def find_files(path: Path, report: Report) -> IndexedFiles:
         return find_shards(path, shards, present)
     if INDEX in present:
         return find_indexed(path, present, report)
-    if any(map(_DELTA.fullmatch, present)):
+    if any(map(_DELTA.fullmatch, present)) or manifest_has_changes(path):
         raise of_delta(path)
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
     if numbered:
@@ -233,7 +234,7 @@ def of_delta(path: Path) -> Unsupported:
 def find_indexed(path: Path, present: set[str], report: Report) -> IndexedFiles:
     """Return the files that the index names, and report missing ones; a single file beside them is ambiguous."""
     index, metadata = read_index(path / INDEX)
-    if _ENCODING in metadata:
+    if ENCODING in metadata:
         raise of_delta(path)
     names = sorted(set(index.values()))
     if SINGLE in present and SINGLE not in names:
