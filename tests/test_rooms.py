@@ -57,8 +57,8 @@ FLOORS = (
     ("names", "names.*"),
     ("optimizers", "optimizers.*"),
     tuple(f"checkpoints.{name}" for name in ("account", "manifest", "problems", "replicas", "several_disks")),
-    ("checkpoints.part", "checkpoints.evidence", "checkpoints.seal"),
-    ("checkpoints.find_parts",),
+    ("checkpoints.component", "checkpoints.evidence", "checkpoints.seal"),
+    ("checkpoints.find_components",),
     ("checkpoints", "checkpoints.*"),
     ("runs", "runs.*"),
     # what recognizes quantized weights and computes them lies below conversions; the steps that change them lie above

@@ -14,7 +14,7 @@ from ckptkit.adapters.empty import find_empty
 from ckptkit.adapters.experts import describe_layouts
 from ckptkit.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
 from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.conversion.draft import Conversion, Draft, Entries
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
@@ -48,7 +48,7 @@ class Fitted:
 class Opened:
     """The part of a checkpoint that adapters are in, with the names of its weights, and the adapters."""
 
-    part: Part
+    part: Component
     weights: Weights
     adapted: Adapted
 
@@ -72,7 +72,7 @@ class Opened:
         return Fitted(self, without_copies(adapter, config), config)
 
 
-def open_adapters(part: Part, options: ConvertOptions) -> Opened | None:
+def open_adapters(part: Component, options: ConvertOptions) -> Opened | None:
     """Return the adapters in a part of a checkpoint, as far as they are asked for; None if it has none."""
     if not may_be_adapted(part.layout.tensors):
         return None
@@ -89,7 +89,7 @@ def open_adapters(part: Part, options: ConvertOptions) -> Opened | None:
     return None
 
 
-def refuse_wrapped(part: Part, names: Sequence[str]) -> None:
+def refuse_wrapped(part: Component, names: Sequence[str]) -> None:
     """Raise `Unsupported` for a model in PEFT's wrapper, or what PEFT saved of one, with nothing in it that is known.
 
     As a model it would have names that nothing loads. The config beside it says by which method it was trained.

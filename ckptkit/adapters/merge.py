@@ -12,9 +12,9 @@ from ckptkit.adapters.in_memory import in_memory, to_files
 from ckptkit.adapters.recipes import Merging, Source
 from ckptkit.adapters.tied import choose_ties
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import source_of
-from ckptkit.checkpoints.part import Part
-from ckptkit.conversion.directories import check_apart
+from ckptkit.conversion.directories import require_separate_destination
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
@@ -36,7 +36,9 @@ from ckptkit.quantized.signs import may_hold_quantized
 _VOCABULARY = "vocab_size"
 
 
-def draft_merge(parts: Sequence[Part], remarks: Sequence[str], output: Path, options: ConvertOptions) -> Conversion:
+def draft_merge(
+    parts: Sequence[Component], remarks: Sequence[str], output: Path, options: ConvertOptions
+) -> Conversion:
     """Draft the model of a base and adapters: that in the first of several parts, or what lies beside one adapter.
 
     `remarks` are what there is to say already. Raises `Mismatch` for an adapter that does not fit its base,
@@ -44,7 +46,7 @@ def draft_merge(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
     """
     model, base, adapters = merge(parts, remarks, options)
     if options.base is not None and len(parts) == 1 and base.path != adapters[0].path:
-        check_apart(Checkpoint.open(to_model_path(options.base)), output, options.writer)
+        require_separate_destination(Checkpoint.open(to_model_path(options.base)), output, options.writer)
     paths = dict.fromkeys((base.path, *(one.path for one in adapters)))
     conversion = draft_of_model(model, [Origin.of(path) for path in paths], output, options)
     tokenizer = next((found for one in adapters if (found := tokenizer_of(one, base))), {})
@@ -59,8 +61,8 @@ def draft_merge(parts: Sequence[Part], remarks: Sequence[str], output: Path, opt
 
 
 def merge(
-    parts: Sequence[Part], remarks: Sequence[str], options: ConvertOptions
-) -> tuple[Model, Part, Sequence[Fitted]]:
+    parts: Sequence[Component], remarks: Sequence[str], options: ConvertOptions
+) -> tuple[Model, Component, Sequence[Fitted]]:
     """Return the model of a base and adapters, the part with the base, and the adapters; see `draft_merge`."""
     *before, last = parts
     adapters = [the_adapter(part, options) for part in (*before[1:], last)]
@@ -89,7 +91,7 @@ def finish(model: Model, options: ConvertOptions) -> Model:
     return describe_config(cast(model, options), options)
 
 
-def the_adapter(part: Part, options: ConvertOptions) -> Fitted:
+def the_adapter(part: Component, options: ConvertOptions) -> Fitted:
     """Return the one adapter in a part of a checkpoint, with its config. Raises `Usage` if there is not one."""
     opened = open_adapters(part, options)
     if opened is None:
@@ -117,7 +119,7 @@ def base_of(adapter: Fitted, options: ConvertOptions) -> Model:
         hint = f"pass --base {name}, or a directory that has it"
         raise Usage("the base of the adapter is not in this checkpoint", path=opened.part.path, hint=hint)
     found = Checkpoint.open(to_model_path(options.base))
-    return Model.of(found.model_part, options.base if Path(options.base).is_dir() else None)
+    return Model.of(found.model_component, options.base if Path(options.base).is_dir() else None)
 
 
 def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
@@ -184,7 +186,7 @@ def check_experts_layout(merging: Merging, adapters: Sequence[Fitted], options: 
         raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
 
 
-def check_base(one: Fitted, base: Part) -> list[str]:
+def check_base(one: Fitted, base: Component) -> list[str]:
     """Raise `Unsupported` for an adapter whose training began by changing its base, onto another one.
 
     Return a remark if the base is not called what the adapter's config says: another model may have the same shapes.
@@ -230,6 +232,6 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
     return model.with_config({**config, _VOCABULARY: rows}).say(note)
 
 
-def tokenizer_of(adapter: Fitted, base: Part) -> dict[str, Path]:
+def tokenizer_of(adapter: Fitted, base: Component) -> dict[str, Path]:
     """Return the tokenizer that was saved with an adapter: the training may have added tokens, or a chat template."""
     return tokenizer_beside(adapter.path) if adapter.path != base.path else {}

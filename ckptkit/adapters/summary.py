@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptkit.adapters.config import AdapterConfig, find_adapter_config, is_sound
 from ckptkit.adapters.find import Adapted, Adapter, find_adapters
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.names.weights import find_weights
 
@@ -34,7 +34,7 @@ class InspectedAdapter:
     config: Path | None
 
 
-def inspect_adapters(part: Part) -> tuple[InspectedAdapter, ...]:
+def inspect_adapters(part: Component) -> tuple[InspectedAdapter, ...]:
     """Return the adapters in the part with the model; () where there are none, or none that are known."""
     try:
         adapted = find_adapters(find_weights(part.layout).layout)

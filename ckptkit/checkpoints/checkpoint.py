@@ -1,7 +1,7 @@
 """Open the checkpoint that a path means: the only answer to that question, for every command and every call.
 
 A path means what lies there, or the latest complete checkpoint of the run that lies there. A checkpoint may have
-several parts: model and optimizer in directories of their own, or the rest of a training beside a model.
+several components: model and optimizer in directories of their own, or the rest of a training beside a model.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from ckptkit import trainers
+from ckptkit.checkpoints.component import Component, join
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
-from ckptkit.checkpoints.find_parts import (
+from ckptkit.checkpoints.find_components import (
     COMPANION,
     OF_TRAINING,
     LeftBehind,
+    complete_folders,
+    components_beside,
+    components_inside,
     find_unread,
     inner_folders,
     is_run,
     is_stray_file,
     is_unread,
     left_in,
-    parts_beside,
-    parts_inside,
     ranks_in,
     ranks_of,
-    wholes_in,
 )
-from ckptkit.checkpoints.part import Part, join
 from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.errors import (
     CkptError,
@@ -63,14 +63,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: the directory or file at `path`, and its parts, of which the one with the model comes first.
+    """A checkpoint: the directory or file at `path`, and its components, the one with the model first.
 
-    Nothing but names is looked at before it is asked for. `strange` are directories in which a part should be, and is
-    none that can be read.
+    Opening it looks at names only. `strange` are directories that should hold a component, but none is readable.
     """
 
     path: Path
-    parts: tuple[Part, ...]
+    components: tuple[Component, ...]
     strange: tuple[Path, ...] = ()
 
     @classmethod
@@ -90,37 +89,41 @@ class Checkpoint:
         latest = latest_in(path)
         if latest is not None:
             return latest
-        if here.parts:
+        if here.components:
             return here
         raise here.unreadable or no_checkpoint(path)
 
     @classmethod
     def at(cls, path: Path) -> Self:
         """Return what lies at `path` itself, be it complete or a checkpoint at all."""
-        wholes = wholes_in(path)
+        wholes = complete_folders(path)
         if wholes is not None:
             return cls(path, wholes)
         reader = None if is_run(path) else detect_format(path)
         if is_unread(path, reader):
             return cls(path, ())
         if reader is None or is_stray_file(path, reader):
-            return cls(path, parts_inside(path))
-        beside = parts_beside(path)
-        more = tuple(part for part in beside.values() if part)
-        return cls(path, (Part("", path, reader), *more), tuple(file for file, part in beside.items() if not part))
+            return cls(path, components_inside(path))
+        beside = components_beside(path)
+        more = tuple(component for component in beside.values() if component)
+        return cls(
+            path,
+            (Component("", path, reader), *more),
+            tuple(file for file, component in beside.items() if not component),
+        )
 
     @property
     def is_direct(self) -> bool:
         """Return whether it lies at the path itself, or in a directory there that holds all of it.
 
-        Other directories in a path hold parts of a checkpoint, or checkpoints of their own.
+        Other directories in a path hold components of a checkpoint, or checkpoints of their own.
         """
-        return any(not part.place or trainers.is_whole(part.place) for part in self.parts)
+        return any(not component.place or trainers.is_whole(component.place) for component in self.components)
 
     @property
     def places(self) -> list[Path]:
-        """Return where its parts lie, also those that no format claims."""
-        return [*(part.path for part in self.parts), *self.strange]
+        """Return where its components lie, also those that no format claims."""
+        return [*(component.path for component in self.components), *self.strange]
 
     @property
     def name(self) -> str:
@@ -135,11 +138,11 @@ class Checkpoint:
         """
         name = self.path.stem if self.path.suffix in ONE_FILE and not self.path.is_dir() else self.name
         step = step_of(Path(name))
-        return int(name) if step is None and self.parts and NUMBER.fullmatch(name) else step
+        return int(name) if step is None and self.components and NUMBER.fullmatch(name) else step
 
     @cached_property
     def step(self) -> int | None:
-        """Return its step, or that of the checkpoint that it is a part of; None where nothing says one.
+        """Return its step, or that of the checkpoint that it is a component of; None where nothing says one.
 
         A name says it, or else what its trainer noted; an epoch is said only if there is no step.
         """
@@ -161,50 +164,50 @@ class Checkpoint:
 
         The last steps may lead into an entry that is a dict or a list.
         """
-        for part in self.parts:
+        for component in self.components:
             for length in range(len(key), 0, -1):
                 name = ".".join(map(str, key[:length]))
-                if name in part.layout.blobs and part.layout.key(name) == key[:length]:
-                    return value_in(part.layout, name, key[length:])
+                if name in component.layout.blobs and component.layout.key(name) == key[:length]:
+                    return value_in(component.layout, name, key[length:])
         return None
 
     @cached_property
     def trainer(self) -> str | None:
         """Return who wrote it, told by what only they leave; None if nothing tells."""
-        model = self.model_part
-        others = [part.layout for part in self.parts if part is not model]
+        model = self.model_component
+        others = [component.layout for component in self.components if component is not model]
         return trainers.who_wrote(gather(model.path, (model.layout, *others)))
 
     @cached_property
     def named_trainer(self) -> str | None:
         """Return who wrote it if names and small files tell, without its metadata; None where only keys would."""
-        places = [part.path for part in self.parts] or [self.path, *inner_folders(self.path)]
+        places = [component.path for component in self.components] or [self.path, *inner_folders(self.path)]
         names = (trainers.who_wrote(gather_names(place)) for place in places)
         return next(filter(None, names), None)
 
     @cached_property
     def world_size(self) -> int | None:
         """Return how many ranks have files of their own in it, by the names of files; None if none has."""
-        places = [part.path for part in self.parts] or [self.path, *inner_folders(self.path)]
+        places = [component.path for component in self.components] or [self.path, *inner_folders(self.path)]
         ranks = {rank for place in places for rank in (ranks_in(place) if place.is_dir() else ranks_of([place.name]))}
         return len(ranks) or None
 
     @cached_property
-    def model_part(self) -> Part:
-        """Return the part with the model, or the only one.
+    def model_component(self) -> Component:
+        """Return the component with the model, or the only one.
 
         Raises `Unsupported` if several may have it, `NotACheckpoint` if there are only others.
         """
-        models = [part for part in self.parts if part.is_model or not part.place]
+        models = [component for component in self.components if component.is_model or not component.place]
         if len(models) == 1 or (models and not models[0].place):
             return models[0]
         if not models:
             raise self.unreadable or no_checkpoint(self.path)
-        names = ", ".join(part.place for part in models)
+        names = ", ".join(component.place for component in models)
         message = f"several checkpoints are in this directory: {names}"
         raise Unsupported(message, path=self.path, hint=self.say_tracked(models))
 
-    def say_tracked(self, models: Iterable[Part]) -> str:
+    def say_tracked(self, models: Iterable[Component]) -> str:
         """Return the hint to pass one of several models, and which one a tracker names."""
         trackers = trackers_in(self.path)
         named = ((model, tracker) for model in models for tracker in trackers if tracker.means(model.path))
@@ -212,27 +215,28 @@ class Checkpoint:
         return f"pass `{found[0].path}`, which `{found[1].name}` names" if found else "pass one of them"
 
     @property
-    def exported(self) -> Part | None:
+    def exported(self) -> Component | None:
         """Return the weights for use, such as an adapter, that lie beside the directory with all states, if any do."""
-        has_all = bool(self.parts) and all(trainers.is_whole(part.place) for part in self.parts)
+        has_all = bool(self.components) and all(trainers.is_whole(component.place) for component in self.components)
         found = sorted(filter(trainers.is_exported, names_in(self.path))) if has_all else []
         reader = detect_format(self.path / found[0]) if found else None
-        return Part("", self.path / found[0], reader) if reader else None
+        return Component("", self.path / found[0], reader) if reader else None
 
     @cached_property
     def layout(self) -> Layout:
-        """Return all parts as one layout, in the format of the model.
+        """Return all components as one layout, in the format of the model.
 
-        An entry has the name that it has in its part, with the part's in front where an earlier part has that too.
+        An entry has the name that it has in its component. The component's own name comes in front of it where an
+        earlier component has the same name.
         """
-        model = self.model_part
+        model = self.model_component
         root = self.path if self.path.is_dir() else self.path.parent
-        return join(root, [model, *(part for part in self.parts if part is not model)])
+        return join(root, [model, *(component for component in self.components if component is not model)])
 
     @cached_property
     def weights(self) -> Weights:
         """Return the model's tensors, under the model's own names. Raises `Mismatch` if there are none."""
-        return find_weights(self.model_part.layout)
+        return find_weights(self.model_component.layout)
 
     @cached_property
     def family(self) -> Family | None:
@@ -245,47 +249,51 @@ class Checkpoint:
     @cached_property
     def companions(self) -> Companions:
         """Return config, tokenizer and the like, from the checkpoint or the run above it."""
-        return find_companions(self.model_part.path, None)
+        return find_companions(self.model_component.path, None)
 
     def readable(self) -> tuple[Checkpoint, tuple[str, ...]]:
-        """Return the checkpoint with the parts that can be read, and words on those beside the model that cannot."""
-        model = self.model_part
-        kept: list[Part] = []
+        """Return the checkpoint with its readable components, and a remark on each other one beside the model."""
+        model = self.model_component
+        kept: list[Component] = []
         unread: list[str] = []
-        for part in self.parts:
+        for component in self.components:
             try:
-                _ = part.layout
-                kept.append(part)
+                _ = component.layout
+                kept.append(component)
             except (Corrupt, IOFailure, Unsafe, Unsupported) as error:
-                if part is model:
+                if component is model:
                     raise
-                unread.append(f"{part.path.name}: {error.message}")
-        return replace(self, parts=tuple(kept)), tuple(unread)
+                unread.append(f"{component.path.name}: {error.message}")
+        return replace(self, components=tuple(kept)), tuple(unread)
 
     def with_twins(self) -> Checkpoint:
         """Return the checkpoint with rounded copies in the place of the tensors that have them.
 
         Raises `Mismatch` if there are none.
         """
-        if not any(part.layout.twins for part in self.parts):
+        if not any(component.layout.twins for component in self.components):
             hint = "drop --weights-from: only some formats have a second copy, such as ZeRO 1 and 2, not 3"
             raise Mismatch("the checkpoint has no second copy of the weights", path=self.path, hint=hint)
-        return replace(self, parts=tuple(replace(part, takes_twins=True) for part in self.parts))
+        return replace(self, components=tuple(replace(component, takes_twins=True) for component in self.components))
 
     def with_base(self, base: str | None) -> Checkpoint:
         """Return the checkpoint of a model whose config.json lies in `base`, if that is given."""
-        return replace(self, parts=tuple(replace(part, base=base) for part in self.parts)) if base else self
+        return (
+            replace(self, components=tuple(replace(component, base=base) for component in self.components))
+            if base
+            else self
+        )
 
     def problems(self) -> list[CkptError]:
         """Return what keeps it from being read, as far as names and sizes tell; [] for a complete checkpoint."""
-        if not self.parts:
+        if not self.components:
             return [self.unreadable or unknown(self.path)]
         strange = [Corrupt("no known format", path=path) for path in self.strange]
-        return [*(problem for part in self.parts if (problem := part.problem)), *strange]
+        return [*(problem for component in self.components if (problem := component.problem)), *strange]
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every part of it has been written to its end; False if it is deleted meanwhile."""
+        """Return whether every component of it has been written to its end; False if it is deleted meanwhile."""
         try:
             return not self.problems()
         except IOFailure:
@@ -296,7 +304,7 @@ class Checkpoint:
     @property
     def is_weights_only(self) -> bool:
         """Return whether it is a model and, by its files' names, nothing else of a training, such as an optimizer."""
-        if not (self.path.is_dir() and self.is_direct and self.parts[0].reader.is_model_only):
+        if not (self.path.is_dir() and self.is_direct and self.components[0].reader.is_model_only):
             return False
         return not any(child.is_dir() or child.suffix in OF_TRAINING for child in children(self.path))
 
@@ -311,20 +319,20 @@ class Checkpoint:
         """Return what of its directory is not among the files and directories `used`, each with why."""
         if not self.path.is_dir():
             return []
-        parts = {part.path for part in self.parts} - {self.path}
+        components = {component.path for component in self.components} - {self.path}
         with translate_os_errors(self.path):
-            return list(left_in(self.path, frozenset(used), parts))
+            return list(left_in(self.path, frozenset(used), components))
 
     @property
     def files_beside(self) -> list[LeftBehind]:
-        """Return the files in its directory that no part is read from, but for config and tokenizer."""
-        used = {part.layout.root / name for part in self.parts for name in part.layout.files}
+        """Return the files in its directory that no component is read from, but for config and tokenizer."""
+        used = {component.layout.root / name for component in self.components for name in component.layout.files}
         return [left for left in self.left_behind(used) if left.why != COMPANION]
 
     @cached_property
     def unreadable(self) -> Unsupported | None:
         """Return the error for files of others that ckptkit does not read yet; None where it has none of these."""
-        found = None if self.parts else find_unread(self.path)
+        found = None if self.components else find_unread(self.path)
         if found is None:
             return None
         return Unsupported(f"{found.what}: ckptkit cannot read this yet", path=self.path, hint=found.hint)
@@ -365,7 +373,7 @@ def local_path_of(source: Source) -> Path:
 
 
 def open_layout(source: Source) -> Layout:
-    """Return where every chunk of a checkpoint lies, of all its parts; for what may be named see `Checkpoint.open`."""
+    """Return where every chunk of all components of a checkpoint lies; `Checkpoint.open` says what may be named."""
     return Checkpoint.open(source).layout
 
 
@@ -392,7 +400,7 @@ def checkpoints_in(root: Path) -> list[Checkpoint]:
     named = named_in(root)
     known = {one.path for one in named}
     others = [path for path in entries_in(root) if path not in known and path.is_dir()] if named else []
-    return [*named, *(one for one in map(Checkpoint.at, others) if one.parts)]
+    return [*named, *(one for one in map(Checkpoint.at, others) if one.components)]
 
 
 def runs_in(root: Path) -> list[Path]:

@@ -51,7 +51,7 @@ def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:
         return files_in(dst)
     check_replaceable(dst, made)
     found = []
-    for part in Checkpoint.at(dst).parts if dst.is_dir() else ():
+    for part in Checkpoint.at(dst).components if dst.is_dir() else ():
         with suppress(*_UNREADABLE):  # it has none
             found += [str((part.layout.root / name).relative_to(dst)) for name in part.layout.descriptions]
     return tuple(found)
@@ -59,7 +59,7 @@ def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:
 
 def files_in(dst: Path) -> tuple[str, ...]:
     """Return the files of the checkpoint in a directory, and of its manifest. Raises `Occupied` for several models."""
-    parts = Checkpoint.at(dst).parts if dst.is_dir() else ()
+    parts = Checkpoint.at(dst).components if dst.is_dir() else ()
     if sum(part.is_model for part in parts) > 1:
         names = ", ".join(sorted({part.reader.name for part in parts}))
         message = f"several models are there side by side ({names}), and only one of them would be replaced"
@@ -89,7 +89,7 @@ def strangers_in(root: Path, made: set[Path]) -> Iterator[Path]:
 
 def own_parts(root: Path) -> tuple[set[Path], set[Path]]:
     """Return the paths of the parts of the one checkpoint in a directory, and the files that they are stored in."""
-    parts = Checkpoint.at(root).parts
+    parts = Checkpoint.at(root).components
     if sum(part.is_model for part in parts) > 1:  # several models side by side: not one checkpoint
         return set(), set()
     files = set()

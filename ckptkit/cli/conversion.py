@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckptkit.checkpoints.find_parts import WEIGHTS, describe_left
+from ckptkit.checkpoints.find_components import WEIGHTS, describe_left
 from ckptkit.cli.output import be_quiet, note, pick, plain, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given

@@ -66,7 +66,7 @@ def to_json(done: CopiedFiles) -> dict[str, Any]:
 
 def report(src: Path, done: CopiedFiles) -> None:
     """Print the result for a reader."""
-    from ckptkit.checkpoints.find_parts import describe_left
+    from ckptkit.checkpoints.find_components import describe_left
     from ckptkit.cli.conversion import files_of
 
     if done.source != src:

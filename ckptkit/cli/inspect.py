@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.checkpoints.account import describe_account
-from ckptkit.checkpoints.find_parts import describe_left
+from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import and_more

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.checkpoints.find_parts import describe_left
+from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_problem, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.conversion.optimizers import names_in
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import get_format
@@ -81,7 +81,7 @@ def pair_parts(one: Checkpoint, two: Checkpoint) -> tuple[list[Pair], list[str]]
     Files beside a model are compared with it, where the other checkpoint has all in one. Return remarks, too, on what
     is not compared.
     """
-    ours, theirs = ({part.place: part for part in checkpoint.parts} for checkpoint in (one, two))
+    ours, theirs = ({part.place: part for part in checkpoint.components} for checkpoint in (one, two))
     if len(ours) > 1 and ours.keys() == theirs.keys():
         return [(as_part(ours[place]), as_part(theirs[place])) for place in ours], []
     whole = join_files(one), join_files(two)
@@ -89,20 +89,20 @@ def pair_parts(one: Checkpoint, two: Checkpoint) -> tuple[list[Pair], list[str]]
         return [with_names_of_both((one, whole[0]), (two, whole[1]))], []
     remarks = []
     for checkpoint in (one, two):
-        model = checkpoint.model_part
-        rest = ", ".join(part.path.name for part in checkpoint.parts if part is not model)
+        model = checkpoint.model_component
+        rest = ", ".join(part.path.name for part in checkpoint.components if part is not model)
         remarks += [f"compared only {model.path.name} of {model.path.parent}, not {rest}"] if rest else []
-    return [(as_part(one.model_part), as_part(two.model_part))], remarks
+    return [(as_part(one.model_component), as_part(two.model_component))], remarks
 
 
-def as_part(part: Part) -> Compared:
+def as_part(part: Component) -> Compared:
     return Compared(part.path, part.layout)
 
 
 def join_files(checkpoint: Checkpoint) -> Compared | None:
     """Return a checkpoint with the files beside its model; None where that has other parts."""
-    model = checkpoint.model_part
-    if any(part.under is None for part in checkpoint.parts if part is not model):
+    model = checkpoint.model_component
+    if any(part.under is None for part in checkpoint.components if part is not model):
         return None
     return Compared(model.path, checkpoint.layout)
 

@@ -85,7 +85,7 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     Parameters that only one has, or in another shape, are left out and said. Raises `Mismatch` if they share none, and
     any `CkptError` if one of them cannot be read or is damaged.
     """
-    parts = [Checkpoint.open(source).model_part for source in (a, b)]
+    parts = [Checkpoint.open(source).model_component for source in (a, b)]
     one, two = (part.path for part in parts)
     sides = [by_own_names(part.layout) for part in parts]
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)

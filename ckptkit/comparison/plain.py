@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.models.companions import find_config
@@ -29,7 +29,7 @@ class Plain:
     packed: Mapping[str, str]
 
     @classmethod
-    def of(cls, layout: Layout, part: Part) -> Self:
+    def of(cls, layout: Layout, part: Component) -> Self:
         """Look at the weights of a model under the names that they are compared by.
 
         Raises `Mismatch` for scales that do not fit. Weights that cannot be computed stay as they are stored.

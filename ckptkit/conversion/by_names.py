@@ -69,7 +69,9 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     )
     if not checkpoint.path.is_dir():
         return conversion
-    conversion = with_other_files(conversion, checkpoint.path, [part.layout for part in checkpoint.parts], world_size)
+    conversion = with_other_files(
+        conversion, checkpoint.path, [part.layout for part in checkpoint.components], world_size
+    )
     carried = {name: path for name, path in conversion.carried.items() if not trainers.is_tracker(name)}
     return without_copy(replace(conversion, carried=carried), checkpoint.path)
 

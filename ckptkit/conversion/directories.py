@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.find_parts import is_left
+from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.find_components import is_left
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.part import Part
 from ckptkit.destinations.staging import check_destination
 from ckptkit.errors import Unsafe, translate_os_errors
 from ckptkit.files.file import children
@@ -52,18 +52,18 @@ def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
             check_absent(dst)
 
 
-def check_apart(source: Checkpoint, dst: Path, writer: FormatWriter) -> None:
+def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWriter) -> None:
     """Raise `Unsafe` if making `dst` would take away what is being read, or change what the source is.
 
     A result may lie inside the source where nothing of that is touched, and where it is no part of it afterwards.
     """
     target = dst.resolve()
-    for path in (source.path, *(part.path for part in source.parts)):
+    for path in (source.path, *(part.path for part in source.components)):
         if any(contains(target, place) for place in resolved(path)):
             raise Unsafe("the source is the destination, or inside it", path=dst, hint=_HINT)
     if target.parent in resolved(source.path):
         check_beside_parts(source, dst)
-    for part in source.parts:
+    for part in source.components:
         if target.parent in resolved(part.path):
             check_in_part(part, dst, writer)
 
@@ -84,7 +84,7 @@ def check_beside_parts(source: Checkpoint, dst: Path) -> None:
         raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
 
 
-def check_in_part(part: Part, dst: Path, writer: FormatWriter) -> None:
+def check_in_part(part: Component, dst: Path, writer: FormatWriter) -> None:
     """Raise `Unsafe` if a result in the directory of a part is a file of that, or could be taken for one."""
     if part.reader.owns(dst.name) or dst.resolve() in (file.resolve() for file in own_files(part.layout)):
         raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)
@@ -140,7 +140,7 @@ def own_files(layout: Layout) -> list[Path]:
 
 def files_taken(checkpoint: Checkpoint, made: Iterable[str], dst: Path) -> Iterator[Path]:
     """Yield further files that a conversion uses: companions of the names `made`, and the output at `dst`."""
-    places = [*places_of(checkpoint.path), *(part.path for part in checkpoint.parts)]
+    places = [*places_of(checkpoint.path), *(part.path for part in checkpoint.components)]
     yield from (place / name for name in made for place in places)
     result = entry_at(checkpoint.path, dst)
     yield from [result] if result else []

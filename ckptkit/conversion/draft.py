@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckptkit.checkpoints.account import Account
-from ckptkit.checkpoints.find_parts import LeftBehind
+from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions

@@ -26,7 +26,7 @@ def with_masters(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:
 
     Raises `Mismatch` if there are none, `Usage` for options that do not go with masters of an optimizer.
     """
-    part, weights = checkpoint.model_part, checkpoint.weights
+    part, weights = checkpoint.model_component, checkpoint.weights
     found = find_masters(checkpoint.layout, weights.layout.specs)
     if not found:
         require_wide(weights.layout)
@@ -35,8 +35,8 @@ def with_masters(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:
     here = part.in_whole
     taken = {weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in found.items()}
     masters = replace(here, tensors={**here.tensors, **taken}, twins={})
-    parts = (replace(one, masters=masters) if one is part else one for one in checkpoint.parts)
-    return replace(checkpoint, parts=tuple(parts))
+    parts = (replace(one, masters=masters) if one is part else one for one in checkpoint.components)
+    return replace(checkpoint, components=tuple(parts))
 
 
 def require_wide(layout: Layout) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, edits
@@ -35,7 +35,7 @@ class Model:
     written, each for a reason; `merged` are the same as others, which are.
     """
 
-    part: Part
+    part: Component
     weights: Weights
     companions: Companions = field(default_factory=Companions)
     ask_base: AskBase = None
@@ -51,7 +51,7 @@ class Model:
     remarks: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, part: Part, companions_from: str | None, **more: Any) -> Model:
+    def of(cls, part: Component, companions_from: str | None, **more: Any) -> Model:
         """Return the whole model in a part of a checkpoint, with the companions of another one if that is named."""
         weights = find_weights(part.layout)
         return cls(part=part, weights=weights, companions=find_companions(part.path, companions_from), **more)

@@ -87,13 +87,13 @@ def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer) -> Na
 
     Raises `Unsupported` or `Mismatch` if they are not certain.
     """
-    return find_names(layout, optimizer, models_of(checkpoint), checkpoint.model_part.path)
+    return find_names(layout, optimizer, models_of(checkpoint), checkpoint.model_component.path)
 
 
 def models_of(checkpoint: Checkpoint) -> list[OneModel]:
     """Return the models in a checkpoint, first those of its model part. Raises `Mismatch` if it has no model."""
-    main = checkpoint.model_part
-    parts = [main, *(part for part in checkpoint.parts if part is not main and not is_other_part(part.place))]
+    main = checkpoint.model_component
+    parts = [main, *(part for part in checkpoint.components if part is not main and not is_other_part(part.place))]
     models = [model for part in parts for model in find_models(part.layout)]
     if not models:
         find_model_key(main.layout)

@@ -147,7 +147,7 @@ class ConvertOptions:
         """
         if unknown := given.keys() - Keywords.__annotations__.keys():
             raise TypeError(f"unknown option `{min(unknown)}`")
-        options = cls(**{name: settle(name, value) for name, value in {**given, **more}.items()})
+        options = cls(**{name: normalize(name, value) for name, value in {**given, **more}.items()})
         options.check()
         return options
 
@@ -355,11 +355,11 @@ def written(hint: Any) -> Any:
 _SEVERAL = ("include", "exclude", "from_base", "exclude_quantize", "rename", "weights", "scales")
 
 
-def settle(name: str, value: Any) -> Any:
+def normalize(name: str, value: Any) -> Any:
     """Return an option as `ConvertOptions` holds it."""
     if name == "dtype":
         rules = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-        return tuple(settle_like(str(rule)) for rule in rules)
+        return tuple(normalize_like(str(rule)) for rule in rules)
     if name in _SEVERAL:
         return (value,) if isinstance(value, str) else tuple(value)
     if name in ("map", "adapter_config") and value is not None:
@@ -371,7 +371,7 @@ def settle(name: str, value: Any) -> Any:
     return value
 
 
-def settle_like(rule: str) -> str:
+def normalize_like(rule: str) -> str:
     before, like, model = rule.partition(LIKE)
     return f"{before}{like}{Path(model).absolute()}" if like and Path(model).is_dir() else rule
 

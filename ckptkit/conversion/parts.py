@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component, join_layouts
 from ckptkit.checkpoints.evidence import gather
-from ckptkit.checkpoints.part import Part, join_layouts
 from ckptkit.conversion.completion import Completed, complete_optimizers
 from ckptkit.conversion.directories import entry_at, files_beside, own_files
 from ckptkit.conversion.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_in
@@ -33,7 +33,7 @@ from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import find_weights, has_weights
 from ckptkit.trainers import say_opaque, who_wrote
 
-CheckCasts = Callable[[Part, Mapping[str, str]], None]  # a part, and what becomes of dtypes by name
+CheckCasts = Callable[[Component, Mapping[str, str]], None]  # a part, and what becomes of dtypes by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Piece:
     `restored` is the head that was left out because config.json ties it, if it is there again.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[Component, ...]
     layout: Layout
     restored: frozenset[str]
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> Self:
+    def of(cls, parts: Sequence[Component]) -> Self:
         """Join the parts."""
         first, *others = parts
         complete = restore_tied(first.layout, find_companions(first.path, None).config or {})
@@ -128,7 +128,11 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
     if options.vocab_size is not None:
         conversion = with_config_of(conversion, options.vocab_size)
-    return conversion if any(not part.place for part in checkpoint.parts) else without_copy(conversion, checkpoint.path)
+    return (
+        conversion
+        if any(not part.place for part in checkpoint.components)
+        else without_copy(conversion, checkpoint.path)
+    )
 
 
 def check_edits(chosen: Sequence[Layout], options: ConvertOptions) -> None:
@@ -142,7 +146,7 @@ def check_edits(chosen: Sequence[Layout], options: ConvertOptions) -> None:
 def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: ConvertOptions) -> Iterator[str]:
     """Yield a remark on each file beside the model that is copied as it is, with names that a rename would replace."""
     written = [part for piece in pieces for part in piece.parts]
-    for part in checkpoint.parts:
+    for part in checkpoint.components:
         if part.under is not None and part not in written:
             renamed, _ = rename_parameters(part.layout, frozenset(), options.edits.renaming())
             if renamed is not part.layout:
@@ -157,17 +161,17 @@ def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[
     family = options.family if options.to == WITH_FILES else None
     if family is None:
         return {}
-    config = find_companions(checkpoint.model_part.path, options.base).config
+    config = find_companions(checkpoint.model_component.path, options.base).config
     return family.files(checkpoint.step or 0, Sizes(config or {}).model_type)
 
 
-def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Part]]:
+def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Component]]:
     """Return the parts of a checkpoint that are to be written anew, those together that become one.
 
     Files beside a model that is in the wanted format already stay files, as its trainer looks for them.
     """
-    sharded = [part for part in checkpoint.parts if get_format(part.layout.format).is_sharded]
-    parts = sharded if options.only_sharded and sharded else list(checkpoint.parts)
+    sharded = [part for part in checkpoint.components if get_format(part.layout.format).is_sharded]
+    parts = sharded if options.only_sharded and sharded else list(checkpoint.components)
     beside = [part for part in parts if part.under is not None]
     main = [part for part in parts if part.under is None]
     if main[0].layout.format == options.to:

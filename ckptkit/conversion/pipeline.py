@@ -1,4 +1,4 @@
-"""Write a drafted conversion: stage -> create -> plan -> copy -> settle -> seal -> manifest -> commit.
+"""Write a drafted conversion: stage -> create -> plan -> copy -> check -> seal -> manifest -> commit.
 
 Several processes may share the work. Each does the steps up to `copy`; one of them does the rest.
 """

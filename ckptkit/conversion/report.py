@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.account import Account
-from ckptkit.checkpoints.find_parts import WEIGHTS, LeftBehind, describe_left
+from ckptkit.checkpoints.find_components import WEIGHTS, LeftBehind, describe_left
 from ckptkit.conversion.draft import Conversion, Entries
 from ckptkit.destinations.allocation import free_bytes
 from ckptkit.engine.copy import Copied

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.evidence import gather
-from ckptkit.checkpoints.part import Part
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Caution, Mismatch, Unsupported, and_more
@@ -31,7 +31,7 @@ from ckptkit.trainers import who_wrote
 WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
 
 
-def open_model(part: Part, options: ConvertOptions, instead: Layout | None = None) -> Model:
+def open_model(part: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
     """Return the weights of a checkpoint as far as you ask for them, under the names that you give them.
 
     They lie in the layout of its part, or in another that is given `instead`.

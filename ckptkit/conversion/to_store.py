@@ -228,7 +228,7 @@ class OutputUpload:
         assembly.require_all()
         pairs = zip(self.plans, ledgers, strict=True)
         copied = [check_complete(plan, ledger, jobs=self.jobs) for plan, ledger in pairs]
-        sums = {name: self.carry(name, path) for name, path in conversion.carried.items()}
+        sums = {name: self.send_file(name, path) for name, path in conversion.carried.items()}
         write_made(conversion, self.room)
         files = seal(conversion, self.plans, copied, sums)
         for origin in (*conversion.origins, *conversion.also_read):
@@ -248,7 +248,7 @@ class OutputUpload:
         self.there.commit()
         return Written(ledgers, copied, self.there.remarks())
 
-    def carry(self, name: str, path: Path) -> int:
+    def send_file(self, name: str, path: Path) -> int:
         """Send a file that goes along as it is, and return its CRC-32."""
         whole = 0
         with opening(path) as file:

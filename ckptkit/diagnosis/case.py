@@ -46,7 +46,7 @@ class Case:
     @cached_property
     def weights(self) -> Weights | None:
         """Return the model's tensors by their own names; None where there are none, or those of several models."""
-        layout = self.checkpoint.model_part.layout
+        layout = self.checkpoint.model_component.layout
         try:
             return find_weights(layout) if has_weights(layout) else None
         except (Mismatch, Unsupported):
@@ -91,7 +91,7 @@ class Case:
     @cached_property
     def quantization(self) -> str | None:
         """Return the method by which weights of the checkpoint are quantized; None where they are plain numbers."""
-        part = self.checkpoint.model_part
+        part = self.checkpoint.model_component
         try:
             found = find_quantized(part.layout, self.checkpoint.companions.config)
         except (Corrupt, Mismatch, Unsupported):

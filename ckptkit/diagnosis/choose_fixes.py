@@ -40,7 +40,7 @@ def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: D
     if any(one.code == "other_model" for one in found):  # no command makes the model that is wanted
         return ChosenFixes(tuple(replace(one, fixed_by=None) for one in found))
     own = list(dict.fromkeys(one.fixed_by for one in found if one.fixed_by))
-    joint = join_all(own, is_sharded=checkpoint.model_part.reader.name == SHARDS)
+    joint = join_all(own, is_sharded=checkpoint.model_component.reader.name == SHARDS)
     trials = Trials(dry_run, {})
     chosen = {fix: trials.first(joint[fix], fix) for fix in own}
     refused = {fix: error for fix in own if chosen[fix] is None and (error := trials.known[fix].error)}

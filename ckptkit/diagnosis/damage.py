@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
@@ -19,12 +19,12 @@ Damage = Mapping[Path, Sequence[CkptError]]
 
 def look_for_damage(checkpoint: Checkpoint) -> Damage:
     """Return what keeps each part of a checkpoint from being read, by its path, as far as metadata tell."""
-    found = {part.path: problems_of(part) for part in checkpoint.parts}
+    found = {part.path: problems_of(part) for part in checkpoint.components}
     found |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
     return {path: problems for path, problems in found.items() if problems}
 
 
-def problems_of(part: Part) -> Sequence[CkptError]:
+def problems_of(part: Component) -> Sequence[CkptError]:
     """Return what keeps a part from being read, () if nothing does. A whole one is read once."""
     problems = Problems()
     try:
@@ -70,7 +70,7 @@ def name_in(root: Path, path: Path) -> str:
 def find_torch_version(case: Case) -> Iterator[Finding]:
     """Yield that metadata are those of a later torch, if the one that is installed here fails on them."""
     here = installed()
-    for part in case.checkpoint.parts:
+    for part in case.checkpoint.components:
         needed = part.reader.least_torch(part.path)
         if needed is not None and here is not None and numbers(here) < numbers(needed):
             message = f"torch {needed} or later wrote the metadata, and torch {here} fails on it with a ValueError"

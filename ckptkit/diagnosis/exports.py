@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptkit.adapters.empty import find_empty
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.diagnosis.case import Case, Misfits, TargetModel
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, beside, export, is_model, rewrite
@@ -60,13 +60,13 @@ class BrokenExport:
 
 def find_broken_export(checkpoint: Checkpoint) -> list[Finding]:
     """Return what is wrong with the index or the headers of a model, [] unless its tensors are certainly whole."""
-    part = checkpoint.model_part
+    part = checkpoint.model_component
     broken = read_export(part) if may_be_broken(part) else None
     fix = Fix.of("doctor", checkpoint.path, fix=beside(checkpoint.path, "fixed"))
     return list(broken.findings(fix)) if broken else []
 
 
-def may_be_broken(part: Part) -> bool:
+def may_be_broken(part: Component) -> bool:
     """Return whether a directory of safetensors cannot be read, or has more of them than are read."""
     if part.reader.name != _HF or not part.path.is_dir():
         return False
@@ -76,7 +76,7 @@ def may_be_broken(part: Part) -> bool:
         return True
 
 
-def read_export(part: Part) -> BrokenExport | None:
+def read_export(part: Component) -> BrokenExport | None:
     """Return what the headers of a model's files list, None unless that is certainly all of the model.
 
     It is certain if config.json calls for exactly these tensors, or if the files are a complete numbered series and no
@@ -108,15 +108,15 @@ def index_in(root: Path) -> Mapping[str, str] | None:
 
 def repaired(checkpoint: Checkpoint) -> Checkpoint:
     """Return a broken export with the tensors that the headers of its files list."""
-    part = checkpoint.model_part
+    part = checkpoint.model_component
     broken = read_export(part)
     assert broken is not None
-    return replace(checkpoint, parts=(replace(part, salvaged=broken.found.layout),))
+    return replace(checkpoint, components=(replace(part, salvaged=broken.found.layout),))
 
 
 def find_index(case: Case) -> Iterator[Finding]:
     """Yield that several numbered files have no index, which transformers needs."""
-    part = case.checkpoint.model_part
+    part = case.checkpoint.model_component
     files = part.layout.paths
     if (
         part.reader.name == _HF
@@ -142,14 +142,14 @@ def find_config_dtype(case: Case) -> Iterator[Finding]:
 def find_empty_adapter(case: Case) -> Iterator[Finding]:
     """Yield that an adapter has no elements; the states beside it have its weights."""
     checkpoint = case.checkpoint
-    saved = checkpoint.exported or checkpoint.model_part
+    saved = checkpoint.exported or checkpoint.model_component
     error = find_empty(saved.layout) if saved.is_adapter else None
     if error is None:
         return
-    if saved is checkpoint.model_part:
+    if saved is checkpoint.model_component:
         yield Finding("empty_adapter", error.tensor, f"{error.message} ({error.hint})")
     else:
-        message = f"{error.message}; `{checkpoint.model_part.place}` contains the weights"
+        message = f"{error.message}; `{checkpoint.model_component.place}` contains the weights"
         yield Finding("empty_adapter", error.tensor, message, export(checkpoint))
 
 

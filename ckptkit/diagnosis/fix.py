@@ -99,7 +99,7 @@ def reshard(checkpoint: Checkpoint, world_size: int, **options: Value | None) ->
 
 def resize(checkpoint: Checkpoint, world_size: int) -> Fix:
     """Return the command that makes a checkpoint load with so many ranks, or with any where its format has such."""
-    target = checkpoint.model_part.reader.resized_as
+    target = checkpoint.model_component.reader.resized_as
     if not target:
         return reshard(checkpoint, world_size)
     return Fix.of("convert", checkpoint.path, beside(checkpoint.path, target), to=target)
@@ -118,7 +118,7 @@ def beside(path: Path, word: str, suffix: str = "") -> Path:
 
 def is_model(checkpoint: Checkpoint) -> bool:
     """Return whether the weights lie in files of a model, by whose names `from_pretrained` finds them."""
-    part = checkpoint.model_part
+    part = checkpoint.model_component
     if part.reader.is_model_only or part.reader.is_sharded or not part.path.is_dir():
         return part.reader.is_model_only
     return any(map(_MODEL_FILE.fullmatch, names_in(part.path)))
@@ -126,5 +126,5 @@ def is_model(checkpoint: Checkpoint) -> bool:
 
 def own_format(checkpoint: Checkpoint) -> str:
     """Return the format that a checkpoint can be written anew in: its own, or shards where that is only read."""
-    name = checkpoint.model_part.reader.name
+    name = checkpoint.model_component.reader.name
     return name if name in writable_formats() and not get_writer(name).needs_names else SHARDS

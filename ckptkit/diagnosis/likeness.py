@@ -23,7 +23,7 @@ from ckptkit.trainers import owner_of_key
 _MOST_RULES = 8
 
 
-def find_unlike(case: Case) -> Iterator[Finding]:
+def compare_with_checkpoint(case: Case) -> Iterator[Finding]:
     """Yield what another checkpoint has and this one has not, or by another name, or in another shape or dtype."""
     if case.like is None:
         return
@@ -59,7 +59,7 @@ def find_key(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Find
 
 def find_lacking(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield what the other has and this one lacks, and weights that only this one has."""
-    said = said_elsewhere(ours.layout, theirs.layout) if case.checkpoint.model_part.reader.is_sharded else set()
+    said = said_elsewhere(ours.layout, theirs.layout) if case.checkpoint.model_component.reader.is_sharded else set()
     missing = {
         name: shape
         for name, shape in shapes_of(theirs.layout).items()
@@ -85,7 +85,7 @@ def find_lacking(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[
 
 def find_kinds(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield what is a tensor in shards here and none in the other, such as a rate. The other way round torch loads."""
-    is_sharded = case.checkpoint.model_part.reader.is_sharded
+    is_sharded = case.checkpoint.model_component.reader.is_sharded
     for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
         message = (
             f"a tensor here, a plain value in {other}: torch's load fails with `Invalid checkpoint metadata`; "

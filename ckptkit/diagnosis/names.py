@@ -187,7 +187,7 @@ def find_unexpected(case: Case, model: TargetModel, extra: list[str]) -> Iterato
     assert case.weights is not None
     came_from = case.weights.came_from
     names = {came_from.get(name, name) for name in extra}
-    others = set(case.checkpoint.model_part.layout.names) - names
+    others = set(case.checkpoint.model_component.layout.names) - names
     globs = few_globs(sorted(names), others, _MOST_GLOBS)
     fix = rewrite(case.checkpoint, exclude=globs, base=model.name) if globs else None
     message = f"{model.name} does not have this tensor: `load_state_dict` refuses it, other loaders skip it"

@@ -20,13 +20,13 @@ def find_missing_states(case: Case) -> Iterator[Finding]:
 
     Of one in a file of torch.save a note is made: whether its loader asks for all depends on which it is.
     """
-    if case.checkpoint.model_part.reader.is_sharded and case.adapted is None:
+    if case.checkpoint.model_component.reader.is_sharded and case.adapted is None:
         yield from list_missing_states(case)
 
 
 def list_missing_states(case: Case) -> Iterator[Finding]:
     """Yield the parameters without a state, however the optimizer is saved."""
-    is_sharded = case.checkpoint.model_part.reader.is_sharded
+    is_sharded = case.checkpoint.model_component.reader.is_sharded
     words = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
     for states in named_states(case.layout):
         for name in without_state(states):
@@ -39,7 +39,7 @@ def list_missing_states(case: Case) -> Iterator[Finding]:
 
 def complete(case: Case) -> Fix:
     """Return the command that gives every parameter a state."""
-    is_sharded = case.checkpoint.model_part.reader.is_sharded
+    is_sharded = case.checkpoint.model_component.reader.is_sharded
     ranks = (case.world_size or case.layout.world_size) if is_sharded else None
     if ranks:
         return reshard(case.checkpoint, ranks, complete_optimizer=True)

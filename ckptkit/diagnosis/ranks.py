@@ -29,9 +29,9 @@ def find_ranks(case: Case) -> Iterator[Finding]:
 
 def find_files(case: Case, wanted: int) -> Iterator[Finding]:
     """Yield the files that are one rank's each, if there are not as many as shall load them."""
-    reader = case.checkpoint.model_part.reader
+    reader = case.checkpoint.model_component.reader
     ranks = case.layout.world_size or case.checkpoint.world_size
-    if ranks is not None and ranks != wanted and reader.is_bound(case.checkpoint.model_part.path):
+    if ranks is not None and ranks != wanted and reader.is_bound(case.checkpoint.model_component.path):
         message = (
             f"saved by {count(ranks, 'rank')}: its own library loads it only with the same number, not with {wanted}"
         )

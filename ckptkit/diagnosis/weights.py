@@ -14,7 +14,7 @@ from ckptkit.models.predictors import predictors_in, with_counts
 from ckptkit.models.tokens import warn_of_tokens
 from ckptkit.names.renames import globs_for
 from ckptkit.names.weights import find_weights
-from ckptkit.quantized.config import read_said
+from ckptkit.quantized.config import read_quantization_config
 from ckptkit.quantized.find import is_plain
 
 _QUANTIZATION = "quantization_config"
@@ -26,7 +26,7 @@ def find_model(case: Case) -> Iterator[Finding]:
     if not case.is_asked or case.model is None:
         return
     try:
-        find_weights(case.checkpoint.model_part.layout)
+        find_weights(case.checkpoint.model_component.layout)
     except SeveralModels as error:
         fix = export(case.checkpoint, include=(error.globs[0],), base=case.model.name)
         yield Finding("no_model", None, error.message, fix)
@@ -71,10 +71,10 @@ def find_said_quantized(case: Case) -> Iterator[Finding]:
     """Yield that the config by which a model is loaded calls weights quantized that are plain."""
     asked = case.model if case.is_asked else None
     config = asked.config if asked else case.checkpoint.companions.config
-    method = read_said(config).method if config else None
+    method = read_quantization_config(config).method if config else None
     if method is None or case.weights is None or not (asked or is_model(case.checkpoint)):
         return
-    if is_plain(case.checkpoint.model_part.layout.specs):
+    if is_plain(case.checkpoint.model_component.layout.specs):
         whose = f"the config of {asked.name}" if asked else "config.json"
         message = f"`{_QUANTIZATION}` in {whose}: expected weights quantized by {method}, found plain ones"
         yield Finding("config_quantized", None, message, export(case.checkpoint, base=asked.name if asked else None))
@@ -93,7 +93,7 @@ def find_extra_state(case: Case) -> Iterator[Finding]:
     """Yield the `_extra_state` of modules, where a model is to be loaded that is not of their kind."""
     if not case.is_asked or case.model is None:
         return
-    layout = case.checkpoint.model_part.layout
+    layout = case.checkpoint.model_component.layout
     names = tuple(name for name in layout.names if _EXTRA_STATE in str(layout.key(name)[-1]).split("/")[0].split("."))
     if names:
         message = (

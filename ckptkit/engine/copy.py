@@ -114,22 +114,22 @@ def copy_unit(
 
     def make(worker: Worker, block: Block) -> tuple[int, bool]:
         recipe = block.target.recipe
-        crc, is_noted = (copy_unchanged(worker, block) if recipe is None else None), False
+        crc, has_remark = (copy_unchanged(worker, block) if recipe is None else None), False
         if crc is None:
-            data, is_noted = (worker.read(block), False) if recipe is None else apply_recipe(recipe, worker, block)
+            data, has_remark = (worker.read(block), False) if recipe is None else apply_recipe(recipe, worker, block)
             worker.write(block, data)
             crc = checksum(block, worker.pieces, data)
         if output is not None:
             output.note(*place_in_run(block.target.chunk, block.start), block.nbytes, crc)
-        return crc, is_noted
+        return crc, has_remark
 
     def note(block: Block, made: tuple[int, bool], pieces: Pieces) -> None:
-        crc, is_noted = made
+        crc, has_remark = made
         sources.note(pieces)
         for number, found in enumerate(pieces):
             ledger.add_read(number, found)
         ledger.add_written(block.target.chunk, block.start, block.nbytes, crc)
-        if is_noted:
+        if has_remark:
             ledger.noted.add(block.target.name)
         tell(block)
 

@@ -101,7 +101,7 @@ def pull(
                 fetch(found, files, stage, jobs, telling(progress, sum(sizes.values())))
             with bars("verifying") as progress:
                 check(stage.path, files, jobs, telling(progress, sum(sizes.values())))
-            part = next((part.path for part in Checkpoint.at(stage.path).parts), stage.path)
+            part = next((part.path for part in Checkpoint.at(stage.path).components), stage.path)
             reader = detect_format(part)
             stage.commit()
     seconds = time.perf_counter() - began

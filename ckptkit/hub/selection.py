@@ -59,7 +59,7 @@ class Selection:
 def select_files(source: Source, repo_id: str) -> Selection:
     """Return the files to push of the checkpoint at `source`, or of the latest of a run: of its parts the model's."""
     checkpoint = Checkpoint.open(source)
-    root, reader = checkpoint.model_part.path, checkpoint.model_part.reader
+    root, reader = checkpoint.model_component.path, checkpoint.model_component.reader
     if not root.is_dir():
         hint = "name the directory that the file is in, or one that `ckptkit consolidate` makes of it"
         raise Usage("only directories are pushed", path=root, hint=hint)

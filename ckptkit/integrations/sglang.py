@@ -54,7 +54,7 @@ def checkpoint_at(path: Path) -> Checkpoint | None:
         checkpoint = Checkpoint.open(path)
     except NotACheckpoint:
         return None
-    return None if checkpoint.model_part.reader.is_model_only else checkpoint
+    return None if checkpoint.model_component.reader.is_model_only else checkpoint
 
 
 def under_prefix(prefix: str, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:

@@ -164,10 +164,10 @@ def vocabulary_of(config: Mapping[str, Any]) -> int | None:
 
 def with_vocabulary(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Return a config.json with another size of the vocabulary wherever it says one."""
-    mended = dict(config)
-    inner = mended.get("text_config")
+    fixed = dict(config)
+    inner = fixed.get("text_config")
     if isinstance(inner, Mapping):
-        mended["text_config"] = {**inner, _KEY: rows}
-    if _KEY in mended or not isinstance(inner, Mapping):
-        mended[_KEY] = rows
-    return mended
+        fixed["text_config"] = {**inner, _KEY: rows}
+    if _KEY in fixed or not isinstance(inner, Mapping):
+        fixed[_KEY] = rows
+    return fixed

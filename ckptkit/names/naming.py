@@ -22,7 +22,7 @@ from ckptkit.names.family import Family
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.training import translate_training
 from ckptkit.names.translate import Translated, Turn
-from ckptkit.names.turn import settle_family, turn_between
+from ckptkit.names.turn import choose_family, turn_between
 from ckptkit.names.weights import JOINED, OF_ONE, Weights, find_model_key, find_weights
 from ckptkit.pictures.words import count
 
@@ -128,7 +128,7 @@ def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
     here = family_of(weights.shapes, asked.trainer, sizes.model_type, lambda name: is_there(weights.root / name))
     if config is not None:
         try:
-            here = settle_family(here, weights.shapes, sizes)
+            here = choose_family(here, weights.shapes, sizes)
         except CkptError as error:
             raise error.blame(path=weights.root) from None
     if table is not None and asked.names == table.name:

@@ -63,7 +63,7 @@ def translate_training(layout: Layout, found: Weights, prefix: KeyPath, turn: Tu
         for name, tensor in made.tensors.items():
             key = place.key(name)
             tensors[dotted(key)], keys[dotted(key)] = tensor, key
-        for name, blob in carry(layout, entries.blobs, weights.came_from, place).items():
+        for name, blob in copy_blobs(layout, entries.blobs, weights.came_from, place).items():
             key = place.key(name)
             blobs[dotted(key)], keys[dotted(key)] = blob, key
     for name, blob in blobs.items():
@@ -163,7 +163,7 @@ def is_untouched(new: str, olds: Iterable[str], translated: Translated, weights:
     return not more and translated.tensors[new] == weights.tensors[first]
 
 
-def carry(layout: Layout, blobs: Mapping[str, Blob], origins: Origins, place: EntryPlace) -> dict[str, Blob]:
+def copy_blobs(layout: Layout, blobs: Mapping[str, Blob], origins: Origins, place: EntryPlace) -> dict[str, Blob]:
     """Return the entries of one kind that are no tensors for the new parameters."""
     made = {}
     for new, olds in origins.items():

@@ -18,7 +18,7 @@ from ckptkit.tensors.box import Shape
 _COMPUTED = ".rotary_emb.inv_freq"  # a buffer that older files hold, and every model computes
 
 
-def settle_family(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> Family | None:
+def choose_family(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> Family | None:
     """Return the family of tensors that may be of the Hub or of transformers, now that the model is known; or `found`.
 
     A family whose table lacks the type of the model is not meant where the tensors are all those of transformers'

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.conversion.directories import check_apart, check_free, to_output
+from ckptkit.conversion.directories import check_free, require_separate_destination, to_output
 from ckptkit.conversion.draft import Conversion, Draft
 from ckptkit.conversion.options import Keywords
 from ckptkit.conversion.pipeline import write
@@ -60,7 +60,7 @@ def apply(
     if dtype:
         asked["dtype"] = dtype
     opened = as_consolidated(base, asked, output)
-    check_apart(opened.checkpoint, output, opened.draft.writer)
+    require_separate_destination(opened.checkpoint, output, opened.draft.writer)
     with ExitStack() as stack:
         found = [to_path(one) for one in given]
         own = found if all(map(is_own, found)) else [as_own_delta(opened, found, jobs, stack)]

@@ -87,7 +87,7 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
 
 def open_plain(path: Path) -> Layout:
     """Return the tensors of a Hugging Face model, each of which lies in one piece."""
-    part = Checkpoint.open(path).model_part
+    part = Checkpoint.open(path).model_component
     layout = replace(locate(part.layout), blobs={}, twins={}, keys={})
     if layout.format != "hf" or layout.world_size is not None or part.path != path:
         hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.find_parts import LeftBehind
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.collector import collector_paused
-from ckptkit.conversion.directories import check_apart, check_free, files_taken, to_output
+from ckptkit.conversion.directories import check_free, files_taken, require_separate_destination, to_output
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take
 from ckptkit.conversion.options import MASTER, MODULE, ConvertOptions, Keywords, spell_out
@@ -172,7 +172,7 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     check_free(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
-        check_apart(checkpoint, dst, writer)
+        require_separate_destination(checkpoint, dst, writer)
     conversion = draft_opened(checkpoints, dst, options)
     conversion = with_left_behind(conversion, checkpoints)
     if options.strict:
@@ -230,27 +230,27 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
     return draft_model(parts, remarks, dst, options)
 
 
-def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Part], list[str]]:
+def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Component], list[str]]:
     """Return the part of each checkpoint with the model that is to be written, and notes on the alternatives."""
     parts, notes = zip(*(choose_model(checkpoint, options) for checkpoint in checkpoints), strict=True)
     return list(parts), list(dict.fromkeys(filter(None, notes)))
 
 
-def choose_model(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Part, str]:
+def choose_model(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Component, str]:
     """Return the part with the model that is to be written, and a note if there is another; "" if not."""
-    takes_states = options.salvage or options.weights_from == MODULE or checkpoint.model_part.masters is not None
+    takes_states = options.salvage or options.weights_from == MODULE or checkpoint.model_component.masters is not None
     exported = None if takes_states else checkpoint.exported
     if exported is None:
-        return checkpoint.model_part, ""
+        return checkpoint.model_component, ""
     from ckptkit.adapters.empty import find_empty  # few checkpoints have an adapter beside states
 
-    name, states = exported.path.name, checkpoint.model_part.place
+    name, states = exported.path.name, checkpoint.model_component.place
     if error := find_empty(exported.layout):
-        return checkpoint.model_part, f"the states in `{states}` were taken, not `{name}`: {error.message}"
+        return checkpoint.model_component, f"the states in `{states}` were taken, not `{name}`: {error.message}"
     return exported, f"`{name}` was taken, which is for use; name `{states}` to take the weights in its states"
 
 
-def draft_model(parts: Sequence[Part], remarks: Sequence[str], dst: Path, options: ConvertOptions) -> Conversion:
+def draft_model(parts: Sequence[Component], remarks: Sequence[str], dst: Path, options: ConvertOptions) -> Conversion:
     """Draft the weights in a part of a checkpoint, or the mean of those in several."""
     model = take_steps(parts, options)
     origins = [Origin.of(part.masters.root if part.masters else part.path) for part in parts]
@@ -258,13 +258,13 @@ def draft_model(parts: Sequence[Part], remarks: Sequence[str], dst: Path, option
     return replace(conversion, also_read=[origin_of_base(dst, options)]) if options.from_base else conversion
 
 
-def take_steps(parts: Sequence[Part], options: ConvertOptions) -> Model:
+def take_steps(parts: Sequence[Component], options: ConvertOptions) -> Model:
     """Return the weights in a part of a checkpoint, or the mean of those in several, as they will be written."""
     models = [open_named(part, options) for part in parts]
     return take(STEPS, models[0] if len(models) == 1 else align(models), options)
 
 
-def open_named(part: Part, options: ConvertOptions) -> Model:
+def open_named(part: Component, options: ConvertOptions) -> Model:
     """Return the weights in a part of a checkpoint under the names that you ask for, with their masters beside them."""
     model = take(NAMING, open_model(part, options), options)
     if part.masters is None:
@@ -278,7 +278,7 @@ def origin_of_base(dst: Path, options: ConvertOptions) -> Origin:
     """Return the base as a source that must not change meanwhile. Raises `Unsafe` if the output would replace it."""
     assert options.base is not None
     base = Checkpoint.open(to_model_path(options.base))
-    check_apart(base, dst, options.writer)
+    require_separate_destination(base, dst, options.writer)
     return Origin.of(base.path)
 
 
@@ -322,7 +322,7 @@ def draft_parts(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> C
     return parts.draft_parts(checkpoint, dst, options, refuse_torn)
 
 
-def refuse_torn(part: Part, casts: Mapping[str, str]) -> None:
+def refuse_torn(part: Component, casts: Mapping[str, str]) -> None:
     """Raise an error if casts would tear quantized weights from their scales."""
     if casts and may_be_quantized(part.layout.specs):
         from ckptkit.quantized import plain

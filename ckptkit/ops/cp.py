@@ -14,11 +14,11 @@ from pathlib import Path
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.find_parts import LeftBehind, is_left, reason_to_leave
+from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.find_components import LeftBehind, is_left, reason_to_leave
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, read_manifest
 from ckptkit.checkpoints.marks import PlacedFiles, find_marks
-from ckptkit.checkpoints.part import Part
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
 from ckptkit.conversion.directories import check_free, contains
@@ -206,8 +206,8 @@ def look_through(checkpoint: Checkpoint) -> Contents:
     """Return what of a checkpoint is copied. Raises the first problem of its structure."""
     root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     problems = Problems()
-    others = frozenset(part.path for part in checkpoint.parts)
-    parts = [look_at(part, root, others - {part.path}, problems) for part in checkpoint.parts]
+    others = frozenset(part.path for part in checkpoint.components)
+    parts = [look_at(part, root, others - {part.path}, problems) for part in checkpoint.components]
     for problem in problems.list():
         raise problem
     needed = {root / part.name(name) for part in parts for name in (*part.own.needed, *part.own.recorded)}
@@ -231,7 +231,7 @@ def look_through_delta(path: Path) -> Contents:
     return Contents(path, DELTA, (), sizes, (RECORD,), sums=sums)
 
 
-def look_at(part: Part, root: Path, others: frozenset[Path], problems: Problems) -> OwnPart:
+def look_at(part: Component, root: Path, others: frozenset[Path], problems: Problems) -> OwnPart:
     """Return a part of the checkpoint in directory `root`; what is wrong with it is among the problems."""
     with translate_os_errors(part.path):
         layout = part.reader.read(part.path, problems.add)

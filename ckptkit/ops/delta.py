@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.checkpoints.manifest import source_of
-from ckptkit.conversion.directories import check_apart
+from ckptkit.conversion.directories import require_separate_destination
 from ckptkit.deltas.record import DeltaRecord
 from ckptkit.destinations.allocation import make_folder
 from ckptkit.destinations.staging import Stage
@@ -95,7 +95,7 @@ def delta(
     require_absent(output)
     sides = both_consolidated(base, new, (dtype,) if isinstance(dtype, str) else tuple(dtype), output)
     for side in sides:
-        check_apart(side.checkpoint, output, side.draft.writer)
+        require_separate_destination(side.checkpoint, output, side.draft.writer)
     pair = ComparedPair(sides, jobs, telling(progress, 2 * sides[0].layout.nbytes))
     if dry_run:
         made = pair.measure(output)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.conversion.directories import check_apart
+from ckptkit.conversion.directories import require_separate_destination
 from ckptkit.deltas import disk_delta
 from ckptkit.deltas.byte_delta import OVERWRITE, XOR
 from ckptkit.deltas.digests import best_algorithm, new_digest
@@ -90,7 +90,7 @@ def delta_version(
     output = place / disk_delta.name_of(number)
     sides = both_consolidated(base, new, (dtype,) if isinstance(dtype, str) else tuple(dtype), output)
     for side in sides:
-        check_apart(side.checkpoint, output, side.draft.writer)
+        require_separate_destination(side.checkpoint, output, side.draft.writer)
     told = telling(progress, 2 * sides[0].layout.nbytes)
     terms = VersionTerms(number, encoding, algorithm, digests)
     made = write_staged(Stage(output, sync=sync), sides, terms, told, force=force)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.find_parts import CHECKPOINT, LINK
+from ckptkit.checkpoints.find_components import CHECKPOINT, LINK
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.seal import replace_manifest, sum_files
 from ckptkit.conversion.draft import Conversion

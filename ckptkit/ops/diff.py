@@ -9,7 +9,7 @@ from operator import ne
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.find_parts import describe_left
+from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.comparison.differences import Diff, Difference, Reason
 from ckptkit.comparison.entries import differing_entries
 from ckptkit.comparison.matching import Side, match, pair_parts, with_names_of_hub

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
-from ckptkit.checkpoints.find_parts import describe_left
+from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.collector import collector_paused
 from ckptkit.diagnosis import KINDS
 from ckptkit.diagnosis.case import Case, TargetModel
@@ -115,9 +115,9 @@ def open_case(
         return None, broken
     damage = look_for_damage(checkpoint)
     findings = list(find_damage(checkpoint, damage))
-    if checkpoint.model_part.path in damage:
+    if checkpoint.model_component.path in damage:
         return None, findings
-    whole = replace(checkpoint, parts=tuple(part for part in checkpoint.parts if part.path not in damage))
+    whole = replace(checkpoint, components=tuple(part for part in checkpoint.components if part.path not in damage))
     other = None if like is None else Checkpoint.open(like)
     return Case(whole, open_model(whole, model), other, world_size), findings
 
@@ -137,7 +137,7 @@ def notes_on(case: Case | None) -> Iterator[str]:
     if case is None:
         yield "nothing else was looked at"
         return
-    states = [] if case.checkpoint.model_part.reader.is_sharded else list(list_missing_states(case))
+    states = [] if case.checkpoint.model_component.reader.is_sharded else list(list_missing_states(case))
     if states:
         what = f"`{states[0].tensor}`{and_more(len(states) - 1)}"
         yield (

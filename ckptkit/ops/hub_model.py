@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Mismatch
@@ -61,7 +61,7 @@ def model_of(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
     return merged or take_steps(parts, options).say(*remarks)
 
 
-def merge_adapter(parts: list[Part], remarks: list[str], options: ConvertOptions) -> Model | None:
+def merge_adapter(parts: list[Component], remarks: list[str], options: ConvertOptions) -> Model | None:
     """Return the base with the adapter in a part merged into it; None if there is no adapter."""
     from ckptkit.adapters.draft import open_adapters
     from ckptkit.adapters.merge import merge

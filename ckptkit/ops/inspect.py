@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.find_parts import LeftBehind
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.collector import collector_paused
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
@@ -98,7 +98,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
     compressed that is the place of the stream.
     """
     checkpoint, unread = Checkpoint.open(source).readable()
-    model = checkpoint.model_part
+    model = checkpoint.model_component
     weights = find_names(model)
     quantized = find_quantized(model)
     ties = find_ties(model.layout, find_config(model.path), weights)
@@ -112,7 +112,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         checkpoint.family.name if checkpoint.family else None,
         layout.world_size or checkpoint.world_size,
         count_parameters(model.layout, weights, ties, quantized),
-        group([part.layout for part in checkpoint.parts], weights),
+        group([part.layout for part in checkpoint.components], weights),
         tuple(ties),
         model.has_manifest,
         unread,
@@ -124,7 +124,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
     )
 
 
-def find_adapters(model: Part) -> tuple[InspectedAdapter, ...]:
+def find_adapters(model: Component) -> tuple[InspectedAdapter, ...]:
     """Return the adapters of a model; () for almost all, which need none of what knows adapters."""
     if not (model.is_model and may_be_adapted(model.layout.tensors)):
         return ()
@@ -133,7 +133,7 @@ def find_adapters(model: Part) -> tuple[InspectedAdapter, ...]:
     return inspect_adapters(model)
 
 
-def find_quantized(model: Part) -> InspectedQuantized | None:
+def find_quantized(model: Component) -> InspectedQuantized | None:
     """Return what is quantized of a model; None for almost all, which need none of what knows quantized weights."""
     if not (model.is_model and may_be_quantized(model.layout.specs)):
         return None
@@ -142,7 +142,7 @@ def find_quantized(model: Part) -> InspectedQuantized | None:
     return inspect_quantized(model)
 
 
-def find_names(part: Part) -> dict[str, str]:
+def find_names(part: Component) -> dict[str, str]:
     """Return the checkpoint's names of the model's tensors by the model's own; {} where it cannot be told which."""
     if not part.is_model:
         return {}

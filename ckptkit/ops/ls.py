@@ -114,11 +114,11 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
     Raises `NotACheckpoint` if there is none.
     """
     here = Checkpoint.at(path)
-    models = [part.path for part in here.parts if part.is_model]
-    is_folder = here.own_step is None and (len(models) > 1 or len(models) == len(here.parts))
+    models = [part.path for part in here.components if part.is_model]
+    is_folder = here.own_step is None and (len(models) > 1 or len(models) == len(here.components))
     if models and is_folder and not here.is_direct:
         return [Checkpoint.at(model) for model in models]
-    if not here.parts and here.unreadable is None:
+    if not here.components and here.unreadable is None:
         raise no_checkpoint(path)
     return [here]
 
@@ -136,7 +136,7 @@ def look_at(
     return Listed(
         checkpoint.path,
         checkpoint.own_step,
-        next((part.reader.name for part in checkpoint.parts), None),
+        next((part.reader.name for part in checkpoint.components), None),
         fault is None,
         checkpoint.world_size,
         nbytes,

@@ -217,7 +217,7 @@ def examine(path: Path) -> SavedCheckpoint | str:
         return "a symbolic link"
     if step is None or is_epoch(path):
         return "its name says no step"
-    if not checkpoint.parts:
+    if not checkpoint.components:
         return checkpoint.unreadable.message if checkpoint.unreadable else "no checkpoint in any known format"
     problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]
     if problems:

@@ -40,7 +40,7 @@ def reshard(
 
 
 def own_format(source: Checkpoint) -> str:
-    formats = {part.reader.name for part in source.parts if part.reader.is_sharded}
+    formats = {part.reader.name for part in source.components if part.reader.is_sharded}
     return formats.pop() if len(formats) == 1 and formats <= set(writable_formats()) else "dcp"
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.account import describe_account, name_lost, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
-from ckptkit.checkpoints.find_parts import WEIGHTS, LeftBehind
+from ckptkit.checkpoints.component import Component, find_unfinished
+from ckptkit.checkpoints.find_components import WEIGHTS, LeftBehind
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
-from ckptkit.checkpoints.part import Part, find_unfinished
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
@@ -147,7 +147,7 @@ def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None
 
     Weights and optimizer may be in different parts.
     """
-    if not (checkpoint.parts and all(part.is_ok for part in found)):
+    if not (checkpoint.components and all(part.is_ok for part in found)):
         return found
     try:
         layout = checkpoint.layout
@@ -178,7 +178,7 @@ def find_all(source: Source) -> list[Checkpoint]:
     found = [] if here.is_direct else checkpoints_in(path)
     if found and not all(one.unreadable for one in found):
         return found
-    if not here.parts:
+    if not here.components:
         raise here.unreadable or no_checkpoint(path)
     return [here]
 
@@ -192,7 +192,7 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
     places, root = places_of(checkpoint), checkpoint.path
     found = [look(path) for path in places]
     found[0] = replace(found[0], salvaged=read_account(root))
-    if not (root.is_dir() and checkpoint.parts and all(part.looked_at for part in found)):
+    if not (root.is_dir() and checkpoint.components and all(part.looked_at for part in found)):
         return found
     seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})
     left = checkpoint.left_behind(seen)
@@ -228,14 +228,14 @@ def verify_part(
         here = Checkpoint.at(path)
         if here.unreadable:
             raise here.unreadable
-        reader = here.parts[0].reader if here.is_direct else find_format(path)
+        reader = here.components[0].reader if here.is_direct else find_format(path)
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
             if unfinished := find_unfinished(path):
                 problems.add(unfinished)
             manifest = read_known(path, problems) if with_manifest else None
-            note_empty(here.parts, layout, problems)
-            own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in here.parts[1:]))
+            note_empty(here.components, layout, problems)
+            own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in here.components[1:]))
             found = skim(own, problems, by_store=by_store) if fast else read_all(own, problems, jobs, progress)
             if layout.spares:
                 check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
@@ -247,7 +247,7 @@ def verify_part(
     return replace(found, problems=problems.list())
 
 
-def note_empty(parts: Iterable[Part], layout: Layout, problems: Problems) -> None:
+def note_empty(parts: Iterable[Component], layout: Layout, problems: Problems) -> None:
     """Note that an adapter has no elements."""
     is_whole = layout.tensors and all(tensor.spec.numel for tensor in layout.tensors.values())
     if is_whole or not any(part.is_adapter for part in parts):

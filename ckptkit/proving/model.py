@@ -33,7 +33,7 @@ class Runnable:
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any]) -> Runnable:
         """Return the model in a checkpoint, under the names that transformers has in memory."""
-        part = checkpoint.model_part
+        part = checkpoint.model_component
         path, meta = part.path, find_meta_model(config)
         model = unwrap(Model(part=part, weights=checkpoint.weights, companions=Companions(config=dict(config))))
         weights, remarks = model.weights, model.remarks

@@ -90,7 +90,7 @@ def prove(
 
 def companions_of(checkpoint: Checkpoint, base: str | None = None) -> Companions:
     """Return config.json and tokenizer of a base, or those that lie by a checkpoint."""
-    return find_companions(checkpoint.model_part.path, base)
+    return find_companions(checkpoint.model_component.path, base)
 
 
 def notes_on(here: Companions, there: Companions, source: Path) -> Iterator[str]:

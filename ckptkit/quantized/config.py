@@ -43,7 +43,7 @@ class Integers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class QuantizationConfig:
     """The words of a config: the method, None if it says nothing, and the blocks of rows and columns with one scale.
 
     `kind` is the kind of the method where it has several; `integers` are the ways in which weights are integers;
@@ -68,11 +68,11 @@ class Said:
         return f"{self.method} {self.kind}" if self.kind else str(self.method)
 
 
-def read_said(config: Mapping[str, Any] | None) -> Said:
+def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationConfig:
     """Return what a config says of quantized weights. Raises `Corrupt` for what cannot be so."""
     found = words_in(config or {})
     if found is None:
-        return Said()
+        return QuantizationConfig()
     if "quant_method" not in found and "bits" in found:
         return read_mlx(found)
     method, kind = str(found.get("quant_method", _COMPRESSED)), found.get("format")
@@ -80,7 +80,7 @@ def read_said(config: Mapping[str, Any] | None) -> Said:
         method, kind = _MODELOPT, found.get("quant_algo")
     blocks = tuple(dict.fromkeys(blocks_in(found)))
     integers = tuple(dict.fromkeys(map(as_integers, integers_in(found))))
-    return Said(method, blocks or (_USUAL,), str(kind) if method in _KINDS and kind else None, integers)
+    return QuantizationConfig(method, blocks or (_USUAL,), str(kind) if method in _KINDS and kind else None, integers)
 
 
 def words_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -94,12 +94,12 @@ def words_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def read_mlx(found: Mapping[str, Any]) -> Said:
+def read_mlx(found: Mapping[str, Any]) -> QuantizationConfig:
     """Return what a config of MLX says: of all modules, and of those that it names."""
     own = {name: as_affine({**found, **value}) for name, value in found.items() if isinstance(value, dict)}
     modes = {str(value.get("mode", "affine")) for value in (found, *found.values()) if isinstance(value, dict)}
     kind = next(iter(sorted(modes - {"affine"})), "affine")
-    return Said(_OF_MLX, kind=kind, integers=(as_affine(found),), modules=own)
+    return QuantizationConfig(_OF_MLX, kind=kind, integers=(as_affine(found),), modules=own)
 
 
 def as_affine(value: Mapping[str, Any]) -> Integers:
@@ -112,29 +112,29 @@ def as_affine(value: Mapping[str, Any]) -> Integers:
             raise Corrupt(f"{message}: expected 2 to 6 or 8 bits, in groups of a multiple of 32")
 
 
-def weights_in(said: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield what is said of the weights of each group of modules."""
-    groups = said.get("config_groups")
+def weights_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield what is stated of the weights of each group of modules."""
+    groups = stated.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if isinstance(weights, dict):
             yield weights
 
 
-def blocks_in(said: Mapping[str, Any]) -> Iterator[Block]:
+def blocks_in(stated: Mapping[str, Any]) -> Iterator[Block]:
     """Yield the sizes of blocks: of the whole model, or of groups of modules."""
-    if said.get("weight_block_size") is not None:
-        yield as_block(said["weight_block_size"])
-    for weights in weights_in(said):
+    if stated.get("weight_block_size") is not None:
+        yield as_block(stated["weight_block_size"])
+    for weights in weights_in(stated):
         if weights.get("block_structure") is not None:
             yield as_block(weights["block_structure"])
         elif is_grouped(weights):
             yield as_block([1, weights.get("group_size")])
 
 
-def integers_in(said: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield what is said of weights that are integers."""
-    return (weights for weights in weights_in(said) if str(weights.get("type", "int")).lower() == "int")
+def integers_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield what is stated of weights that are integers."""
+    return (weights for weights in weights_in(stated) if str(weights.get("type", "int")).lower() == "int")
 
 
 def is_grouped(weights: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
-from ckptkit.quantized.config import Said, read_said
+from ckptkit.quantized.config import QuantizationConfig, read_quantization_config
 from ckptkit.quantized.foreign import find_foreign
 from ckptkit.quantized.packed import BLOCKS, Packed
 from ckptkit.quantized.signs import OF_WEIGHTS, may_be_packed, may_be_quantized
@@ -64,14 +64,14 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     if foreign is not None:
         method, members = foreign
         return Quantized(layout, method, members=members, refusal=f"the weights are quantized by {method}")
-    said = read_said(config)
-    if not said.is_known:
-        return None if is_plain(specs) else unknown(layout, said)
+    stated = read_quantization_config(config)
+    if not stated.is_known:
+        return None if is_plain(specs) else unknown(layout, stated)
     try:
-        weights = {name: packed for find in FINDERS for name, packed in find(specs, said)}
+        weights = {name: packed for find in FINDERS for name, packed in find(specs, stated)}
     except CkptError as error:
         raise error.blame(path=layout.root) from None
-    if not (weights or (said.method and any(map(is_half, specs, specs.values())))):
+    if not (weights or (stated.method and any(map(is_half, specs, specs.values())))):
         return None
     beside = {name for packed in weights.values() for name in packed.beside}
     check_partners(layout, weights.keys() | beside)
@@ -86,11 +86,11 @@ def is_plain(specs: Mapping[str, Spec]) -> bool:
     return not (has_packed or find_foreign(specs) or any(name.endswith(OF_WEIGHTS) for name in specs))
 
 
-def unknown(layout: Layout, said: Said) -> Quantized:
+def unknown(layout: Layout, stated: QuantizationConfig) -> Quantized:
     """Return weights that config.json says are quantized in some way not known here: any tensor may belong to them."""
     names = frozenset(layout.tensors)
-    refusal = f"config.json says that the weights are quantized by `{said.words}`, which is not known here"
-    return Quantized(layout, said.words, members=names, refusal=refusal)
+    refusal = f"config.json says that the weights are quantized by `{stated.words}`, which is not known here"
+    return Quantized(layout, stated.words, members=names, refusal=refusal)
 
 
 def is_half(name: str, spec: Spec) -> bool:

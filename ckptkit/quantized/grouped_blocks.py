@@ -124,16 +124,16 @@ class GroupedRecipe:
         values = np.ascontiguousarray(self._codes.unpack(rows)[..., : high - low])
         groups = self._groups(box)
         cells = values.reshape(*groups.size, -1)
-        is_noted = False
+        has_remark = False
         at = 1
         for part in self._parts:
             stop = at + len(part.operands)
-            is_noted |= part(cells, blocks[at:stop], groups)
+            has_remark |= part(cells, blocks[at:stop], groups)
             at = stop
         if self._rounds_to not in (FLOAT32, dtype):
             round_to(self._rounds_to, values)
         first = box.start[-1] - low
-        return as_stored(values[..., first : first + box.size[-1]], FLOAT32, dtype), is_noted
+        return as_stored(values[..., first : first + box.size[-1]], FLOAT32, dtype), has_remark
 
     def _padded(self, raw: Array) -> Array:
         """Return rows of bytes that end with a whole run of eight numbers."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptkit.layout import Spec
 from ckptkit.layout.plan import Operand, Recipe
-from ckptkit.quantized.config import Said
+from ckptkit.quantized.config import QuantizationConfig
 from ckptkit.tensors.box import Shape
 
 BLOCKS, _PACKED = "_blocks", "_packed"  # ends of names that a plain weight does not have
@@ -30,7 +30,9 @@ class Packed:
 
 
 Specs = Mapping[str, Spec]
-Finder = Callable[[Specs, Said], Iterator[tuple[str, Packed]]]  # yields weights by the names of their numbers
+Finder = Callable[
+    [Specs, QuantizationConfig], Iterator[tuple[str, Packed]]
+]  # yields weights by the names of their numbers
 
 
 def plain_name(name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.conversion.model import Model, always
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.selection import Edits
@@ -20,7 +20,7 @@ from ckptkit.models.companions import find_config
 from ckptkit.models.fit import abridge
 from ckptkit.names.weights import Weights
 from ckptkit.pictures.words import count
-from ckptkit.quantized.config import read_said, without_quantization
+from ckptkit.quantized.config import read_quantization_config, without_quantization
 from ckptkit.quantized.find import Quantized, find_quantized, is_plain
 from ckptkit.quantized.packed import plain_name, renamed_alike
 from ckptkit.tensors.dtypes import DTYPES, DType
@@ -50,7 +50,7 @@ def open_quantized(model: Model, options: ConvertOptions) -> Model:
     return make_plain(model, quantized, chosen)
 
 
-def look_for_quantized(part: Part, base: Mapping[str, Any] | None = None) -> Quantized | None:
+def look_for_quantized(part: Component, base: Mapping[str, Any] | None = None) -> Quantized | None:
     """Return the quantized weights in a part of a checkpoint; None without any.
 
     The config.json of a `base` says how they are quantized where none lies beside them.
@@ -58,7 +58,7 @@ def look_for_quantized(part: Part, base: Mapping[str, Any] | None = None) -> Qua
     return find_quantized(part.layout, find_config(part.path) or base)
 
 
-def refuse_quantized(part: Part, quantized: Quantized | None) -> None:
+def refuse_quantized(part: Component, quantized: Quantized | None) -> None:
     """Raise `Unsupported` for a model to be quantized whose weights are quantized already."""
     if quantized is not None:
         message = f"the weights are quantized already ({quantized.method})"
@@ -80,10 +80,10 @@ def without_false_words(model: Model) -> Model:
 
     A training that began with a quantized model has plain weights, and the config.json of that model.
     """
-    said = read_said(model.companions.config).method
-    if said is None or not is_plain(model.part.layout.specs):
+    stated = read_quantization_config(model.companions.config).method
+    if stated is None or not is_plain(model.part.layout.specs):
         return model
-    note = f"config.json said that the weights are quantized ({said}), which they are not; it says so no more"
+    note = f"config.json said that the weights are quantized ({stated}), which they are not; it says so no more"
     return model.with_config(without_quantization(model.config)).say(note)
 
 
@@ -126,8 +126,8 @@ def make_all_plain(model: Model) -> Model:
 
 def dtype_of(config: Mapping[str, Any]) -> DType:
     """Return the dtype that a config.json says its model has, bfloat16 if it says none of 16 bits or more."""
-    said = DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))))
-    return said if said is not None and said.kind == "float" else DTYPES["bfloat16"]
+    stated = DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))))
+    return stated if stated is not None and stated.kind == "float" else DTYPES["bfloat16"]
 
 
 def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype: DType = DTYPES["float32"]) -> Model:
@@ -196,7 +196,7 @@ def check_casts(model: Model, options: ConvertOptions) -> Model:
     return model.say(*say_small(model.layout, options.edits))
 
 
-def refuse_torn(part: Part, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
+def refuse_torn(part: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
     """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded by themselves."""
     quantized = look_for_quantized(part) if casts else None
     if quantized is None:

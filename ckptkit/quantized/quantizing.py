@@ -47,7 +47,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
         )
     source = as_stored(model.layout, chosen)
     made = with_scales(model.layout, chosen, scheme)
-    config = {**model.config, KEYS[0]: scheme.said(modules_of(unquantized(model.layout, form, chosen)))}
+    config = {**model.config, KEYS[0]: scheme.config(modules_of(unquantized(model.layout, form, chosen)))}
     casts = {name: f"{source.tensors[name].spec.dtype} => {_NUMBERS} times scales" for name in chosen.names}
     model = replace(
         model.with_config(config).with_layout(made),

@@ -53,7 +53,7 @@ class Scheme:
         is_half = self.block is None and dtype.name == "bfloat16"
         return DTYPES["bfloat16" if is_half else "float32"]
 
-    def said(self, left: Sequence[str]) -> Mapping[str, Any]:
+    def config(self, left: Sequence[str]) -> Mapping[str, Any]:
         """Return what config.json says of a model that is quantized so, but for the modules that are `left`."""
         if self.block is None:
             return in_channels(left)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.models.companions import find_config
 from ckptkit.quantized.find import Quantized, find_quantized
@@ -28,7 +28,7 @@ class InspectedQuantized:
     refusal: str | None
 
 
-def inspect_quantized(part: Part) -> InspectedQuantized | None:
+def inspect_quantized(part: Component) -> InspectedQuantized | None:
     """Return what is quantized in the part with the model; None where nothing is."""
     try:
         found = find_quantized(part.layout, find_config(part.path))

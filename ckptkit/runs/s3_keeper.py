@@ -318,7 +318,7 @@ def keys_to_see(checkpoint: Path) -> set[str]:
     These are manifests, config.json, and of each part the files that describe it, or all if none does.
     """
     found = {checkpoint / MANIFEST, checkpoint / CONFIG}
-    for part in Checkpoint.at(checkpoint).parts:
+    for part in Checkpoint.at(checkpoint).components:
         found |= {part.path / MANIFEST, part.path / CONFIG}
         with suppress(Corrupt, Mismatch, NotACheckpoint, Unsupported):  # what cannot be read nobody finds
             layout = part.layout

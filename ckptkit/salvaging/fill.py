@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.part import Part
+from ckptkit.checkpoints.component import Component
 from ckptkit.comparison.matching import find_model, own_keys
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.files.path import RemotePath
@@ -54,12 +54,12 @@ def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults) -> tuple[Che
     for path in (checkpoint.path, other.path):
         if isinstance(path, RemotePath):
             raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="pull it")
-    fillers = {part.place: filler_of(part.layout, checkpoint, other) for part in other.parts}
+    fillers = {part.place: filler_of(part.layout, checkpoint, other) for part in other.components}
     joined = filler_of(other.layout, checkpoint, other) if len(fillers) > 1 else next(iter(fillers.values()))
-    filled = [fill_part(part, fillers.get(part.place, joined), faults) for part in checkpoint.parts]
+    filled = [fill_part(part, fillers.get(part.place, joined), faults) for part in checkpoint.components]
     remarks = [remark for filler in (*fillers.values(), joined) for remark in filler.remarks]
     remarks += [remark for _, more in filled for remark in more]
-    return replace(checkpoint, parts=tuple(part for part, _ in filled)), list(dict.fromkeys(remarks))
+    return replace(checkpoint, components=tuple(part for part, _ in filled)), list(dict.fromkeys(remarks))
 
 
 def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint) -> FillSource:
@@ -88,7 +88,7 @@ def own_names(layout: Layout) -> dict[str, str]:
     return own if len(set(own.values())) == len(own) else names
 
 
-def fill_part(part: Part, filler: FillSource, faults: Faults) -> tuple[Part, list[str]]:
+def fill_part(part: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
     """Return a part with its lost tensors and entries taken from the other checkpoint, as far as that has them.
 
     Return remarks, too, on tensors that do not fit.
@@ -118,7 +118,7 @@ def fill_part(part: Part, filler: FillSource, faults: Faults) -> tuple[Part, lis
     return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
 
 
-def absent_from(part: Part, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
+def absent_from(part: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
     """Return the names of tensors that a part should have but does not describe, not even by a shape.
 
     If the contents of some of its files are unknown, these include all weights that only the other checkpoint has.

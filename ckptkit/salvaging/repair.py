@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component, check_descriptions
 from ckptkit.checkpoints.manifest import Manifest
-from ckptkit.checkpoints.part import Part, check_descriptions
 from ckptkit.checkpoints.replicas import find_different
 from ckptkit.engine.scan import ignore
 from ckptkit.errors import (
@@ -46,9 +46,9 @@ def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, loo
     files of that part matches it. Raises the error that makes the part with the model unreadable; leaves out any other
     unreadable part.
     """
-    model = checkpoint.model_part
+    model = checkpoint.model_component
     parts = []
-    for part in checkpoint.parts:
+    for part in checkpoint.components:
         try:
             parts.append(repair_part(part, other, faults, look))
         except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
@@ -60,10 +60,10 @@ def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, loo
             faults.places.append(part.path)
     faults.unnamed += [Fault("no known format", path) for path in checkpoint.strange]
     faults.places += checkpoint.strange
-    return replace(checkpoint, parts=tuple(parts), strange=())
+    return replace(checkpoint, components=tuple(parts), strange=())
 
 
-def repair_part(part: Part, other: Checkpoint | None, faults: Faults, look: Look) -> Part:
+def repair_part(part: Component, other: Checkpoint | None, faults: Faults, look: Look) -> Component:
     """Return a part with its lost chunks marked, or replaced by copies."""
     reported: list[CkptError] = []
     with translate_os_errors(part.path):
@@ -82,10 +82,10 @@ def repair_part(part: Part, other: Checkpoint | None, faults: Faults, look: Look
     return replace(part, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
 
 
-def read_part(part: Part, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
+def read_part(part: Component, other: Checkpoint | None, faults: Faults, report: Report) -> Layout:
     """Return the layout of a part, by the metadata of another checkpoint if the part has none."""
     if other is not None:
-        alike = (one for one in other.parts if (one.place, one.reader.name) == (part.place, part.reader.name))
+        alike = (one for one in other.components if (one.place, one.reader.name) == (part.place, part.reader.name))
         layouts = (part.reader.read_like(part.path, one.path, report) for one in alike)
         layout = next(layouts, None)
         if layout is not None:
@@ -94,7 +94,7 @@ def read_part(part: Part, other: Checkpoint | None, faults: Faults, report: Repo
     return part.reader.read(part.path, report)
 
 
-def manifest_of(part: Part, faults: Faults) -> Manifest | None:
+def manifest_of(part: Component, faults: Faults) -> Manifest | None:
     """Return the manifest of a part. Notes a damaged one and returns None."""
     try:
         return part.manifest
@@ -115,7 +115,7 @@ def note_rest(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> 
     return [Fault.of(error) for error in strange if not (explains and error.path is not None and error.path.is_dir())]
 
 
-def with_absent(layout: Layout, part: Part, faults: Faults, unexplained: Sequence[Fault], why: Why) -> Layout:
+def with_absent(layout: Layout, part: Component, faults: Faults, unexplained: Sequence[Fault], why: Why) -> Layout:
     """Return the layout with the unreadable tensors as lost ones, if config.json tells their shapes.
 
     They get the most frequent dtype. The first `unexplained` fault stands for all other missing parameters.

@@ -18,7 +18,7 @@ from ckptkit.checkpoints.account import (
     read_account,
 )
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.directories import check_apart
+from ckptkit.conversion.directories import require_separate_destination
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.engine.scan import sum_file
@@ -83,7 +83,7 @@ class Salvage:
 
     def weigh(self, conversion: Conversion) -> SalvagedWeights:
         """Return which of the weights that go into the output are lost, and which come from another checkpoint."""
-        drafts = [one for one in conversion.drafts if one.place == self.checkpoint.model_part.place]
+        drafts = [one for one in conversion.drafts if one.place == self.checkpoint.model_component.place]
         own, filled, lost = (dict[str, int]() for _ in range(3))
         for draft in drafts or conversion.drafts:
             assert draft.given is not None
@@ -130,7 +130,7 @@ def no_weights_left(checkpoint: Checkpoint, lost: Sequence[Lost], weights: Salva
     path = checkpoint.path
     first = next(one for one in lost if one.name in weights.lost)
     message = f"nothing of the model can be salvaged: all {len(weights.lost)} weights lost some data"
-    wrapper = find_weights(checkpoint.model_part.layout).wrapper
+    wrapper = find_weights(checkpoint.model_component.layout).wrapper
     rest = f"; --exclude '{wrapper}.*' salvages the rest" if wrapper else ""
     why = f"such as `{first.label}`: {first.describe(path)}"
     return Corrupt(f"{message}, {why}", path=path, hint=f"{_FILL}, or use an older checkpoint{rest}")
@@ -161,7 +161,7 @@ def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions, look:
     faults = Faults()
     other = None if options.fill_from is None else Checkpoint.open(options.fill_from)
     if other is not None:
-        check_apart(other, output, options.writer)
+        require_separate_destination(other, output, options.writer)
     look = look or partial(survey, jobs=options.jobs, progress=options.progress)
     repaired = repair(checkpoint, other, faults, look)
     if other is None:

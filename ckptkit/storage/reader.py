@@ -123,7 +123,7 @@ class LayoutReader(StorageReader):
             self._read_together(items, planner, terms)
         else:
             self._read_in_turn(items, planner, terms)
-        terms.settle_missing(missing, wanted)
+        terms.fill_missing(missing, wanted)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -204,11 +204,11 @@ class Reader(LayoutReader):
         """Open the parts of the checkpoint, the model's first: by the names by which they are read."""
         checkpoint = Checkpoint.open(self.path)
         config = checkpoint.companions.config
-        layout = restore_tied(with_own_state(checkpoint.model_part.layout, self.rank), config or {})
+        layout = restore_tied(with_own_state(checkpoint.model_component.layout, self.rank), config or {})
         asked = AskedNames(names=self.names, config=config, trainer=checkpoint.trainer, check=require_plain)
         layout, _ = name_training(layout, asked)
         model = edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
-        others = (part.layout for part in checkpoint.parts if part is not checkpoint.model_part)
+        others = (part.layout for part in checkpoint.components if part is not checkpoint.model_component)
         return (model, *(with_own_state(other, self.rank) for other in others))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

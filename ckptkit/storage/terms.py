@@ -105,7 +105,7 @@ class LoadTerms:
                 message += f"; also missing: {abridge(refused[1:])}"
             raise Mismatch(message, tensor=refused[0], hint=hint_on(refused))
 
-    def settle_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
+    def fill_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
         """Make zeros of what the checkpoint lacks, if it shall be, and warn of all of it."""
         names = list(names)
         if not names:

@@ -18,7 +18,7 @@ from ckptkit.layout import Layout
 from ckptkit.names import HUB, KEEP, family_of
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.turn import settle_family
+from ckptkit.names.turn import choose_family
 from ckptkit.pictures.words import count
 from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.ranks import Ranks, find_cause
@@ -63,7 +63,7 @@ def load_weights(
         cause = find_cause(error)
         raise (cause.blame(path=path) if isinstance(cause, CkptError) else cause) from error
     ranks.together(lambda: require_equal(wanted, tied, path))
-    terms.settle_missing(lacking, tensors)
+    terms.fill_missing(lacking, tensors)
     return tuple(name for name in layout.tensors if name not in tensors)
 
 
@@ -102,5 +102,5 @@ def names_for(checkpoint: Checkpoint, wanted: Mapping[str, Shape], config: Mappi
     if checkpoint.weights.layout.tensors.keys() >= wanted.keys():
         return KEEP
     family = family_of(wanted)
-    family = family if config is None else settle_family(family, wanted, Sizes(config))
+    family = family if config is None else choose_family(family, wanted, Sizes(config))
     return family.name if family else HUB

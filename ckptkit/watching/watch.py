@@ -266,7 +266,7 @@ class Watcher:
         elif failure:
             self.fail(one.name, look.saved_ns, failure)
         else:
-            self.settle(one.name, "handled", "handled")
+            self.record(one.name, "handled", "handled")
         return True
 
     def carry_out(self, one: Checkpoint, saved_ns: int) -> str | None:
@@ -325,7 +325,7 @@ class Watcher:
         failures.append(saved_ns)
         count = failures.count(saved_ns)
         if count >= self.terms.tries:
-            self.settle(name, "failed", f"given up after {count} {'try' if count == 1 else 'tries'}: {failure}")
+            self.record(name, "failed", f"given up after {count} {'try' if count == 1 else 'tries'}: {failure}")
             return
         pause = self.terms.every * 2 ** (count - 1)
         self._due[name] = time.monotonic() + pause
@@ -335,9 +335,9 @@ class Watcher:
         """Note that a checkpoint was deleted before it was handled."""
         entry = self.journal.entries.get(name)
         self.note(name, Fate("missed", entry.saved_ns if entry else 0))
-        self.settle(name, "missed", "deleted before it was handled")
+        self.record(name, "missed", "deleted before it was handled")
 
-    def settle(self, name: str, outcome: Outcome, message: str) -> None:
+    def record(self, name: str, outcome: Outcome, message: str) -> None:
         """Note and tell the outcome of a checkpoint."""
         self._due.pop(name, None)
         self._waiting.discard(name)

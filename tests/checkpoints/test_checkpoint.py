@@ -44,28 +44,29 @@ def test_a_run_that_is_not_there_has_none(tmp_path: Path) -> None:
 
 
 def test_a_path_means_the_checkpoint_or_the_latest_of_the_run(run: Path) -> None:
-    assert Checkpoint.open(run / "ckpt-5").model_part.path == run / "ckpt-5"
-    assert Checkpoint.open(run).model_part.path == run / "ckpt-10"
+    assert Checkpoint.open(run / "ckpt-5").model_component.path == run / "ckpt-5"
+    assert Checkpoint.open(run).model_component.path == run / "ckpt-10"
 
 
 def test_of_several_parts_the_model_is_meant(produce: Produce, tmp_path: Path) -> None:
     root = produce(producers.accelerate).root
-    assert Checkpoint.open(root).model_part.path.name == "pytorch_model_fsdp_0"
+    assert Checkpoint.open(root).model_component.path.name == "pytorch_model_fsdp_0"
     shutil.copytree(root, tmp_path / "run" / "checkpoint-7")
     assert (
-        Checkpoint.open(tmp_path / "run").model_part.path == tmp_path / "run" / "checkpoint-7" / "pytorch_model_fsdp_0"
+        Checkpoint.open(tmp_path / "run").model_component.path
+        == tmp_path / "run" / "checkpoint-7" / "pytorch_model_fsdp_0"
     )
     shutil.copytree(root / "pytorch_model_fsdp_0", tmp_path / "run" / "checkpoint-7" / "ema")
     with pytest.raises(Unsupported, match="ema, pytorch_model_fsdp_0"):
-        _ = Checkpoint.open(tmp_path / "run").model_part.path
+        _ = Checkpoint.open(tmp_path / "run").model_component.path
 
 
 def test_a_model_and_the_rest_of_its_training_are_one_checkpoint(produce: Produce, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "ckpt-7"
     shutil.copytree(produce(producers.fsdp2).root, checkpoint / "training")
     save_file({"w": torch.ones(2)}, checkpoint / "model.safetensors")
-    assert Checkpoint.open(tmp_path / "run").model_part.path == checkpoint
-    assert [part.path for part in Checkpoint.at(checkpoint).parts] == [checkpoint, checkpoint / "training"]
+    assert Checkpoint.open(tmp_path / "run").model_component.path == checkpoint
+    assert [part.path for part in Checkpoint.at(checkpoint).components] == [checkpoint, checkpoint / "training"]
     (checkpoint / "training" / ".metadata").unlink()
     assert RunFolder(tmp_path / "run").latest() is None
 
@@ -78,11 +79,11 @@ def test_an_unfinished_part_makes_the_whole_incomplete(produce: Produce, tmp_pat
 
 def test_nothing_to_be_found(run: Path, tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="no run with one"):
-        _ = Checkpoint.open(run / "logs").model_part.path
+        _ = Checkpoint.open(run / "logs").model_component.path
     for step in (5, 9, 10):
         shutil.rmtree(run / f"ckpt-{step}")
     with pytest.raises(NotACheckpoint, match="unfinished: ckpt-11, ckpt-12"):
-        _ = Checkpoint.open(run).model_part.path
+        _ = Checkpoint.open(run).model_component.path
 
 
 @pytest.mark.parametrize(

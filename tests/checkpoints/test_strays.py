@@ -33,10 +33,10 @@ def test_a_file_beside_directories_of_model_and_optimizer_is_not_the_model(tmp_p
     source = tmp_path / f"ckpt-{STEP}"
     FORMATS["accelerate-fsdp"].make(source, {})
     torch.save({"ema": model(8)}, source / "ema.pt")
-    assert Checkpoint.open(source).model_part.path.name == "pytorch_model_fsdp_0"
+    assert Checkpoint.open(source).model_component.path.name == "pytorch_model_fsdp_0"
     shutil.rmtree(source / "optimizer_0")
     shutil.rmtree(source / "pytorch_model_fsdp_0")
-    assert Checkpoint.open(source).model_part.path == source
+    assert Checkpoint.open(source).model_component.path == source
 
 
 def test_safetensors_of_any_name_are_a_model_where_nothing_else_is(tmp_path: Path) -> None:

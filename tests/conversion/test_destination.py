@@ -30,7 +30,7 @@ def source(tmp_path: Path) -> Path:
 def facts(root: Path) -> Any:
     """What a checkpoint is, as far as anyone asks."""
     found = Checkpoint.open(root)
-    parts = [(part.place, part.reader.name) for part in found.parts]
+    parts = [(part.place, part.reader.name) for part in found.components]
     return parts, found.trainer, found.world_size, found.step, found.layout.specs, found.is_complete
 
 
@@ -102,11 +102,11 @@ def test_no_file_of_the_source_is_replaced(tmp_path: Path) -> None:
 def test_a_checkpoint_in_directories_takes_none_more(produce: Produce, tmp_path: Path) -> None:
     source = Path(shutil.copytree(produce(producers.accelerate).root, tmp_path / "checkpoint-3"))
     before = sorted(source.rglob("*"))
-    for name in ("consolidated", "model.pt", "checkpoint-4", Checkpoint.open(source).model_part.place):
+    for name in ("consolidated", "model.pt", "checkpoint-4", Checkpoint.open(source).model_component.place):
         with pytest.raises(CkptError):
             convert(source, source / name, to="pt" if name == "model.pt" else "hf", overwrite=True)
     assert sorted(source.rglob("*")) == before
-    places = [part.place for part in Checkpoint.open(source).parts]
+    places = [part.place for part in Checkpoint.open(source).components]
     consolidate(source, source / places[0] / "consolidated")
-    assert [part.place for part in Checkpoint.open(source).parts] == places
+    assert [part.place for part in Checkpoint.open(source).components] == places
     assert sorted(source.iterdir()) == [path for path in before if path.parent == source]

@@ -27,7 +27,7 @@ KINDS = ("units", "orig")
 def test_holds_the_live_state(produce: Produce, tmp_path: Path, kind: str) -> None:
     made = produce(produced.flat_parameters)
     checkpoint = Checkpoint.open(made.root / kind)
-    assert [part.place for part in checkpoint.parts] == ["", "optimizer_0"]
+    assert [part.place for part in checkpoint.components] == ["", "optimizer_0"]
     assert checkpoint.trainer == "Accelerate"
     assert_is(checkpoint.layout, of(kind, made.truth))
     ckptkit.consolidate(made.root / kind, tmp_path / "out")

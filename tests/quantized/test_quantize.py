@@ -228,7 +228,7 @@ def test_experts_are_left_together() -> None:
     assert found.names == ()
     assert {reason: len(names) for reason, names in found.reasons.items()} == {HEADS: 1, ASKED: 1, ALONE: 3}
     assert modules_of(specs) == ["layers.0.experts", "layers.0.visual.a"]
-    assert r"re:layers\.0\.experts\..*" in SCHEMES["fp8-channel"].said(modules_of(specs))["ignore"]
+    assert r"re:layers\.0\.experts\..*" in SCHEMES["fp8-channel"].config(modules_of(specs))["ignore"]
 
 
 def test_scales_become_the_powers_that_transformers_makes_of_them() -> None:

@@ -100,12 +100,12 @@ def test_outputs_go_where_they_are_asked_to(run: Path, tmp_path: Path) -> None:
 
 
 def test_commands_run_in_order_and_are_resumed_where_they_failed(run: Path, tmp_path: Path) -> None:
-    log, mended = tmp_path / "log", tmp_path / "mended"
-    commands = [append(log), shell(f'test -e "{mended}"'), shell(f"echo last >> '{log}'")]
+    log, fixed = tmp_path / "log", tmp_path / "fixed"
+    commands = [append(log), shell(f'test -e "{fixed}"'), shell(f"echo last >> '{log}'")]
     done = watch(run, exec=commands, every=SOON, tries=2, once=True)
     assert [path.name for path in done.failed] == ["ckpt-9", "ckpt-10"]
     assert log.read_text() == "ckpt-9 9\nckpt-10 10\n"
-    mended.touch()
+    fixed.touch()
     assert watch(run, exec=commands, every=SOON, once=True).is_ok
     assert log.read_text() == "ckpt-9 9\nckpt-10 10\nlast\nlast\n"
 
@@ -155,11 +155,11 @@ def test_what_does_not_end_when_it_is_asked_to_is_killed(
 
 
 def test_one_that_failed_is_tried_anew_by_the_next_watch(run: Path, tmp_path: Path) -> None:
-    mended = tmp_path / "mended"
-    command = [shell(f'test -e "{mended}"')]
+    fixed = tmp_path / "fixed"
+    command = [shell(f'test -e "{fixed}"')]
     assert len(watch(run, exec=command, every=SOON, tries=1, once=True).failed) == 2
     assert len(watch(run, exec=command, every=SOON, tries=1, once=True).failed) == 2
-    mended.touch()
+    fixed.touch()
     assert len(watch(run, exec=command, every=SOON, tries=1, once=True).handled) == 2
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ckptkit.errors import Unsupported
 from ckptkit.layout.plan import Operand, Recipe
-from ckptkit.quantized.config import Integers, Said
+from ckptkit.quantized.config import Integers, QuantizationConfig
 from ckptkit.quantized.packed import Packed, Specs
 from ckptkit.quantized.stored.scales import mismatch
 from ckptkit.tensors.box import Shape
@@ -19,7 +19,7 @@ from ckptkit.tensors.dtypes import DType
 WEIGHT, SCALES, BIASES = ".weight", ".scales", ".biases"
 
 
-def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
+def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are triples.
 
     Raises `Mismatch` for scales or biases of other shapes than they need, `Unsupported` where config.json says nothing.
@@ -28,7 +28,7 @@ def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
         module = name.removesuffix(WEIGHT)
         if spec.dtype.name != "uint32" or module == name or f"{module}{SCALES}" not in specs:
             continue
-        way = said.modules.get(module) or next(iter(said.integers), None)
+        way = stated.modules.get(module) or next(iter(stated.integers), None)
         if way is None:
             message = f"it is {spec}, and config.json does not say how many bits a number has"
             raise Unsupported(message, tensor=name, hint="is the config.json of the model missing?")

@@ -7,7 +7,7 @@
 | either | `X.weight_scale` uint8 `[O, I/32]`, exponents | MXFP4 of both |
 | `X.weight` int8 `[O, I/2]` | `X.scale` or `X.weight_scale_inv` e8m0 `[O, I/32]` | DeepSeek V4 |
 
-Numbers are uint8 where nothing else is said.
+Numbers are uint8 where nothing else is stated.
 
 Sources: compressed_tensors/compressors/nvfp4 and mxfp4, modelopt/torch/quantization/qtensor/nvfp4_tensor.py, and
 transformers/integrations/finegrained_fp8.py.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ckptkit.layout import Spec
 from ckptkit.layout.plan import Operand, Recipe
-from ckptkit.quantized.config import Said
+from ckptkit.quantized.config import QuantizationConfig
 from ckptkit.quantized.packed import Packed, Specs
 from ckptkit.quantized.stored.integers import PACKED
 from ckptkit.quantized.stored.scales import is_exponent, mismatch, require_shape, scale_of
@@ -39,7 +39,7 @@ class Level(NamedTuple):
     divides: bool
 
 
-def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
+def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are floats of 4 bits and have scales.
 
     Raises `Mismatch` for tensors beside them of other shapes than they need.
@@ -52,7 +52,7 @@ def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
         if scale is None or specs[scale].dtype.name in ("int8", "int32"):
             continue
         level = level_of(stem, specs)
-        may_be_integers = spec.dtype.name == "int8" and said.method != "fp8"  # of a method that is not known
+        may_be_integers = spec.dtype.name == "int8" and stated.method != "fp8"  # of a method that is not known
         if level is not None or is_exponent(specs[scale]) or not may_be_integers:
             yield name, packed(specs, name, scale, level)
 

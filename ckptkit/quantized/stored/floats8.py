@@ -15,17 +15,17 @@ from math import prod
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Spec
 from ckptkit.layout.plan import Operand, Recipe
-from ckptkit.quantized.config import Block, Said
+from ckptkit.quantized.config import Block, QuantizationConfig
 from ckptkit.quantized.packed import Packed, Specs
 from ckptkit.quantized.stored.scales import is_exponent, scale_of
 from ckptkit.tensors.box import Shape
 
 
-def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
+def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are floats of 8 bits and have scales."""
     for name, spec in specs.items():
         if is_eight_bits(spec) and (scale := scale_of(name, specs)) is not None:
-            steps = steps_for(specs, name, scale, said.blocks)
+            steps = steps_for(specs, name, scale, stated.blocks)
             group = () if steps == spec.shape else steps[-2:]
             make = partial(recipe, specs[scale].shape, steps)
             yield name, Packed("fp8", spec.shape, (scale,), group, make)

@@ -15,7 +15,7 @@ from math import prod
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Spec
 from ckptkit.layout.plan import Operand, Recipe
-from ckptkit.quantized.config import Integers, Said
+from ckptkit.quantized.config import Integers, QuantizationConfig
 from ckptkit.quantized.packed import Packed, Specs
 from ckptkit.quantized.stored.scales import mismatch, require_shape
 from ckptkit.tensors.box import Shape
@@ -42,7 +42,7 @@ class Fit:
     is_declared: bool = False
 
 
-def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
+def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are integers and have scales.
 
     Raises `Mismatch` for tensors beside them of other shapes than they need, and `Unsupported` for bits that ckptkit
@@ -51,7 +51,7 @@ def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:
     for name, spec in specs.items():
         stem = stem_of(name, spec)
         if stem is not None and (scale := f"{stem}{_SCALE}") in specs and specs[scale].dtype.kind == "float":
-            yield name, packed(specs, name, stem, said)
+            yield name, packed(specs, name, stem, stated)
 
 
 def stem_of(name: str, spec: Spec) -> str | None:
@@ -61,10 +61,10 @@ def stem_of(name: str, spec: Spec) -> str | None:
     return name if spec.dtype.name == "int8" and len(spec.shape) > 1 else None
 
 
-def packed(specs: Specs, name: str, stem: str, said: Said) -> Packed:
+def packed(specs: Specs, name: str, stem: str, stated: QuantizationConfig) -> Packed:
     """Return the weight that integers stand for."""
     scale, zeros, shape = f"{stem}{_SCALE}", f"{stem}{_ZEROS}", f"{stem}{_SHAPE}"
-    fit = fit_of(specs, name, scale, said)
+    fit = fit_of(specs, name, scale, stated)
     beside = [scale]
     if zeros in specs:
         require_zeros(specs, zeros, fit)
@@ -83,10 +83,10 @@ def packed(specs: Specs, name: str, stem: str, said: Said) -> Packed:
     return Packed(f"int{fit.way.bits}", fit.shape, tuple(beside), () if is_whole else (1, fit.group), recipe_of(fit))
 
 
-def fit_of(specs: Specs, name: str, scale: str, said: Said) -> Fit:
+def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> Fit:
     """Return how a weight is to be read: in the one way of those in config.json that its shapes fit."""
     stored, scales = specs[name], specs[scale]
-    ways = said.integers
+    ways = stated.integers
     if not ways:
         message = f"it is {stored}, and config.json does not say how many bits a number has"
         hint = "is the config.json of the quantized model missing?"

@@ -10,7 +10,7 @@ from functools import partial
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout.plan import Operand, Recipe
-from ckptkit.quantized.config import Said
+from ckptkit.quantized.config import QuantizationConfig
 from ckptkit.quantized.packed import BLOCKS, Packed, Specs
 from ckptkit.tensors.box import Shape
 
@@ -18,7 +18,7 @@ _SCALES, _PACK = "_scales", 16  # bytes that have one scale
 _MOST_AT_HAND = 1 << 28  # bytes of one expert, where a block needs all of it
 
 
-def find(specs: Specs, said: Said) -> Iterator[tuple[str, Packed]]:  # noqa: ARG001
+def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:  # noqa: ARG001
     """Yield the weights that are blocks of 32 numbers. Raises `Mismatch` for shapes that they cannot have."""
     for name, blocks in specs.items():
         scale = f"{name.removesuffix(BLOCKS)}{_SCALES}"

@@ -27,7 +27,7 @@ _MANY = {f"model.layers.{i}.weight": torch.randn(64, 64) for i in range(40)}
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class CommandResult:
     """What a command said."""
 
     code: int
@@ -40,13 +40,13 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield server
 
 
-def ckptkit(hub: Hub, *words: str, **environment: str) -> Said:
+def ckptkit(hub: Hub, *words: str, **environment: str) -> CommandResult:
     command = [sys.executable, "-m", "ckptkit", *words, "--json"]
     done = subprocess.run(
         command, env={**hub.env, **environment}, cwd=hub.root, capture_output=True, text=True, check=False
     )
     assert "Traceback" not in done.stderr, done.stderr
-    return Said(done.returncode, json.loads(done.stdout))
+    return CommandResult(done.returncode, json.loads(done.stdout))
 
 
 def files_in(root: Path) -> dict[str, Path]:

@@ -53,7 +53,7 @@ def test_it_becomes_what_a_local_one_becomes(
     shutil.copytree(local, bucket.root / "run/ckpt-5")
     url = f"{bucket.url}/run/ckpt-5"
     assert inspect(url).layout.specs == inspect(local).layout.specs
-    remote, here = (locate(Checkpoint.open(path).model_part.layout) for path in (to_path(url), local))
+    remote, here = (locate(Checkpoint.open(path).model_component.layout) for path in (to_path(url), local))
     assert remote.tensors == here.tensors
     assert all(part.is_ok for part in verify(url))
     made = consolidate(url, tmp_path / "from-s3")

@@ -272,7 +272,7 @@ def test_a_truncated_file_is_named(copy: Any) -> None:
     file = next(root.glob("*rank_1_*_optim_states.pt"))
     file.write_bytes(file.read_bytes()[:-100])
     assert refused(root).path == file
-    assert [problem.path for problem in Checkpoint.at(root).parts[0].reader.problems(root)][:1] == [file]
+    assert [problem.path for problem in Checkpoint.at(root).components[0].reader.problems(root)][:1] == [file]
 
 
 def change(path: Path, alter: Any) -> None:

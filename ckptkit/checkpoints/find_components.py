@@ -1,4 +1,4 @@
-"""Find the parts of a checkpoint in its directory: model and optimizer apart, or the rest of a training beside a model.
+"""Find the components of a checkpoint: model and optimizer apart, or the rest of a training beside a model.
 
 Looks at names, and at the formats that they call for. Says of what else lies there what it seems to be.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit import trainers
+from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.part import Part
 from ckptkit.errors import and_more
 from ckptkit.files.file import children, folders, names_in
 from ckptkit.files.local import is_strange_link
@@ -57,7 +57,7 @@ def is_run(path: Path) -> bool:
     return (has_steps or is_tracked) and not (is_known_file(names) or is_known_inside(path))
 
 
-def wholes_in(path: Path) -> tuple[Part, ...] | None:
+def complete_folders(path: Path) -> tuple[Component, ...] | None:
     """Return the directories in a checkpoint's that hold all of it, but for what lies beside them; None without any.
 
     The step in the name of the directory that they lie in tells them from the checkpoints of a run.
@@ -65,34 +65,34 @@ def wholes_in(path: Path) -> tuple[Part, ...] | None:
     if step_of(path) is None or not path.is_dir():
         return None
     found = [(folder, detect_format(folder)) for folder in folders(path) if trainers.is_whole(folder.name)]
-    return tuple(Part(folder.name, folder, reader) for folder, reader in found if reader) or None
+    return tuple(Component(folder.name, folder, reader) for folder, reader in found if reader) or None
 
 
-def part_in(folder: Path) -> Part | None:
-    """Return the part of a checkpoint in a directory of it; of an optimizer that may be the only file there."""
+def component_in(folder: Path) -> Component | None:
+    """Return the component of a checkpoint in a directory of it; of an optimizer that may be the only file there."""
     reader = detect_format(folder)
     if reader is not None:
-        return Part(folder.name, folder, reader)
+        return Component(folder.name, folder, reader)
     names = names_in(folder) if trainers.is_other_part(folder.name) else []
     only = folder / next(iter(names)) if len(names) == 1 else None
     reader = detect_format(only) if only is not None and only.suffix in OF_TRAINING and only.is_file() else None
-    return Part(folder.name, only, reader) if only is not None and reader is not None else None
+    return Component(folder.name, only, reader) if only is not None and reader is not None else None
 
 
-def parts_inside(path: Path) -> tuple[Part, ...]:
-    """Return the parts in the directories of a checkpoint, the model first."""
-    found = (part for folder in inner_folders(path) if (part := part_in(folder)))
-    return tuple(sorted(found, key=lambda part: not part.is_model))
+def components_inside(path: Path) -> tuple[Component, ...]:
+    """Return the components in the directories of a checkpoint, the model first."""
+    found = (component for folder in inner_folders(path) if (component := component_in(folder)))
+    return tuple(sorted(found, key=lambda component: not component.is_model))
 
 
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
     """Return whether the files that a format claims are strays beside directories with the model of a training."""
     if not is_stray(path, reader) or not any(trainers.is_beside_model(folder.name) for folder in folders(path)):
         return False
-    return any(part.is_model for part in parts_inside(path))
+    return any(component.is_model for component in components_inside(path))
 
 
-def parts_beside(path: Path) -> dict[Path, Part | None]:
+def components_beside(path: Path) -> dict[Path, Component | None]:
     """Return what lies beside a model and belongs to it, by where: None for what no format claims.
 
     That lies in the model's directory, or is of the same step as a model that is a file.
@@ -101,13 +101,13 @@ def parts_beside(path: Path) -> dict[Path, Part | None]:
     if not path.is_dir() and step is None:
         return {}
     folder = path if path.is_dir() else path.parent
-    found: dict[Path, Part | None] = {}
+    found: dict[Path, Component | None] = {}
     names = sorted(names_in(folder))
     for name in names:
         place, key = folder / name, trainers.key_beside(name, step, names)
         if place.is_file() if key is not None else step is None and trainers.is_beside_model(name) and place.is_dir():
             reader = detect_format(place)
-            found[place] = Part(name, place, reader, key) if reader else None
+            found[place] = Component(name, place, reader, key) if reader else None
     return found
 
 
@@ -166,7 +166,7 @@ def ranks_of(names: Iterable[str]) -> Iterator[int]:
 
 
 def is_left(name: str, beside: Iterable[str]) -> bool:
-    """Return whether a hidden file stays behind, as all do that are no part of some trainer's checkpoint."""
+    """Return whether a hidden file stays behind, as all do that are no component of some trainer's checkpoint."""
     return name.startswith(".") and not trainers.is_kept(name, beside)
 
 
@@ -178,20 +178,22 @@ def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:
     return [f"{verb}: {', '.join(some[:6])}{and_more(len(some) - 6)} ({why})" for why, some in names.items()]
 
 
-def left_in(root: Path, used: frozenset[Path], parts: set[Path], folder: Path | None = None) -> Iterator[LeftBehind]:
-    """Yield what of directory `root` is not `used`, or of a folder in it; in `parts` is state of the training."""
+def left_in(
+    root: Path, used: frozenset[Path], components: set[Path], folder: Path | None = None
+) -> Iterator[LeftBehind]:
+    """Yield what of directory `root` is not `used`, or of a folder in it; in `components` is state of the training."""
     there = children(folder or root)
     names = {path.name for path in there}
     for path in there:
         if path in used or path.name == MANIFEST:
             continue
         name = str(path.relative_to(root))
-        if path in parts and path.is_dir() and not any(path in one.parents for one in used):
+        if path in components and path.is_dir() and not any(path in one.parents for one in used):
             yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
         elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and step_of(path) is None:
-            yield from left_in(root, used, parts, path)
+            yield from left_in(root, used, components, path)
         else:
-            yield LeftBehind(path, TRAINING if folder in parts else reason_to_leave(path, names), name)
+            yield LeftBehind(path, TRAINING if folder in components else reason_to_leave(path, names), name)
 
 
 def reason_to_leave(path: Path, beside: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ MODEL = "model"  # the key of a model that has none of its own, and lies beside 
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """A directory or file of a checkpoint in one format. `place` is its name in the checkpoint, "" for all of it.
 
     With `under` it is a file beside the model's, and its entries belong under these keys, joined by dots; under none if
@@ -139,7 +139,7 @@ class Part:
 
 
 def find_unfinished(path: Path) -> Incomplete | None:
-    """Return the error for a checkpoint, or a part of one, that its trainer's own marks call unfinished; else None."""
+    """Return the error for a checkpoint, or a component, that its trainer's own marks call unfinished; else None."""
     if path.is_dir() and (marker := marker_of(path)) and marker not in names_in(path):
         message = f"unfinished: expected the file `{marker}`, found none"
         return Incomplete(message, path=path, hint=_UNFINISHED)
@@ -203,26 +203,26 @@ def with_sum(tensor: StoredTensor, crc: int | None) -> StoredTensor:
     return replace(tensor, chunks=(chunk._replace(crc32=crc),))
 
 
-def join(root: Path, parts: Sequence[Part]) -> Layout:
-    """Return the parts of the checkpoint at `root` as one layout; the first is the model's."""
-    if len(parts) == 1 and not parts[0].place:
-        return parts[0].layout
-    return join_layouts(root, parts, [part.in_whole for part in parts])
+def join(root: Path, components: Sequence[Component]) -> Layout:
+    """Return the components of the checkpoint at `root` as one layout; the first is the model's."""
+    if len(components) == 1 and not components[0].place:
+        return components[0].layout
+    return join_layouts(root, components, [component.in_whole for component in components])
 
 
-def join_layouts(root: Path, parts: Sequence[Part], layouts: Sequence[Layout]) -> Layout:
-    """Return the layouts of the parts as one. A model without nesting goes under a key if others are beside it."""
+def join_layouts(root: Path, components: Sequence[Component], layouts: Sequence[Layout]) -> Layout:
+    """Return the layouts of the components as one. A model without nesting goes under a key if others are beside it."""
     tensors: dict[str, StoredTensor] = {}
     blobs: dict[str, Blob] = {}
     keys: dict[str, KeyPath] = {}
     twins: dict[str, StoredTensor] = {}
-    for part, layout in zip(parts, layouts, strict=True):
+    for component, layout in zip(components, layouts, strict=True):
         given = keys.keys() & set(layout.names)
-        names = {own: f"{part.place}.{own}" if own in given else own for own in layout.names}
+        names = {own: f"{component.place}.{own}" if own in given else own for own in layout.names}
         tensors |= {names[own]: tensor for own, tensor in layout.tensors.items()}
         blobs |= {names[own]: blob for own, blob in layout.blobs.items()}
-        is_bare = part is parts[0] and all(len(layout.key(own)) == 1 for own in layout.names)
-        above = (MODEL,) if is_bare and any(other.under for other in parts) else ()
+        is_bare = component is components[0] and all(len(layout.key(own)) == 1 for own in layout.names)
+        above = (MODEL,) if is_bare and any(other.under for other in components) else ()
         keys |= {name: (*above, *layout.key(own)) for own, name in names.items()}
         twins |= {names[own]: twin for own, twin in layout.twins.items()}
     return Layout(
