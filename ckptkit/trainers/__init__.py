@@ -29,8 +29,8 @@ def rank_in(name: str) -> int | None:
 
 
 def owner_of_file(name: str) -> int | None:
-    """Return the rank whose own state a file holds by its name, None for other files."""
-    return number_in(name, "own_state")
+    """Return the rank whose own state a file holds by its name, in any directory; None for other files."""
+    return number_in(Path(name).name, "own_state")
 
 
 def owner_of_key(key: KeyPath) -> int | None:
