@@ -85,7 +85,7 @@ def change_in_place(paths: list[Path], others: list[object], *, json: bool) -> N
         raise Usage("--in-place takes no other options than --json and --quiet", hint="leave them out")
     done = apply_in_place(str(paths[0]), paths[1])
     if json:
-        print_json(pick(done, "path", "deltas", "tensors", "elements") | {"completed": done.is_completed})
+        print_json(pick(done, "path", "deltas", "tensors", "elements", "unfinished") | {"completed": done.is_completed})
         return
     for line in done.summary():
         say(line)

@@ -13,7 +13,7 @@ from ckptkit.deltas import disk_delta, in_place, manifest_delta
 from ckptkit.deltas.byte_delta import ByteDelta, ByteSuccessor, check_versions
 from ckptkit.deltas.chain import DeltaChain, short
 from ckptkit.deltas.check_delta import check_delta
-from ckptkit.deltas.find import is_byte_delta, is_delta, is_manifest_delta, is_unfinished
+from ckptkit.deltas.find import RECORD, is_byte_delta, is_delta, is_manifest_delta, is_unfinished
 from ckptkit.deltas.identity import identify, sums_of
 from ckptkit.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.deltas.open_delta import Delta, open_delta
@@ -33,6 +33,7 @@ class ChangedInPlace(Summarized):
     """A model at `path` that was changed in place by `deltas`, in this order; by none if it was up to date.
 
     `is_completed` says that an earlier call had been interrupted, and that this one completed its change first.
+    `unfinished` are deltas beside the others that were skipped because their `delta.json` is missing.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class ChangedInPlace(Summarized):
     tensors: int = 0
     elements: int = 0
     is_completed: bool = False
+    unfinished: tuple[Path, ...] = ()
 
     def summary(self) -> Iterator[str]:
         if self.is_completed:
@@ -50,6 +52,8 @@ class ChangedInPlace(Summarized):
             yield f"{count(self.elements, 'element')} of {count(self.tensors, 'tensor')} changed"
         elif not self.is_completed:
             yield f"{self.path}: up to date, nothing changed"
+        for path in self.unfinished:
+            yield f"skipped {path.name}: unfinished, its `{RECORD}` is missing"
 
 
 class Update(NamedTuple):
@@ -58,6 +62,7 @@ class Update(NamedTuple):
     deltas: tuple[Path, ...]
     successor: Successor
     state: bytes | None = None
+    unfinished: tuple[Path, ...] = ()
 
 
 def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
@@ -79,10 +84,10 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
         sums = sums_of(model)
         update = find_update(model, sums, source)
         if not update.deltas:
-            return ChangedInPlace(path, (), is_completed=is_completed)
+            return ChangedInPlace(path, (), is_completed=is_completed, unfinished=update.unfinished)
         record = in_place.change(path, model, sums, update.successor, update.state)
         in_place.complete(path, disk_delta.STATE)
-    return ChangedInPlace(path, update.deltas, len(record.tensors), record.changed, is_completed)
+    return ChangedInPlace(path, update.deltas, len(record.tensors), record.changed, is_completed, update.unfinished)
 
 
 def open_plain(path: Path) -> Layout:
@@ -108,10 +113,12 @@ def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
     if published:
         deltas = [manifest_delta.open_manifest_delta(place) for place in published.values()]
         return update_by_bytes(model, [delta for delta in deltas if delta.version > version_of(model.root)])
-    found = [root / name for name in sorted(names_in(root)) if is_delta(root / name)]
+    places = [root / name for name in sorted(names_in(root))]
+    found = [place for place in places if is_delta(place)]
     if not found:
         raise NotACheckpoint("expected deltas, found none", path=root, hint="`ckptkit delta BASE NEW OUT` writes one")
-    return update_by_deltas(model, sums, found, root)
+    unfinished = tuple(place for place in places if place.is_dir() and is_unfinished(place))
+    return update_by_deltas(model, sums, found, root)._replace(unfinished=unfinished)
 
 
 def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], root: Path) -> Update:

@@ -55,6 +55,14 @@ def test_all_that_follow(tmp_path: Path, states: list[State], start: int) -> Non
     assert apply_in_place(local, root).deltas == ()
 
 
+def test_an_unfinished_delta_beside_others_is_named(tmp_path: Path, states: list[State]) -> None:
+    root = published(tmp_path, states[:3])
+    (root / "a" / "delta.json").unlink()
+    done = apply_in_place(tmp_path / "policy-0", root)
+    assert ([path.name for path in done.deltas], done.unfinished) == (["c"], (root / "a",))
+    assert list(done.summary())[-1] == "skipped a: unfinished, its `delta.json` is missing"
+
+
 def test_one_delta_and_shards_and_the_manifest(tmp_path: Path, states: list[State]) -> None:
     published(tmp_path, states)
     local = tmp_path / "local"
