@@ -70,8 +70,8 @@ class Draft:
         files = options.writer.arrange(unpacked[0], WriterOptions(options.max_shard_size, world_size, file))
         remarks = tuple(options.writer.remarks(unpacked[0]))
         read = tuple(layout.root / name for layout in sources for name in sorted(layout.files))
-        found = unpacked if options.part else tuple(map(locate, unpacked))
-        remarks += tuple(say_widened(unpacked[0], found[0]))
+        found, more_remarks = find_bytes(unpacked, options)
+        remarks += more_remarks
         more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}
         return cls(sources=found, read=read, writer=options.writer, files=files, **more)
 
@@ -79,6 +79,23 @@ class Draft:
     def wanted(self) -> Layout:
         """Return the layout whose names and dtypes the result has: that of the first source."""
         return self.sources[0]
+
+
+def find_bytes(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
+    """Return the sources with every byte found as far as it is needed now, and remarks on it.
+
+    A share of the work finds its own bytes later. A dry run of a large checkpoint checks a sample.
+    """
+    if options.part:
+        return sources, ()
+    if options.dry_run:
+        from ckptkit.conversion.sampling import locate_sample
+
+        checked = [locate_sample(source) for source in sources]
+        remarks = [*say_widened(checked[0].part, checked[0].found), *(one.remark for one in checked if one.remark)]
+        return tuple(one.layout for one in checked), tuple(remarks)
+    located = tuple(map(locate, sources))
+    return located, tuple(say_widened(sources[0], located[0]))
 
 
 def say_widened(promised: Layout, located: Layout) -> Iterator[str]:
