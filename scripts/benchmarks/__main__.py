@@ -26,6 +26,7 @@ from scripts.benchmarks.names import names
 from scripts.benchmarks.plan import plan
 from scripts.benchmarks.reshard import reshard
 from scripts.benchmarks.scale import scale
+from scripts.benchmarks.serve import serve
 from scripts.benchmarks.storage import load, save
 from scripts.benchmarks.store import store
 from scripts.benchmarks.trainers import trainers
@@ -60,6 +61,7 @@ BENCHMARKS = {
     "trainers": Benchmark(trainers, {"size_gb": 1.2, "runs": 3}),
     "names": Benchmark(names, {"size_gb": 1.6, "runs": 3}),
     "merge": Benchmark(merge, {"size_gb": 1.7, "runs": 3}),
+    "serve": Benchmark(serve, {"size_gb": 1.7, "runs": 3}),
     "scale": Benchmark(scale),
     "train": Benchmark(train),
 }
