@@ -82,7 +82,7 @@ class CkptError(Exception):
 
 
 # what to do about files of ranks that are missing
-ELSEWHERE = "what other nodes wrote may lie on their disks: name its directories with --also"
+ELSEWHERE = "pass --also DIR for files that other nodes wrote to their own disks"
 
 
 def and_more(number: int) -> str:

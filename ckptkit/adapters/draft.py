@@ -64,9 +64,9 @@ class Opened:
         if config is None:
             raise NotACheckpoint(
                 f"there is no {CONFIG} of adapter `{adapter.name}` here or in the run: "
-                f"{describe(adapter)} follows from its tensors, but alpha is unknown",
+                f"its tensors give {describe(adapter)}, but not alpha",
                 path=self.part.path,
-                hint="--adapter-config FILE names it; `LoraConfig(...).save_pretrained(DIR)` of the training writes it",
+                hint="pass --adapter-config FILE; in the training, `LoraConfig(...).save_pretrained(DIR)` writes it",
             )
         check(adapter, config)
         return Fitted(self, without_copies(adapter, config), config)

@@ -273,7 +273,7 @@ class Checkpoint:
         """
         if not any(component.layout.twins for component in self.components):
             hint = "drop --weights-from: only some formats have a second copy, such as ZeRO 1 and 2, not 3"
-            raise Mismatch("the checkpoint has no second copy of the weights", path=self.path, hint=hint)
+            raise Mismatch("the checkpoint does not have a second copy of the weights", path=self.path, hint=hint)
         return replace(self, components=tuple(replace(component, takes_twins=True) for component in self.components))
 
     def with_base(self, base: str | None) -> Checkpoint:

@@ -96,7 +96,7 @@ def say(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredT
     others = [name for name, one in floats.items() if one.chunks not in trained and not is_buffer(name)]
     if others:
         notes.append(
-            f"{count(len(others), 'tensor')} of the model are in no group of `{states.name}`, as frozen ones are, "
-            f"and have no state, such as `{others[0]}`"
+            f"{count(len(others), 'tensor')} of the model are not in any group of `{states.name}` and have no state; "
+            f"this is normal if frozen: `{others[0]}`"
         )
     return notes

@@ -169,13 +169,13 @@ class ConvertOptions:
             raise Usage(f"`{self.to}` is the same for any number of ranks", hint="leave --world-size out")
         if self.under and writer.is_model_only:
             hint = "rename them with --rename '^=>KEY.'"
-            raise Usage("the weights of a Hugging Face model have no key above them", hint=hint)
+            raise Usage("--under: the weights of a Hugging Face model cannot be under a key", hint=hint)
         if self.optimizer_keys not in (None, NAMES, IDS):
             raise Usage(f"expected optimizer keys `{NAMES}` or `{IDS}`, found `{self.optimizer_keys}`")
         if self.optimizer_keys and writer.is_model_only:
             raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
         if self.complete_optimizer and (writer.is_model_only or self.merge):
-            raise Usage("a model by itself has no optimizer", hint="leave --complete-optimizer out")
+            raise Usage("the output is a model without an optimizer", hint="leave --complete-optimizer out")
         self.check_shard_size()
         self.check_adapters()
         self.check_text_only()

@@ -71,7 +71,7 @@ class Piece:
         written = frozenset(chosen.names).difference(lost)
         if options.changes_names:
             unused = (written - chosen.blobs.keys()) - with_bytes_in(chosen, chosen.tensors, sources)
-            dropped |= dict.fromkeys(unused, f"{options.names} names have no form for this tensor")
+            dropped |= dict.fromkeys(unused, f"{options.names} names cannot express this tensor")
             written -= unused
         return Entries.of(layout, written, dropped)
 

@@ -242,5 +242,5 @@ def checked(done: Converted) -> str:
     if not done.unchecked_bytes:
         return f"{compared} of the source compared with its CRC-32"
     if not done.checked_bytes:
-        return f"the source has no CRC-32 to compare its {others} with"
+        return f"not compared: the source has no CRC-32 for its {others}"
     return f"{compared} of the source compared with its CRC-32; {others} have no CRC-32"

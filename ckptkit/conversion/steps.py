@@ -148,7 +148,7 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
         layout, dropped, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
     except Mismatch as error:
         if is_said_quantized(model.config):
-            error.hint = "--dtype bf16 makes plain weights of quantized ones; --names keep copies them as they are"
+            error.hint = "pass --dtype bf16 to dequantize the weights, or --names keep to copy them unchanged"
         raise
     siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
     remarks += differences_of_base(model, options)

@@ -88,7 +88,7 @@ def read_record(root: Path) -> DeltaRecord:
     """Return what the delta in directory `root` says of itself. Raises `Incomplete` if it does not say anything."""
     path = root / RECORD
     if not is_there(path):
-        hint = "pass what `ckptkit delta` wrote, with all of its files: it writes this one last"
+        hint = "pass a complete output of `ckptkit delta`: it writes this file last"
         raise Incomplete(f"`{RECORD}` is missing: this is not a delta, or an unfinished one", path=root, hint=hint)
     value = parse_json(read_small(path, _LIMIT), path)
     if not isinstance(value, dict) or value.get("format") != FORMAT:

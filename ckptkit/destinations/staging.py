@@ -211,7 +211,7 @@ def make_empty(path: Path) -> None:
     """Make directory `path`, in the place of what a dead run left there."""
     with translate_os_errors(path):
         if path.is_symlink():
-            raise Unsafe("a symbolic link lies where the output is to be made", path=path, hint="remove it")
+            raise Unsafe("refusing to follow a symbolic link in place of the output", path=path, hint="remove it")
         if path.exists():
             sync_path(path.parent)  # else it may be what a power cut brings back to the destination
             remove(path)

@@ -170,7 +170,9 @@ def find_renamed(case: Case, pairs: Mapping[str, str]) -> Iterator[Finding]:
 def another_model(case: Case, model: TargetModel, wanted: int) -> Finding:
     """Return the finding that nothing of a model is there."""
     there = abridge(sorted(case.shapes, key=len))
-    message = f"none of the {count(wanted, 'tensor')} of {model.name} is here under any name; found {there}"
+    message = (
+        f"expected the {count(wanted, 'tensor')} of {model.name}, found none of them under any name; found {there}"
+    )
     return Finding("other_model", None, message)
 
 

@@ -23,7 +23,7 @@ def find_ranks(case: Case) -> Iterator[Finding]:
     for group, owners in states.items():
         ranks = 1 + max(owners.values())
         if wanted not in (ranks, case.layout.world_size):
-            message = f"this is the state of {count(ranks, 'rank')}, one by one, and cannot be used by {wanted}"
+            message = f"it has a state for each of {count(ranks, 'rank')}; {wanted} cannot use it"
             yield Finding("rank_state", group, message, reshard(case.checkpoint, wanted), tuple(owners))
 
 

@@ -71,7 +71,7 @@ def find_ties(case: Case) -> Iterator[Finding]:
     for name, source in ties_of(weights.layout, model.config, case.form).items():
         if name not in weights.layout.tensors:
             if source in weights.layout.tensors and case.checkpoint.model_component.reader.is_sharded and model.asked:
-                message = f"it is tied to `{source}`, but a model in memory has both, and torch's load asks for it"
+                message = f"it is tied to `{source}`; a model in memory has both, so torch's load asks for this one too"
                 yield Finding("tie", name, message, export(case.checkpoint, base=model.name))
         elif not isinstance(weights.layout.root, RemotePath) and differs(case, name, source):
             message = (

@@ -96,9 +96,7 @@ def find_extra_state(case: Case) -> Iterator[Finding]:
     layout = case.checkpoint.model_component.layout
     names = tuple(name for name in layout.names if _EXTRA_STATE in str(layout.key(name)[-1]).split("/")[0].split("."))
     if names:
-        message = (
-            f"a module's own state, such as the scales of fp8: the modules of {case.model.name} are of another kind"
-        )
+        message = f"the state of a module, such as the scales of fp8; {case.model.name} has another kind of module"
         yield Finding("extra_state", names[0], message, export(case.checkpoint, base=case.model.name), names)
 
 

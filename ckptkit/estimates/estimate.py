@@ -157,7 +157,7 @@ def notes_on(model: Architecture, setup: Setup) -> Iterator[str]:
         )
     if not model.is_llama:
         yield f"activations of `{model.model_type}` are counted as if its blocks were Llama's of the same sizes"
-    yield "not counted: the CUDA context, NCCL's buffers, and what the allocator cannot use for being in pieces"
+    yield "not counted: the CUDA context, NCCL's buffers, and memory that the allocator loses to fragmentation"
 
 
 def read_config(model: str) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class JoinedPath(PosixPath):
 
     def open(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Raise `Unsupported`: files are opened where it is seen that all of one name are the same."""
-        raise Unsupported("this lies in several directories", path=self)
+        raise Unsupported("this checkpoint is spread over several directories", path=self)
 
     @property
     def _is_whole(self) -> bool:

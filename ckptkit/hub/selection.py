@@ -52,7 +52,7 @@ class Selection:
     def without_card(self) -> Selection:
         """Return the selection for a repository that has a model card, which stays as it is."""
         contents = {name: content for name, content in self.contents.items() if name != CARD}
-        kept = {} if self.has_card else {CARD: "the Hub has one, which is kept"}
+        kept = {} if self.has_card else {CARD: "the one on the Hub is kept"}
         return replace(self, contents=contents, left_out={**self.left_out, **kept})
 
 

@@ -66,7 +66,9 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
 
         try:
             if getattr(model, "secondary_weights", ()):
-                raise Unsupported(f"`{type(model).__name__}` takes weights from a second model, which ckptkit does not")
+                raise Unsupported(
+                    f"`{type(model).__name__}` reads weights from a second model; ckptkit does not support that"
+                )
             opened = self.open(model_config)
             for remark in opened.remarks:
                 if isinstance(remark, Caution):

@@ -24,7 +24,7 @@ def cut(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTensor:
     """Return the elements `start:stop` of an axis. Raises `Mismatch` if the axis has fewer."""
     shape = tensor.spec.shape
     if not 0 <= start <= stop <= shape[axis]:
-        raise Mismatch(f"elements {start}:{stop} of axis {axis} are wanted of shape {list(shape)}")
+        raise Mismatch(f"expected elements {start}:{stop} on axis {axis}, found shape {list(shape)}")
     if tensor.splits is not None:
         inner = prod(tensor.splits[axis][1:])
         if start % inner == 0 == stop % inner:

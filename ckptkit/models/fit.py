@@ -109,7 +109,7 @@ def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str
     for name, source in there.items():
         if source in layout.tensors and layout.tensors[source].is_lost and not layout.tensors[name].is_lost:
             layout = replace(layout, tensors={**layout.tensors, source: layout.tensors[name]})
-            notes.append(f"{source} is damaged; its values were taken from {name}, which it is tied to")
+            notes.append(f"{source} is damaged: ckptkit used the values of {name}, which is tied to it")
         elif source in layout.tensors:
             check_equal(layout, name, source)
             notes.append(f"{name} is tied to {source} and equal to it: written once")

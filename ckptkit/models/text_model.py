@@ -59,7 +59,9 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
     same = _SAME_AS.get(inner.model_type, {"model_type": inner.model_type})
     kind = transformers.CONFIG_MAPPING[same["model_type"]]
     if kind not in classes or inner.is_encoder_decoder:
-        message = f"transformers {transformers.__version__} has no causal language model for `{inner.model_type}`"
+        message = (
+            f"transformers {transformers.__version__} does not have a causal language model for `{inner.model_type}`"
+        )
         raise Unsupported(message, hint="leave --text-only out")
     if inner.model_type in _SAME_AS:
         said["rope_parameters"] = without_images(said.get("rope_parameters"))

@@ -74,7 +74,7 @@ def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
         raise Usage(f"`name` is {name!r}", hint="use letters, digits, `-` and `_` in a name")
     entries = parsed.get("rule")
     if not isinstance(entries, list) or not entries:
-        raise Usage("the table has no `[[rule]]`")
+        raise Usage("the table does not contain a `[[rule]]`")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if _HEADER.match(line)]
     rules = []
     for i, entry in enumerate(entries):
@@ -232,7 +232,7 @@ def require_keys(found: Mapping[str, Any], known: tuple[str, ...], what: str) ->
     """Raise `Usage` for a key that there is not."""
     strange = next((key for key in found if key not in known), None)
     if strange is not None:
-        raise Usage(f"{what} has no key `{strange}`", hint=f"there are {', '.join(known)}")
+        raise Usage(f"{what} does not have a key `{strange}`", hint=f"use one of {', '.join(known)}")
 
 
 def counts_of(step: TensorStep, count: int) -> int | None:

@@ -73,7 +73,7 @@ def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]
     named = replace(layout, tensors=made.tensors, blobs={}, keys={}, twins={})
     left_out = {
         **found.left_out,
-        **dict.fromkeys(found.origins_of(made.unplaced), f"{asked.names} names have no form for this tensor"),
+        **dict.fromkeys(found.origins_of(made.unplaced), f"{asked.names} names cannot express this tensor"),
     }
     return replace(found, layout=named, came_from=came_from, left_out=left_out), remarks(
         found.layout, change, made, asked.config, vocabulary

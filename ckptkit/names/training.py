@@ -116,7 +116,7 @@ def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
         return choose(EntryPlace(key[:-1]), last, own)
     if isinstance(key[-2], int) or str(key[-2]).isdecimal():
         hint = "pass --optimizer-keys names to name them first"
-        raise Unsupported("the optimizer numbers its parameters, which get other names", tensor=dotted(key), hint=hint)
+        raise Unsupported("expected parameter names in the optimizer, found numbers", tensor=dotted(key), hint=hint)
     return choose(EntryPlace(key[:-2], "{}", key[-1:]), str(key[-2]), own)
 
 
@@ -180,7 +180,7 @@ def require_all(layout: Layout, there: Iterable[str], olds: Iterable[str], place
     """Raise `Mismatch` if some of the parameters that become one have no such entry."""
     missing = [old for old in olds if old not in there]
     if missing:
-        message = f"it is missing, while `{dotted(place.key(next(iter(there))))}`, which it becomes one with, is there"
+        message = f"it is missing, but `{dotted(place.key(next(iter(there))))}`, which it is merged with, is there"
         raise Mismatch(message, path=layout.root, tensor=dotted(place.key(missing[0])))
 
 
@@ -189,7 +189,7 @@ def require_equal(layout: Layout, values: Mapping[str, Any], place: EntryPlace) 
     (first, value), *others = values.items()
     other = next((name for name, one in others if one != value), None)
     if other is not None:
-        message = f"the state differs from that of `{other}`, and the two become one parameter"
+        message = f"its state differs from the state of `{other}`, but the two become one parameter"
         raise Mismatch(message, path=layout.root, tensor=dotted(place.key(first)))
 
 

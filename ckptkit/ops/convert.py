@@ -246,8 +246,8 @@ def choose_model(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Compo
 
     name, states = exported.path.name, checkpoint.model_component.place
     if error := find_empty(exported.layout):
-        return checkpoint.model_component, f"the states in `{states}` were taken, not `{name}`: {error.message}"
-    return exported, f"`{name}` was taken, which is for use; name `{states}` to take the weights in its states"
+        return checkpoint.model_component, f"used the states in `{states}`, not `{name}`: {error.message}"
+    return exported, f"used `{name}`, the exported model; pass `{states}` to use the weights in its states"
 
 
 def draft_model(parts: Sequence[Component], remarks: Sequence[str], dst: Path, options: ConvertOptions) -> Conversion:
@@ -302,7 +302,7 @@ def require_all_taken(conversion: Conversion) -> None:
     for file in conversion.left_behind:
         if not file.is_known:
             hint = "move the file elsewhere, or drop --strict"
-            raise Mismatch(f"`{file.name}` would be left behind ({file.why})", path=file.path, hint=hint)
+            raise Mismatch(f"`{file.name}` would not be copied ({file.why})", path=file.path, hint=hint)
 
 
 def align(models: Sequence[Model]) -> Model:

@@ -199,7 +199,7 @@ def check_outside(path: Path, target: Path) -> None:
     here, there = [root.resolve() for root in roots_of(path)], target.resolve()
     if any(contains(root, there) or contains(there, root) for root in here):
         hint = "choose another destination"
-        raise Unsafe("the source and the destination lie in each other", path=target, hint=hint)
+        raise Unsafe("one of source and destination contains the other", path=target, hint=hint)
 
 
 def look_through(checkpoint: Checkpoint) -> Contents:

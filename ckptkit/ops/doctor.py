@@ -141,8 +141,8 @@ def notes_on(case: Case | None) -> Iterator[str]:
     if states:
         what = f"`{states[0].tensor}`{and_more(len(states) - 1)}"
         yield (
-            f"the optimizer has no {what}: the parameter is frozen, or never had a gradient, and then torch's "
-            f"`set_optimizer_state_dict` asks for it: {states[0].fix}"
+            f"the optimizer has no state of {what}: the parameter is frozen, or never received a gradient. In the "
+            f"second case torch's `set_optimizer_state_dict` fails; to fix that: {states[0].fix}"
         )
     if case.model is None:
         if case.like is None:

@@ -99,12 +99,12 @@ def prune(
     `keep_best`, METRIC[:min|max][:N]; and whatever is pinned, or named by another trainer's tracker file. With `demote`
     the others become Hugging Face models in bfloat16 and only what else they hold is deleted. Of a run on several disks
     a checkpoint goes from all, or stays on all, and none is demoted. A run on S3 is pruned too, and not demoted. Raises
-    `Usage` if nothing says what to keep, `NotACheckpoint` if `run` is no run, `Occupied` if another process is
+    `Usage` if no rule says what to keep, `NotACheckpoint` if `run` is no run, `Occupied` if another process is
     deleting, and `IOFailure` if something cannot be removed.
     """
     policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
     if policy.keeps_all:
-        raise Usage("nothing says what to keep", hint="give --keep-last, --keep-every or --keep-best")
+        raise Usage("no rule says what to keep", hint="give --keep-last, --keep-every or --keep-best")
     root = run_of(run)
     keeper = keeper_of(root)
     if demote and isinstance(root, RemotePath):

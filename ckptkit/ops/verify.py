@@ -384,7 +384,7 @@ def compare_extents(
             continue  # what has no bytes lies where the next extent begins
         is_whole = crc == extent.crc32
         length, offset = extent.length, extent.offset
-        other = f"the {length} bytes at {offset} are not those in the manifest: it has their CRC-32 as {wanted:08x}"
+        other = f"the {length} bytes at {offset} changed: the manifest recorded CRC-32 {wanted:08x} for them"
         problems.add(
             Corrupt(
                 other if is_whole else tell_damage(length, offset, crc, wanted),
@@ -401,7 +401,7 @@ def describe_damage(root: Path, extent: Extent) -> str:
     zeros = find_zeros(root, extent)
     if zeros is None:
         return WAS_CHANGED
-    return f"a page of zeros lies at byte {zeros}: it was never written, as after a crash; use another checkpoint"
+    return f"use another checkpoint: the page at byte {zeros} is all zeros and was never written, as after a crash"
 
 
 def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems) -> None:
@@ -409,7 +409,7 @@ def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems
     for name, wanted in own.recorded.items():
         found, path = sums.get(name), own.root / name
         if found is not None and found != wanted and not problems.are_in(path):
-            message = f"its CRC-32 is {found.crc32:08x}, that in the manifest is {wanted.crc32:08x}"
+            message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {found.crc32:08x}"
             problems.add(Corrupt(message, path=path, hint=RESTORE))
     if own.manifest and own.path.is_dir():
         for name in own.strangers:

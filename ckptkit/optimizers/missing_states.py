@@ -156,8 +156,8 @@ def forms_for(
     """Return what a state is like in a group: as those in it, or if it has none, as all others."""
     peers = [one for one in group if one in states.of] or list(states.of)
     if not peers:
-        message = f"`{states.name}` has no states that could serve as an example"
-        raise Unsupported(message, hint="drop --complete-optimizer: the optimizer has not made a step yet")
+        message = f"`{states.name}` has no states to copy the form from"
+        raise Unsupported(message, hint="drop --complete-optimizer: the optimizer has not stepped yet")
     first = states.of[peers[0]].keys()
     other = next((one for one in peers if states.of[one].keys() != first), None)
     if other is not None:

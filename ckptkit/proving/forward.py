@@ -226,7 +226,9 @@ def compute_buffers(model: Any, source: Runnable) -> None:
             buffer = module._buffers[own]
             can_tell = buffer is not None and buffer.numel() and buffer.dtype != torch.bool
             if can_tell and is_same_bits(buffer, nothing_like(buffer)):
-                message = f"transformers does not say what the buffer `{name}.{own}` holds"
+                message = (
+                    f"the value of the buffer `{name}.{own}` is unknown: transformers' initialization does not set it"
+                )
                 raise Unsupported(message, path=source.path)
 
 

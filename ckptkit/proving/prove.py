@@ -97,7 +97,7 @@ def notes_on(here: Companions, there: Companions, source: Path) -> Iterator[str]
     """Yield what is not proved: a config that there is no other of, text that becomes other tokens."""
     if there.config is None:
         yield (
-            f"{source} has no config.json, so it ran with the export's, which is not proved itself; "
+            f"{source} has no config.json: it ran with the export's config.json, which this run does not prove; "
             "pass --base with the model that the training began with"
         )
     tokenizers = [name for name in here.files if name.startswith(_TOKENIZER) and name in there.files]

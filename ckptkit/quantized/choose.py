@@ -29,10 +29,10 @@ _JOINED = (
 )
 _EXPERTS = "experts"
 HEADS, ASKED, RAGGED, ALONE = (
-    "which loaders want as they are",
-    "as --exclude-quantize says",
-    "whose rows or columns are no multiple of 128",
-    "which loaders join with these, or compute together",
+    "loaders expect plain weights there",
+    "--exclude-quantize matches",
+    "rows or columns are not multiples of 128",
+    "loaders use them together with plain weights",
 )
 
 

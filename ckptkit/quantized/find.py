@@ -48,7 +48,7 @@ class Quantized:
     def require_known(self) -> None:
         """Raise `Unsupported` for weights that cannot be computed."""
         if self.refusal is not None:
-            hint = "leave --dtype out to have them as they are, or dequantize with the library that made them"
+            hint = "drop --dtype to copy them unchanged, or dequantize them with the library that quantized them"
             raise Unsupported(self.refusal, path=self.layout.root, tensor=min(self.members), hint=hint)
 
 
@@ -89,7 +89,7 @@ def is_plain(specs: Mapping[str, Spec]) -> bool:
 def unknown(layout: Layout, stated: QuantizationConfig) -> Quantized:
     """Return weights that config.json says are quantized in some way not known here: any tensor may belong to them."""
     names = frozenset(layout.tensors)
-    refusal = f"config.json says that the weights are quantized by `{stated.words}`, which is not known here"
+    refusal = f"config.json says that the weights are quantized by `{stated.words}`, which ckptkit does not know"
     return Quantized(layout, stated.words, members=names, refusal=refusal)
 
 

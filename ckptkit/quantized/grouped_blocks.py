@@ -177,8 +177,8 @@ class TwoLevels(Factors):
     def _factors(self, blocks: Sequence[memoryview]) -> Array:
         scales, level = as_numbers(self.operands[0], blocks[0]), as_numbers(self.operands[1], blocks[1])
         if not (np.isfinite(level).all() and (level > 0).all()):
-            worst = f"`{self.operands[1].name}` has a scale of {level[0]:g}, which is none"
-            raise Corrupt(worst, hint="are its bytes those of another tensor?")
+            worst = f"expected a scale in `{self.operands[1].name}`, found {level[0]:g}"
+            raise Corrupt(worst, hint="run `ckptkit verify`: these bytes may belong to another tensor")
         with np.errstate(over="ignore"):
             found: Array = scales / level if self._divides else scales * level
         return found
@@ -230,7 +230,7 @@ class Affine:
         for operand, found in zip(self.operands, (scales, biases), strict=True):
             if not np.isfinite(found).all():
                 worst = found[~np.isfinite(found)][0]
-                hint = "are its bytes those of another tensor?"
+                hint = "run `ckptkit verify`: these bytes may belong to another tensor"
                 raise Corrupt(f"`{operand.name}` has the number {worst:g}", hint=hint)
         values *= spread_over(scales, groups)
         if self._rounds_to != FLOAT32:

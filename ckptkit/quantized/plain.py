@@ -37,7 +37,7 @@ def open_quantized(model: Model, options: ConvertOptions) -> Model:
     is_concerned = options.weights or options.quantize or asked.dtype or asked.changes_names
     quantized = look_for_quantized(model.part, model.config) if is_concerned else None
     if options.weights and quantized is not None:
-        message = f"the weights are quantized ({quantized.method}): their numbers have no mean without their scales"
+        message = f"the weights are quantized ({quantized.method}): ckptkit cannot average them without their scales"
         hint = "dequantize each first: ckptkit consolidate SRC OUT --dtype bf16"
         raise Unsupported(message, path=model.part.path, hint=hint)
     if options.quantize:
@@ -62,16 +62,16 @@ def refuse_quantized(part: Component, quantized: Quantized | None) -> None:
     """Raise `Unsupported` for a model to be quantized whose weights are quantized already."""
     if quantized is not None:
         message = f"the weights are quantized already ({quantized.method})"
-        ours = "make plain weights of them first: ckptkit consolidate SRC OUT --dtype bf16"
-        hint = "make plain weights of them with the library that made them" if quantized.refusal else ours
+        ours = "dequantize them first: ckptkit consolidate SRC OUT --dtype bf16"
+        hint = "dequantize them with the library that quantized them" if quantized.refusal else ours
         raise Unsupported(message, path=part.path, hint=hint)
 
 
 def without_words(model: Model) -> Model:
     """Return a model whose config.json does not mention quantization. Raises `Usage` if there is no config.json."""
     if model.companions.config is None:
-        hint = "--base MODEL takes it from the model that the training began with"
-        raise Usage("there is no config.json, in which loaders look for how the weights are quantized", hint=hint)
+        hint = "pass --base MODEL, the model that the training began with"
+        raise Usage("no config.json found, which tells loaders how the weights are quantized", hint=hint)
     return model.with_config(without_quantization(model.config))
 
 
@@ -83,7 +83,9 @@ def without_false_words(model: Model) -> Model:
     stated = read_quantization_config(model.companions.config).method
     if stated is None or not is_plain(model.part.layout.specs):
         return model
-    note = f"config.json said that the weights are quantized ({stated}), which they are not; it says so no more"
+    note = (
+        f"config.json said that the weights are quantized ({stated}), but they are plain: removed that from config.json"
+    )
     return model.with_config(without_quantization(model.config)).say(note)
 
 
@@ -99,9 +101,10 @@ def choose_plain(quantized: Quantized | None, found: Weights, asked: Edits) -> f
     names = {old: plain_name(new) for new, old in found.came_from.items() if old in quantized.weights}
     chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
     if chosen and (left := sorted(names[old] for old in names.keys() - chosen)):
-        hint = "give one dtype for all weights, like --dtype bf16"
+        hint = "pass one dtype for all weights, like --dtype bf16"
         raise Usage(
-            f"{count(len(left), 'quantized weight')} would stay, such as `{left[0]}`, and others not", hint=hint
+            f"--dtype matches only some quantized weights: not {count(len(left), 'weight')} such as `{left[0]}`",
+            hint=hint,
         )
     return frozenset(chosen)
 
@@ -120,7 +123,7 @@ def make_all_plain(model: Model) -> Model:
         raise Unsupported(quantized.refusal, path=root, tensor=tensor, hint=_BY_LIBRARY)
     dtype = dtype_of(model.config)
     return make_plain(model, quantized, chosen, dtype).say(
-        f"what was dequantized is {dtype}, unless --dtype says otherwise"
+        f"dequantized weights become {dtype} unless you pass --dtype"
     )
 
 
@@ -144,7 +147,7 @@ def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype
     note = f"dequantized {count(len(chosen), 'weight')} ({quantized.method})"
     if (plain := without_quantization(model.config)) != model.config:
         model = model.with_config(plain)
-        note += "; config.json says no more that they are quantized"
+        note += "; removed the quantization from config.json"
     others = (*model.others, replace(source, blobs={}, twins={}))
     return replace(model, weights=weights, others=others, recipes=recipes, stored_as=stored_as).say(note)
 
@@ -180,8 +183,8 @@ def check_together(quantized: Quantized | None, model: Model, asked: Edits) -> N
         news = [names.get(old) for old in olds]
         if not renamed_alike(olds, news):
             new, *rest = (one or "nothing" for one in news)
-            message = f"{name} would become {new}, and its scales {packed.beside[0]} {rest[0]}"
-            hint = "select and rename both alike, or add --dtype bf16, which makes plain weights of them"
+            message = f"`{name}` would become `{new}`, but its scales `{packed.beside[0]}` would become `{rest[0]}`"
+            hint = "select and rename both alike, or dequantize them with --dtype bf16"
             raise Usage(message, path=model.part.path, hint=hint)
 
 

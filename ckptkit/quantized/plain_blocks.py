@@ -101,7 +101,7 @@ class Transposed4:
         raw = np.frombuffer(blocks[0], np.uint8).reshape(numbers.region(box).size)[part]
         exponents = np.frombuffer(blocks[1], np.uint8).reshape(scales.region(box).size)[part]
         if exponents.size and (worst := int(exponents.max())) > _HIGHEST:
-            raise Corrupt(f"a scale in `{scales.name}` is 2**{worst - 127}, which float32 cannot hold six of")
+            raise Corrupt(f"expected scales of at most 2**{_HIGHEST - 127} in `{scales.name}`, found 2**{worst - 127}")
         values = pairs().take(raw).view(np.float32).reshape(*exponents.shape, _GROUP)
         values *= table(_E8M0)[exponents][..., None]
         rows = values.reshape(*exponents.shape[:2], -1).transpose(0, 2, 1)
@@ -134,7 +134,8 @@ def check_factors(factors: Array, name: str, most: float) -> None:
     if factors.size and not (factors.min() >= 0 and factors.max() <= limit):  # no comparison with NaN is true
         worst = factors[~((factors >= 0) & (factors <= limit))][0]
         raise Corrupt(
-            f"`{name}` has a scale of {worst:g}, which is none", hint="are its bytes those of another tensor?"
+            f"expected a scale in `{name}`, found {worst:g}",
+            hint="run `ckptkit verify`: these bytes may belong to another tensor",
         )
 
 

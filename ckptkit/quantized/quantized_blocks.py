@@ -117,11 +117,9 @@ class Matrix(NamedTuple):
         rows = np.maximum.reduce(np.abs(values).reshape(-1, grid.rows, values.shape[1]), axis=1)
         found: Array = np.maximum.reduce(rows.reshape(len(rows), -1, grid.columns), axis=2)
         if not np.isfinite(found).all():
-            what = "NaN" if np.isnan(found).any() else "infinite, or larger than any float32"
-            hint = "--exclude-quantize leaves it as it is; `ckptkit stats` shows where else there are such"
-            raise Corrupt(
-                f"one of its numbers is {what}: there is no scale for it", tensor=self.operand.name, hint=hint
-            )
+            what = "NaN" if np.isnan(found).any() else "a number that is infinite or too large for float32"
+            hint = "skip the tensor with --exclude-quantize; `ckptkit stats` lists all such tensors"
+            raise Corrupt(f"cannot choose a scale: the tensor contains {what}", tensor=self.operand.name, hint=hint)
         return found
 
 

@@ -40,10 +40,10 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     )
     chosen = choose(model.layout.specs, linear.names, linear.kept, scheme, globs)
     if not chosen.names:
-        why = "; ".join(f"{len(names)} stay {reason}" for reason, names in chosen.reasons.items())
-        hint = "--quantize fp8-channel has a scale for each row" if RAGGED in chosen.reasons else None
+        why = "; ".join(f"skipped {len(names)} because {reason}" for reason, names in chosen.reasons.items())
+        hint = "pass --quantize fp8-channel, which has one scale per row" if RAGGED in chosen.reasons else None
         raise Unsupported(
-            f"there is no weight to quantize: {why or 'no linear layer is here'}", path=model.layout.root, hint=hint
+            f"there is no weight to quantize: {why or 'found no linear layer'}", path=model.layout.root, hint=hint
         )
     source = as_stored(model.layout, chosen)
     made = with_scales(model.layout, chosen, scheme)
@@ -64,7 +64,7 @@ def form_of(model: Model) -> Form:
         return model.expected
     reason = model.expected
     hint = (reason.hint if reason else None) or "pip install transformers, which knows most types of models"
-    message = f"it is not known which of its layers are linear{f': {reason.message}' if reason else ''}"
+    message = f"ckptkit does not know which layers are linear{f': {reason.message}' if reason else ''}"
     raise Unsupported(message, path=model.companions.found_in, hint=hint)
 
 
@@ -105,7 +105,8 @@ def recipes_of(source: Layout, made: Layout, chosen: Chosen, scheme: Scheme, num
         matrix = Matrix(Operand(number, name, spec.dtype), rows, columns)
         grid = Grid(*scheme.box(spec.shape), made.tensors[scales].spec.dtype, scheme.block is None)
         if grid.rows * columns * spec.dtype.itemsize > _MOST_AT_HAND:
-            message = f"{grid.rows} rows of {count(columns, 'number')} would be in memory at once"
+            found = f"{grid.rows} rows of {count(columns, 'number')}"
+            message = f"expected blocks of at most {_MOST_AT_HAND:,} bytes in memory, found {found}"
             raise Unsupported(message, path=source.root, tensor=name)
         recipes[name], recipes[scales] = always(Numbers(matrix, grid)), always(Scales(matrix, grid))
     return recipes
@@ -126,8 +127,8 @@ def remarks(source: Layout, chosen: Chosen, scheme: Scheme) -> list[str]:
     """Return what the report says of what was quantized and what was not."""
     numbers = sum(source.tensors[name].spec.numel for name in chosen.names)
     weights = f"{count(len(chosen.names), 'weight')}, {count(numbers, 'parameter')}"
-    notes = [f"quantized {weights}, as {scheme.name} says; config.json has it"]
+    notes = [f"quantized {weights}, as {scheme.name}; config.json describes it"]
     for reason, names in chosen.reasons.items():
         weights = count(len(names), "weight")
-        notes.append(f"{weights} of linear layers stayed as they were, {reason}: {abridge(names)}")
+        notes.append(f"did not quantize {weights} of linear layers because {reason}: {abridge(names)}")
     return notes

@@ -64,9 +64,9 @@ def describe_history(history: History, drawn: Sequence[Series]) -> str:
         said.append("A line is the mean of consecutive steps, the band reaches from the lowest to the highest.")
     if history.resumed:
         steps = ", ".join(f"{step:,.0f}" for step in history.resumed[-5:])
-        said.append(f"Went back to step {steps}; what is shown are the steps as they were taken last.")
+        said.append(f"Went back to step {steps}; each step is shown as last taken.")
     if history.skipped:
-        said.append(f"{count(history.skipped, 'line', 'was')} no metrics of a step and left out.")
+        said.append(f"Skipped {count(history.skipped, 'line')} without metrics of a step.")
     return " ".join(said)
 
 

@@ -34,7 +34,7 @@ def set_pin(checkpoint: Path) -> None:
     folder = checkpoint.parent / FOLDER
     with translate_os_errors(folder):
         if folder.is_symlink():
-            raise Unsafe("a symbolic link lies where the pins are to be", path=folder, hint="remove it")
+            raise Unsafe("refusing to follow a symbolic link in place of the pins", path=folder, hint="remove it")
         again(folder.mkdir, exist_ok=True)
         close(again(os.open, folder / checkpoint.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
         sync_path(folder)

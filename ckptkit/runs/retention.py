@@ -34,7 +34,7 @@ class Best:
         count = rest[0] if rest else "1"
         if not metric or len(rest) > 1 or not count.isdecimal() or int(count) < 1:
             hint = "write METRIC[:min|max][:N], as in `loss`, `loss:3` or `accuracy:max:2`"
-            raise Usage(f"`{text}` does not say which checkpoints are the best", hint=hint)
+            raise Usage(f"expected METRIC[:min|max][:N], found `{text}`", hint=hint)
         return cls(metric, highest, int(count))
 
 

@@ -303,7 +303,9 @@ class S3Post:
             if find_code(error) not in DENIED:
                 raise
             self.can_hold = False
-            warn_of_loss(self.keeper.root, "the store refuses writes: no prune sees what this watch is handling")
+            warn_of_loss(
+                self.keeper.root, "the store refuses writes: prune cannot see which checkpoint this watch is handling"
+            )
         return self.can_hold
 
     @property

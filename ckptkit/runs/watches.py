@@ -34,7 +34,9 @@ def claiming(root: Path, key: str) -> Iterator[int]:
     path = lock_of(root, key)
     with translate_os_errors(folder):
         if folder.is_symlink():
-            raise Unsafe("a symbolic link lies where the notes of a watch are to be", path=folder, hint="remove it")
+            raise Unsafe(
+                "refusing to follow a symbolic link in place of the notes of a watch", path=folder, hint="remove it"
+            )
         make_directories(folder, sync=True)
         try:
             lock = acquire(path, patience=_PATIENCE)

@@ -169,7 +169,7 @@ def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions, look:
     notes = []
     if faults.described_by is not None:
         words = "every item in its files has the dtype, shape, length and order that it says"
-        notes.append(f"{checkpoint.path} has no metadata, so that of {faults.described_by} was used: {words}")
+        notes.append(f"{checkpoint.path} has no metadata: ckptkit used that of {faults.described_by}; {words}")
     origin = Origin.of(other.path)
     filled, remarks = fill(repaired, other, faults)
     return Salvage(filled, faults, other.path, (origin,), (*notes, *remarks))

@@ -90,7 +90,7 @@ class LoadTerms:
         way = _INITIALIZE if any(key[-1] == "state" for key in above) else "load the whole state"
         if self.unasked == ERROR:
             raise Mismatch(f"{text}, which the checkpoint has", hint=f'{way}; or pass unasked="ignore"')
-        text += f', which the checkpoint has: nothing of it is loaded; {way}, or pass unasked="ignore"'
+        text += f', which the checkpoint has: it is not loaded; {way}, or pass unasked="ignore"'
         warnings.warn(text, PartialLoad, stacklevel=2)
 
     def check_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
@@ -144,8 +144,9 @@ def hint_on(names: Sequence[str]) -> str:
     if not all("state." in name for name in names):
         return keep
     if all(name.rpartition(".")[2] in FIRST_ZERO for name in names):
-        keep = 'missing="zero", with which it begins ("keep" leaves what torch made to load into, with a step counted)'
-    return f"a parameter that never had a gradient has no state: `ckptkit reshard --complete-optimizer`, or {keep}"
+        keep = 'pass missing="zero", its initial value ("keep" would keep a state with one step counted)'
+    run = "run `ckptkit reshard --complete-optimizer`"
+    return f"{run} if the parameters never received a gradient, or {keep}"
 
 
 def fill_with_zeros(tensor: Tensor) -> None:

@@ -41,7 +41,7 @@ def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: 
                 f"the model ties it to `{one}`, but the checkpoint's bytes differ",
                 path=path,
                 tensor=name,
-                hint="if they were trained apart, give the model a head of its own",
+                hint="if they were trained separately, build the model with a head of its own",
             )
 
 

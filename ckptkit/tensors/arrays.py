@@ -49,7 +49,7 @@ def to_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
     import torch
 
     if dtype.kind == "quantized":
-        raise Unsupported(f"no tensor of {dtype} without its scales, which are not read")
+        raise Unsupported(f"cannot read {dtype} without its scales")
     torchs = getattr(torch, dtype.name)
     if not data:
         return torch.empty(shape, dtype=torchs)

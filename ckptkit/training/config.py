@@ -44,7 +44,9 @@ class TrainConfig:
     tokenizer: Annotated[str | None, "A Hugging Face tokenizer; by default the model's own, or bytes."] = None
     sequence_length: Annotated[int, "Tokens of a sequence."] = 256
     batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
-    micro_batch_size: Annotated[int, "Sequences a rank takes at once, adding up gradients; 0: all of its own."] = 0
+    micro_batch_size: Annotated[
+        int, "Sequences that a rank computes at once; gradients add up. 0: all of the rank's."
+    ] = 0
     # the optimizer
     steps: Annotated[int, "Steps of the whole run."] = 100
     lr: Annotated[float, "The highest learning rate."] = 1e-3

@@ -62,7 +62,7 @@ def test_a_command_that_hangs_is_said_with_its_limit(run: Path) -> None:
             ("--do", "consolidat {ckpt} {out}"),
             "error: unknown command `consolidat`\nhint: there is `consolidate`\n",
         ),
-        ((), "error: nothing says what to do\n"),
+        ((), "error: no command to run was passed\n"),
     ],
 )
 def test_what_makes_no_sense_is_refused(run: Path, arguments: tuple[str, ...], message: str) -> None:

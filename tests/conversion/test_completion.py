@@ -191,9 +191,9 @@ def step_in_words(state: dict[int, dict[str, Any]]) -> None:
         (torch.optim.AdamW, {}, half_of_the_first, "the state that this parameter should have is unknown: "),
         (torch.optim.AdamW, {}, other_dtype, "the form of `exp_avg` differs"),
         (torch.optim.AdamW, {}, other_shape, "shapes? "),
-        (torch.optim.AdamW, {}, no_state, "has no states that could"),
+        (torch.optim.AdamW, {}, no_state, "has no states to copy"),
         (torch.optim.AdamW, {}, step_in_words, "not a tensor or a number"),
-        (torch.optim.SGD, {"lr": 0.1}, None, "has no states that could"),
+        (torch.optim.SGD, {"lr": 0.1}, None, "has no states to copy"),
     ],
 )
 def test_nothing_is_guessed(

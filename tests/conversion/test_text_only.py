@@ -57,5 +57,5 @@ def test_a_saved_model_and_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Usage, match="writes a Hugging Face model"):
         convert(tmp_path / "eyes", tmp_path / "no", to="dcp", text_only=True)
     MllamaForConditionalGeneration(make_config("mllama")).save_pretrained(tmp_path / "mllama")
-    with pytest.raises(Unsupported, match="has no causal language model"):
+    with pytest.raises(Unsupported, match="does not have a causal language model"):
         consolidate(tmp_path / "mllama", tmp_path / "no", text_only=True)

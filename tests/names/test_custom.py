@@ -185,7 +185,7 @@ FIRST = '[[rule]]\nown = "a"\nhub = "b"\n\n'
     ("text", "wanted"),
     [
         ("[[rule]\n", "not valid TOML: .*line 1"),
-        ("", r"the table has no `\[\[rule\]\]`"),
+        ("", r"the table does not contain a `\[\[rule\]\]`"),
         ("rule = [1]", "rule 1: a rule must be a table"),
         ('name = "a b"\n' + FIRST, "`name` is 'a b'"),
         ("names = 1\n" + FIRST, "the file has no key `names`"),

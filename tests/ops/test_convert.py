@@ -75,7 +75,7 @@ def test_the_key_asked_for(tmp_path: Path) -> None:
     assert load_dcp(tmp_path / "dcp")["net"].keys() == {"a.w", "b"}
     convert(tmp_path / "dcp", tmp_path / "pt", to="pt", under="state_dict")
     assert load_pt(tmp_path / "pt")["state_dict"]["net"]["a.w"].tolist() == counted(4, 3).tolist()
-    with pytest.raises(Usage, match="have no key above them"):
+    with pytest.raises(Usage, match="cannot be under a key"):
         convert(tmp_path / "dcp", tmp_path / "hf", to="hf", under="model")
 
 

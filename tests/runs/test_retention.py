@@ -130,7 +130,7 @@ def test_the_best_is_spelt_briefly(text: str, best: Best) -> None:
 
 @pytest.mark.parametrize("text", ["", ":max", "loss:", "loss:0", "loss:-1", "loss:low", "loss:2:max", "loss:min:2:3"])
 def test_other_spellings_are_refused(text: str) -> None:
-    with pytest.raises(Usage, match="does not say which"):
+    with pytest.raises(Usage, match="expected METRIC"):
         Best.parse(text)
 
 

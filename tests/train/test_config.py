@@ -85,7 +85,7 @@ def test_a_whole_number_will_do_where_any_is_asked_for(tmp_path: Path) -> None:
         ({"lora_rank": 2, "fsdp": "1", "wrap": "size"}, "wrapped by size"),
         ({"lora_targets": ("q_proj",)}, "not asked for"),
         ({"lora_alpha": 16}, "not asked for"),
-        ({"state_dict": "adapter"}, "no adapters to save"),
+        ({"state_dict": "adapter"}, "expected adapters to save"),
         ({"fsdp": "3"}, "unknown fsdp `3`"),
         ({"replicas": 2}, "2 replicas under full_shard"),
         ({"wrap": "size"}, "FSDP2 shards by blocks only"),

@@ -437,7 +437,7 @@ def test_a_journal_that_is_none_is_refused(run: Path) -> None:
 @pytest.mark.parametrize(
     ("do", "program", "message"),
     [
-        ((), (), "nothing says what to do"),
+        ((), (), "no command to run was passed"),
         ("consolidate {chkpt} out", (), "`{chkpt}` in `consolidate {chkpt} out` is nothing that can be filled in"),
         ("consolidate run out", (), "`consolidate run out` does not name the checkpoint"),
         ("consolidate '{ckpt}", (), "cannot be split into words"),

@@ -30,7 +30,7 @@ _TIMEOUT = 30  # seconds without a byte
 class HubStore:
     """The repository that `hf://[datasets/]org/name[@revision]` means."""
 
-    hint = "run `hf auth login` or set HF_TOKEN for a private or gated repository; there is no local path of this name"
+    hint = "run `hf auth login` or set HF_TOKEN if the repository is private or gated; no local path has this name"
 
     def __init__(self, url: str) -> None:
         self._kind, self._id, self._revision = parse_repository(url.partition("://")[2])

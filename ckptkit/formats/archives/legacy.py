@@ -93,7 +93,7 @@ def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) 
         raise Corrupt(f"the storage at byte {at} has {count} elements, and its tensors say {numel}")
     nbytes = count * itemsize
     if start + nbytes > length:
-        raise Corrupt(f"the file ends at byte {length}, but a storage lies at {start}:{start + nbytes}")
+        raise Corrupt(f"expected a storage at bytes {start}:{start + nbytes}, found the end of the file at {length}")
     return ZipEntry(start, nbytes, 0)
 
 

@@ -123,7 +123,7 @@ def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
     if calls_for and not fits(found, calls_for):
         shape = ", ".join("any" if n is None else str(n) for n in calls_for)
         hint = "check that all ranks' files are there and belong to one model"
-        raise Corrupt(f"the ranks' files make {found} of it, {PARAMS} calls for [{shape}]", hint=hint)
+        raise Corrupt(f"expected shape [{shape}] ({PARAMS}), found {found} in the ranks' files", hint=hint)
 
 
 def fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:

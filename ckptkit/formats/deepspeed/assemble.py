@@ -78,9 +78,7 @@ def put_part(
     names: list[list[str]] = [[] for _ in part.partitions[0].settings]
     try:
         if model.shapes is None:
-            raise Corrupt(
-                "`param_shapes` is missing, which lists the parameters that ZeRO partitioned and their shapes"
-            )
+            raise Corrupt("`param_shapes` is missing: it lists the parameters that ZeRO partitioned, with their shapes")
         own: dict[str, StoredTensor] = {}
         for parameter in parameters_of(model.shapes, part.partitions, experts, root):
             if parameter.name in own:

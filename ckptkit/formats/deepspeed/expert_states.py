@@ -68,7 +68,7 @@ def put_unpartitioned_experts(
     optimizers = read_optimizers(root, files)
     if not optimizers and model.optimizer is not None:
         path = root / "expp_rank_0_mp_rank_00_optim_states.pt"
-        raise Incomplete("the file is missing, which holds the optimizer of a rank of experts", path=path)
+        raise Incomplete("the file with the optimizer state of one rank's experts is missing", path=path)
     shared = trained(model)
     own_shapes = shares(experts, model, len(optimizers)) if optimizers else []
     names = [

@@ -49,7 +49,9 @@ class ExpertFiles:
         match = _EXPERT.fullmatch(name)
         count = self.counts.get(match[1], 0) if match else 0
         if match is None or not count or count % ranks:
-            raise Corrupt(f"its layer has {count} experts, which are not dealt out to {ranks} ranks", tensor=name)
+            raise Corrupt(
+                f"expected a multiple of {ranks} experts, one share for each rank, found {count}", tensor=name
+            )
         return int(match[2]) // (count // ranks)
 
     def rename(self, name: str, rank: int, ranks: int) -> str:
@@ -140,7 +142,7 @@ def check_numbers(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> N
             raise Incomplete(message, path=root / name, hint=ELSEWHERE)
     for (layer, expert), name in files.experts.items():
         if layer >= len(counts) or expert >= counts[layer]:
-            message = f"there is no such expert in the model; its layers have {list(counts[:8])}"
+            message = f"the model does not have this expert: its layers have {list(counts[:8])} experts"
             raise Corrupt(message, path=root / name, hint="move the files of the other run to another directory")
 
 
@@ -188,7 +190,9 @@ def fleets(
         raise Corrupt(message, hint=_HINT)
     for rank in range(ranks):
         if experts.is_data_first is None and 1 < ranks < len(partitions):
-            message = f"which of {len(partitions)} ranks have the same experts: the configuration was not saved"
+            message = (
+                f"cannot tell which of {len(partitions)} ranks have the same experts: the configuration was not saved"
+            )
             raise Unsupported(message, hint="pass DeepSpeed its configuration as a dict when you save")
         each = len(partitions) // ranks
         own = slice(rank * each, (rank + 1) * each) if experts.is_data_first else slice(rank, None, ranks)

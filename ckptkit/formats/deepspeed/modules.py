@@ -72,7 +72,7 @@ def is_empty(value: Any) -> bool:
 def put_copy(gathering: Gathering, flattening: Flattening, name: str, value: Any, master: StoredTensor) -> None:
     """Put the rounded copy of a parameter beside it; in ZeRO 3 there is none."""
     if not is_tensor(value):
-        raise Corrupt("ZeRO has a parameter of this name, but `module` has no tensor", tensor=name)
+        raise Corrupt("ZeRO has this parameter, but `module` does not have its tensor", tensor=name)
     put_stored_copy(gathering, name, flattening.stored(value), master)
 
 

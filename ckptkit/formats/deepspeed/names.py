@@ -130,8 +130,10 @@ def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str, rep
     extra = [name for rank, name in files.items() if rank >= count]
     if extra:
         others = and_more(len(extra) - 1)
-        message = f"`{said_by}` is of {count} ranks, and this is of none of them{others}: of an older, larger run"
+        message = (
+            f"expected files of {count} ranks (`{said_by}`), found this one too{others}: it is of an older, larger run"
+        )
         raise Corrupt(message, path=root / extra[0], hint="move the files of the older run to another directory")
     for missing in (rank for rank in range(count) if rank not in files):
-        message = f"the file of rank {missing} is missing: `{said_by}` is of {count} ranks, here are {len(files)}"
+        message = f"the file of rank {missing} is missing: expected {count} ranks (`{said_by}`), found {len(files)}"
         report(Incomplete(message, path=root / name_of(files, missing), hint=ELSEWHERE, ranks=[missing]))

@@ -96,7 +96,7 @@ def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
             "of ZeRO 3, the tensors of the model are empty here: their data is in `*_optim_states.pt`, and none is here"
         )
         raise Unsupported(message, path=path, hint="copy all files of all ranks to one directory")
-    message = "the `*_optim_states.pt` files are missing, which hold the fp32 parameters and the optimizer"
+    message = "the `*_optim_states.pt` files with the fp32 parameters and the optimizer are missing"
     raise Incomplete(message, path=path, hint="pass this file itself to read its 16-bit weights")
     raise Corrupt(message, path=path, hint="pass this file itself to read its 16-bit weights")
 

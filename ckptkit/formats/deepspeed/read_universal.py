@@ -54,7 +54,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
             known.update(group)
     expert = next((name for group in shapes for name in group if without_number(name)), None)
     if expert is not None:
-        message = "an expert, by its number on one rank: which of several of that number it is, is not said"
+        message = "expected an expert's number in the model, found its number on one rank, which several experts share"
         raise Unsupported(message, path=root / tag, tensor=expert)
     gathering = Gathering()
     described = {model.path for model in models}

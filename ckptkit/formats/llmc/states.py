@@ -41,7 +41,7 @@ def find_moments(
             sound.append(file)
             continue
         wanted = HEADER.size + moments_in(state) * total // shares * _FLOAT.itemsize
-        message = f"the file has {file_size(root / file)} bytes, the moments of {total} parameters need {wanted}"
+        message = f"expected {wanted} bytes for the moments of {total} parameters, found {file_size(root / file)}"
         report(
             Corrupt(
                 message,

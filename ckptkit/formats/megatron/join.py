@@ -110,7 +110,7 @@ class Job:
         if self.sizes.tensor == 1:
             return recorded
         message = f"checkpoint version {recorded}: how the queries, keys and values of {self.sizes.tensor} ranks lie"
-        message += " goes by their heads, and `args` do not say how many"
+        message += " depends on the number of heads, which `args` do not say"
         hint = "load the checkpoint with a Megatron-LM that reads this version, and save it again"
         raise Unsupported(message, path=self.root / first.path, hint=hint)
 
@@ -144,7 +144,7 @@ class Job:
         wanted = first.args.get("num_layers")
         if type(wanted) is int and len(stacks) == 1 and wanted not in stacks.values():
             count = next(iter(stacks.values()))
-            message = f"the {self.sizes.stages} stages have {count} layers, the arguments say {wanted}"
+            message = f"expected {wanted} layers (`args`), found {count} in {self.sizes.stages} stages"
             raise Corrupt(message, path=self.root / first.path)
 
 

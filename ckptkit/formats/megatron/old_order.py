@@ -35,7 +35,7 @@ def in_new_order(tensor: StoredTensor, local: str, version: float, heads: int) -
     fused = 3 if match[1] == "query_key_value" else 2
     width, rest = divmod(tensor.spec.shape[0], fused * heads)
     if rest:
-        raise Corrupt(f"{tensor.spec.shape[0]} rows are not {fused} times those of {heads} heads")
+        raise Corrupt(f"expected {fused} x {heads} heads to divide the rows, found {tensor.spec.shape[0]} rows")
     extents, order = ((fused, heads, width), (1, 0, 2)) if version == 0 else ((heads, width, fused), (0, 2, 1))
     apart = axes.split(tensor, 0, extents)
     moved = axes.permute(apart, (*order, *range(3, len(apart.spec.shape))))

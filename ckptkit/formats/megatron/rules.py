@@ -68,8 +68,8 @@ def rule_for_narrowed(rows: int, ranks: int, sizes: Sequence[object]) -> JoinRul
     any other has rows on each.
     """
     if not all(type(size) is int for size in sizes):
-        raise Unsupported("whether every rank has all of it shows in the job's `args`, which do not say its size")
+        raise Unsupported("cannot tell whether every rank has all of it: the job's `args` do not say its size")
     wanted = sum(size for size in sizes if isinstance(size, int))
     if wanted not in (rows, rows * ranks):
-        raise Corrupt(f"it has {rows} rows on each of {ranks} ranks, and by the job's arguments {wanted} in all")
+        raise Corrupt(f"expected {wanted} rows in all (the job's `args`), found {rows} on each of {ranks} ranks")
     return COPIED if rows == wanted else BY_ROWS

@@ -62,7 +62,7 @@ class Arrays:
         array = self.open(file, name, driver)
         dtype = DTYPES.get(array.dtype.name)
         if dtype is None:
-            message = f"the dtype `{array.dtype.name}`, which torch does not have"
+            message = f"torch does not have the dtype `{array.dtype.name}`"
             raise Unsupported(message, path=self._root / file, tensor=name)
         shape = tuple(array.shape)
         boxes = list(cells(shape, tuple(array.chunk_layout.read_chunk.shape or ())))

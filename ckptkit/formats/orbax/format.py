@@ -45,7 +45,7 @@ class Orbax(FormatReader):
             raise Incomplete("orbax did not finish this save", path=path, hint="use an older checkpoint")
         if _APART in names:
             hint = "load the tree with orbax, and save it in one directory"
-            raise Unsupported(f"orbax's data lies apart, in `{_APART}`", path=path, hint=hint)
+            raise Unsupported(f"orbax's data is in another directory, `{_APART}`", path=path, hint=hint)
         if NAME not in names:
             report(Incomplete(f"no `{NAME}`: it lists the arrays", path=path, hint="use another checkpoint"))
         elif read_metadata(path).is_ocdbt and MANIFEST not in names:

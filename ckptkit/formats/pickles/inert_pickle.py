@@ -236,7 +236,7 @@ class _Unpickler(pickle.Unpickler):
         if known is None:
             if (module, name) not in self._names:
                 raise Unsupported(
-                    f"the pickle names `{module}.{name}`, which ckptkit does not expect in a checkpoint",
+                    f"ckptkit does not expect `{module}.{name}` in the pickle of a checkpoint",
                     hint="report the name if you trust the producer: ckptkit never runs code from a checkpoint",
                 )
             is_getattr = (module, name) in _GETATTR

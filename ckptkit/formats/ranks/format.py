@@ -124,7 +124,7 @@ def check_config(path: Path, found: RankFiles) -> None:
     config = parse_json(read_small(path / CONFIG, _CONFIG_LIMIT), path / CONFIG)
     said = config.get("world_size") if isinstance(config, dict) else None
     if type(said) is int and said != found.world:
-        message = f"it says {said} ranks, the files are of {found.world}"
+        message = f"expected {said} ranks, found files of {found.world}"
         raise Corrupt(message, path=path / CONFIG, hint="check that all files come from one run")
 
 

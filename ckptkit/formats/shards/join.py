@@ -97,7 +97,7 @@ def join_placed(held: Mapping[int, RankTensor], of_first: Placed, report: Report
             raise Corrupt(f"{message}, or placed in another way", hint="check that all files come from one run")
     missing = [rank for rank in of_first.mesh.ranks if rank not in held]
     if missing:
-        message = f"it lies on {len(of_first.mesh.ranks)} ranks, and rank {missing[0]} has no part of it"
+        message = f"expected a part of it from {len(of_first.mesh.ranks)} ranks; rank {missing[0]} does not have one"
         report(Incomplete(message, hint="check that no file is missing or from another run", ranks=missing))
     first = {}
     for rank in (rank for rank in of_first.mesh.ranks if rank in held):
@@ -140,7 +140,7 @@ def check_same_shards(held: Mapping[int, RankTensor], of_first: ShardedTensor, r
             raise Corrupt(f"rank {rank} has a shard that the list of all shards does not contain")
     beyond = [rank for rank in of_first.ranks if rank is not None and rank not in held]
     if beyond:
-        message = f"it lies on {len(of_first.ranks)} ranks, and rank {beyond[0]} has no part of it"
+        message = f"expected a part of it from {len(of_first.ranks)} ranks; rank {beyond[0]} does not have one"
         report(Incomplete(message, hint="check that no file is missing or from another run", ranks=beyond))
 
 

@@ -59,7 +59,7 @@ def steps_for(specs: Specs, name: str, scale: str, blocks: tuple[Block, ...]) ->
     if not fitting:
         wanted = " or ".join(str(list(size)) for size in blocks)
         message = (
-            f"there are {list(found.shape)} scales for {list(shape)} weights: no scale a row, or for each {wanted}"
+            f"expected one scale per row or per {wanted} for weights {list(shape)}, found {list(found.shape)} scales"
         )
         raise Mismatch(message, tensor=scale)
     if len(fitting) > 1:

@@ -193,7 +193,7 @@ def check(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
         followed = followed or bool((block[: tokens.count - 1 - start] != tokens.end).any())
         checksum = zlib.crc32(block.data, checksum)
     if not followed:
-        hint = "give text with `--data`"
+        hint = "pass text with `--data`"
         raise Usage("there is no text to train on: every document has fewer than two tokens", path=data, hint=hint)
     return replace(tokens, checksum=checksum)
 

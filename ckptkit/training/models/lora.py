@@ -118,7 +118,7 @@ class LoraBlueprint:
                 hint = f"linear layers are {', '.join(last_parts([model])) or 'not to be found'}"
                 raise Usage(f"no module is called `{target}`", hint=hint)
         if not found:
-            raise Unsupported(f"the blocks of a `{type(model).__name__}` have no linear layers to adapt")
+            raise Unsupported(f"found no linear layers to adapt in the blocks of a `{type(model).__name__}`")
         return found
 
     def _config(self) -> dict[str, Any]:

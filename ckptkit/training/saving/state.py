@@ -98,7 +98,7 @@ class Training:
         state = stored.get("state", {})
         for name in state:
             if name not in ours["state"]:
-                hint = "is it the same optimizer over the same parameters?"
+                hint = "build the same optimizer over the same parameters"
                 raise Mismatch("the optimizer has no state for this parameter", tensor=f"optim.state.{name}", hint=hint)
         return {
             # a parameter that never had a gradient has no state, in the checkpoint and then here
@@ -132,17 +132,17 @@ def adapters_in(model: Tree) -> Tree:
     """Return the adapters in a model's state. Raises `Usage` if there are none."""
     found = {name: tensor for name, tensor in model.items() if read_entry(name) is not None}
     if not found:
-        raise Usage("the model has no adapters to save alone", hint="save it as `sharded`")
+        raise Usage("expected adapters to save, found none in the model", hint="save it as `sharded`")
     return found
 
 
 def require_state(name: str, thing: object) -> None:
     """Raise `Usage` for what has no state, or a name that means something else."""
     if name in OURS:
-        raise Usage(f"`{name}` is a name of ckptkit's own", hint="give it another")
+        raise Usage(f"`{name}` is a name that ckptkit uses itself", hint="choose another name")
     if not isinstance(thing, (dict, Stateful)):
-        hint = "give a dict, or an object with state_dict() and load_state_dict()"
-        raise Usage(f"`{name}` is a {type(thing).__name__}, which has no state", hint=hint)
+        hint = "pass a dict, or an object with state_dict() and load_state_dict()"
+        raise Usage(f"`{name}`: expected an object with a state, found a {type(thing).__name__}", hint=hint)
 
 
 def snapshot(name: str, thing: Stateful | dict[Any, Any]) -> Any:

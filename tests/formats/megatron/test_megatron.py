@@ -413,7 +413,7 @@ FAULTS: list[tuple[str, str, Damage, str]] = [
         lambda root: shutil.rmtree(root / "mp_rank_00_001"),
         "1 of 2 ranks are missing: mp_rank_00_001",
     ),
-    ("stages", "layers", of_rank("mp_rank_00_000", set_args(num_layers=5)), "4 layers, the arguments say 5"),
+    ("stages", "layers", of_rank("mp_rank_00_000", set_args(num_layers=5)), "expected 5 layers (`args`), found 4"),
     ("swiglu", "no model", of_rank("mp_rank_00", lambda state: state.pop("model")), "the file has no `model`"),
 ]
 

@@ -235,8 +235,8 @@ def test_states_of_plain_values_come_back_as_they_were(tmp_path: Path, form: str
     ("state", "said"),
     [
         ({"loader": 5}, "`loader` is a int"),
-        ({"optim": {}}, "`optim` is a name of ckptkit's own"),
-        ({"path": {}}, "`path` is a name of ckptkit's own"),
+        ({"optim": {}}, "`optim` is a name that ckptkit uses itself"),
+        ({"path": {}}, "`path` is a name that ckptkit uses itself"),
         ({"loader": {"at": Fraction(1, 2)}}, "the state of `loader` cannot be saved"),
         ({"loader": {"at": lambda: 0}}, "the state of `loader` cannot be saved"),
     ],
