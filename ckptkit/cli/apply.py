@@ -18,18 +18,21 @@ def apply(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            parser=to_path, metavar="BASE DELTA... OUT", help="The checkpoint before, deltas, the directory to make."
+            parser=to_path,
+            metavar="BASE DELTA... OUT",
+            help="The base checkpoint, one or more deltas, and the directory to make.",
         ),
     ],
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="Cast BASE first, as consolidate does, if the delta was made so."),
+        typer.Option(metavar="DTYPE", help="Cast BASE first, as consolidate does; pass the --dtype of `delta`."),
     ] = None,
     in_place: Annotated[
-        bool, typer.Option("--in-place", help="Take LOCAL and ROOT: change the model LOCAL by the deltas in ROOT.")
+        bool,
+        typer.Option("--in-place", help="Arguments are LOCAL and ROOT: update model LOCAL with the deltas in ROOT."),
     ] = False,
     overwrite: Overwrite = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, and write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and write nothing.")] = False,
     jobs: Jobs = None,
     no_sync: NoSync = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -37,20 +40,21 @@ def apply(
 ) -> None:
     """Apply deltas to their base, and write the result.
 
-    OUT becomes a Hugging Face model, with the shards, config and tokenizer of BASE, and the weights that `consolidate`
-    makes of the checkpoint that the last delta was made to.
+    OUT becomes a Hugging Face model. It has the shards, config and tokenizer of BASE, and the weights that
+    `consolidate` would make of the newest checkpoint, which the last delta leads to.
 
     Example: ckptkit apply policy-100 delta-110 delta-120 policy-120
 
-    ckptkit checks that BASE is the base of the first delta, that each delta follows the one before, and all that the
-    deltas hold, before it writes anything. The CRC-32 of every tensor of OUT is compared with that in the delta.
+    Before it writes anything, ckptkit checks that BASE is the base of the first delta, that each delta follows the one
+    before, and that no delta is damaged. It compares the CRC-32 of every tensor of OUT with the CRC-32 in the delta.
 
-    `ckptkit apply LOCAL ROOT --in-place` brings LOCAL, a local Hugging Face model, to the newest state in ROOT, by the
-    deltas or versions (weight_v000007) after its own. A journal makes that safe: after a crash the same command
-    completes it. A server that has mapped the files sees a mixture meanwhile: pause it first.
+    `ckptkit apply LOCAL ROOT --in-place` updates LOCAL, a local Hugging Face model, to the newest state in ROOT: it
+    applies the deltas or versions (weight_v000007) that follow the state of LOCAL. A journal makes that safe: after a
+    crash the same command completes the update. A server that has mapped the files sees a mixture meanwhile: pause it
+    first.
 
-    Exit codes: 0 done; 2 usage; 3 another base, a gap between deltas, or a damaged delta; 4 an I/O failure, OUT is as
-    it was; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    Exit codes: 0 done; 2 usage; 3 another base, a gap between deltas, or a damaged delta; 4 an I/O failure, OUT is
+    unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
     from ckptkit.ops.apply import apply as run
 

@@ -20,14 +20,17 @@ from ckptkit.files.path import to_path
 def average(
     sources: Annotated[
         list[Path],
-        typer.Argument(parser=to_path, metavar="SRC", help="A checkpoint, or a run: then its latest. Two at least."),
+        typer.Argument(parser=to_path, metavar="SRC", help="At least two checkpoints; of a run, its latest."),
     ],
     out: Out,
     weights: Annotated[
-        str, typer.Option(metavar="W,W,...", help="A weight for each; by default all are equal. 3,1 is 0.75,0.25.")
+        str,
+        typer.Option(
+            metavar="W,W,...", help="A weight for each checkpoint; by default all are equal. 3,1 means 0.75,0.25."
+        ),
     ] = "",
     last: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="Of one run, its last K complete checkpoints.")
+        int | None, typer.Option(min=1, metavar="K", help="Average the last K complete checkpoints of one run.")
     ] = None,
     to: To = "hf",
     also: Also = None,
@@ -38,18 +41,19 @@ def average(
 ) -> None:
     """Write the weighted mean of several checkpoints.
 
-    A model soup, or the last of a run smoothed.
+    Use it for a model soup, or to smooth the last checkpoints of a run.
 
     Example: ckptkit average run out --last 5
 
-    The same tensors in the same shapes, of any format, world size and dtype; summed in float64, rounded at the end.
-    Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, or they are not of one model; 4 an I/O failure, OUT is as it
-    was; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    All checkpoints must have the same tensors in the same shapes; formats, world sizes and dtypes may differ. ckptkit
+    sums in float64 and rounds once at the end. Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, or the
+    checkpoints do not belong to one model; 4 an I/O failure, OUT is unchanged; 5 OUT exists, or a path is unsafe; 130
+    interrupted.
     """
     from ckptkit.ops.average import average as run
 
     if also and len(sources) > 1:
-        raise Usage("--also is for one run", hint="--last averages the last checkpoints of one")
+        raise Usage("--also: expected one run, found several sources", hint="pass one run and --last K")
     sources = [with_others(source, also) for source in sources]
     with progress_bar("averaging") as progress:
         wanted = {"to": to, **asked(options), **withhold(out, yes=yes)}

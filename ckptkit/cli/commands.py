@@ -103,6 +103,6 @@ def options(
 ) -> None:
     """Convert and check checkpoints of PyTorch distributed training: consolidate, reshard, inspect, verify, train.
 
-    Exit codes: 0 done; 1 a check found something; 2 usage; 3 the input is not a checkpoint, damaged or beyond us;
-    4 an I/O failure; 5 refused: the destination exists or a path is unsafe; 130 interrupted.
+    Exit codes: 0 done; 1 a check found something; 2 usage; 3 the input is not a checkpoint, is damaged, or is not
+    supported; 4 an I/O failure; 5 refused: the destination exists or a path is unsafe; 130 interrupted.
     """

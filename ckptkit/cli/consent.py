@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     Done = TypeVar("Done", Converted, CopiedFiles)
 
-Yes = Annotated[bool, typer.Option("--yes", help="Send to the Hub; without it nothing is sent there, and only shown.")]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Send to the Hub. Without --yes, ckptkit only shows what it would send.")
+]
 
 
 def withhold(out: Path | None, *, yes: bool) -> dict[str, bool]:

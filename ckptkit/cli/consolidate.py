@@ -23,12 +23,12 @@ def consolidate(
 ) -> None:
     """Turn a training checkpoint into a Hugging Face model.
 
-    That is safetensors, with config and tokenizer beside them.
+    Writes safetensors files, config and tokenizer.
 
     Example: ckptkit consolidate run/ckpt-500 out
 
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or does not fit its config; 4 an I/O failure,
-    OUT is as it was; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    OUT is unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
     from ckptkit.ops.consolidate import consolidate as run
 

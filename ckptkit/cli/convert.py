@@ -28,8 +28,8 @@ def convert(
 
     Example: ckptkit convert Llama-3.2-1B start --to dcp --world-size 8 --under model
 
-    Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or beyond us; 4 an I/O failure, OUT is as it
-    was; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or not supported; 4 an I/O failure, OUT is
+    unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
     from ckptkit.ops.convert import convert as run
 

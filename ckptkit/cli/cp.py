@@ -31,18 +31,18 @@ def cp(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Copy a checkpoint or delta as it is, and verify it on the way.
+    """Copy a checkpoint or delta unchanged, and verify it.
 
-    Every byte that has a CRC-32, in the format or in a manifest, is compared. DST appears whole or not at all. After
-    an interruption the same command continues.
+    ckptkit compares every byte that has a CRC-32, in the format or in a manifest. DST appears whole or not at all.
+    After an interruption, run the same command again to continue.
 
     Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
 
-    SRC and DST may be local, s3://, gs://, az:// or, as DST with --yes, hf://org/name and hf://buckets/org/name/folder;
-    SRC may be https:// too. --jobs is the number of pieces of 16 MiB in memory, by default 8. In a store, but for a
-    repository of the Hub, --overwrite first removes the old checkpoint: until the copy is whole there is none. Exit
-    codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists, or
-    another upload is under way; 130 interrupted.
+    SRC and DST may be local, s3://, gs:// or az://. SRC may also be https://. With --yes, DST may also be hf://org/name
+    or hf://buckets/org/name/folder. --jobs is the number of pieces of 16 MiB in memory, by default 8. In a store,
+    except in a repository of the Hub, --overwrite first removes the old checkpoint: until the copy is complete there is
+    none. Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST
+    exists, or another upload is running; 130 interrupted.
     """
     from ckptkit.ops.cp import cp as run
 

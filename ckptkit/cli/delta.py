@@ -22,37 +22,39 @@ DeltaFormat = Literal["ckptkit-delta", "disk-delta"]
 Encoding = Literal["xor", "overwrite"]
 Base = Annotated[
     Path,
-    typer.Argument(parser=to_path, metavar="BASE", help="The checkpoint before, or a run: then its latest."),
+    typer.Argument(parser=to_path, metavar="BASE", help="The old checkpoint, or a run: then its latest."),
 ]
 
 
 def delta(
     base: Base,
-    new: Annotated[
-        Path, typer.Argument(parser=to_path, metavar="NEW", help="The checkpoint after, of the same model.")
-    ],
+    new: Annotated[Path, typer.Argument(parser=to_path, metavar="NEW", help="The new checkpoint, of the same model.")],
     out: Annotated[
         Path,
         typer.Argument(
-            parser=to_destination, metavar="OUT", help="The directory to make; or its URL: s3://, gs://, az://."
+            parser=to_destination, metavar="OUT", help="The directory to make, or its URL: s3://, gs://, az://."
         ),
     ],
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="Cast both first, as consolidate does; by default to the dtypes of BASE."),
+        typer.Option(metavar="DTYPE", help="Cast both first, as consolidate does; by default to BASE's dtypes."),
     ] = None,
     to: Annotated[
         DeltaFormat,
         typer.Option("--format", help="ckptkit-delta; or disk-delta: OUT/weight_v000001 and on, for slime and miles."),
     ] = "ckptkit-delta",
     encoding: Annotated[
-        Encoding | None, typer.Option(help="Of a disk-delta: xor, or overwrite, which may be applied twice. [xor]")
+        Encoding | None, typer.Option(help="For disk-delta: xor, or overwrite, which is safe to apply twice. [xor]")
     ] = None,
     version: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of a disk-delta: the number of the first version.")
+        int | None, typer.Option(min=1, metavar="N", help="For disk-delta: the number of the first version.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write a delta larger than 60 % of the model too.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the delta even if it is larger than 60 % of the model.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what ckptkit would write, and write nothing.")
+    ] = False,
     jobs: Jobs = None,
     no_sync: NoSync = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -60,15 +62,15 @@ def delta(
 ) -> None:
     """Write what changed between two policies.
 
-    Both may be of any format and world size. ckptkit compares them, by their bits, as consolidate would write them.
+    Both may have any format and world size. ckptkit compares the bits of both as `consolidate` would write them.
 
     Example: ckptkit delta policy-100 run/ckpt-110 delta-110
 
-    `ckptkit apply BASE DELTA OUT` makes a model of it again. Updates are sparse in reinforcement learning, where the
-    learning rate is small: in other trainings most elements change, and ckptkit refuses to write a delta.
+    `ckptkit apply BASE DELTA OUT` restores the new model. Reinforcement learning changes few elements, because its
+    learning rate is small. Other trainings change most elements, and then ckptkit refuses to write a delta.
 
-    Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, the two are not of one model, or too much changed; 4 an I/O
-    failure; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, the two do not belong to one model, or too much changed; 4
+    an I/O failure; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
     if to == "disk-delta":
         if dry_run or jobs is not None:

@@ -24,21 +24,19 @@ def diff(
     a: Annotated[Path, typer.Argument(parser=to_path, metavar="A", help="A checkpoint, or a run: then its latest.")],
     b: Annotated[Path, typer.Argument(parser=to_path, metavar="B", help="The checkpoint to compare with.")],
     rtol: Annotated[
-        float | None, typer.Option(min=0, metavar="X", help="Numbers may differ by this share of the number in B.")
+        float | None, typer.Option(min=0, metavar="X", help="Relative tolerance: a fraction of the number in B.")
     ] = None,
     atol: Annotated[
-        float | None, typer.Option(min=0, metavar="X", help="And by this much; NaN equals NaN then.")
+        float | None, typer.Option(min=0, metavar="X", help="Absolute tolerance. With a tolerance, NaN equals NaN.")
     ] = None,
     allow_cast: Annotated[
         bool,
-        typer.Option(
-            "--allow-cast", help="Do not count another float dtype as a difference: round the wider one to it."
-        ),
+        typer.Option("--allow-cast", help="Allow float dtypes to differ: round the wider one first."),
     ] = False,
     include: Include = None,
     exclude: Exclude = None,
     allow_unmatched: AllowUnmatched = False,
-    every: Annotated[bool, typer.Option("--all", help="List every tensor, not folded by layer.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List every tensor on its own line.")] = False,
     jobs: Jobs = None,
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -46,13 +44,13 @@ def diff(
 ) -> None:
     """Show how two checkpoints differ.
 
-    Names, shapes, dtypes and values are compared, bit for bit, whatever their formats and world sizes.
+    ckptkit compares names, shapes, dtypes and values, bit for bit. Formats and world sizes may differ.
 
-    With --rtol or --atol numbers are the same if |a - b| <= atol + rtol * |b|.
+    With --rtol or --atol, two numbers are equal if |a - b| <= atol + rtol * |b|.
 
     Example: ckptkit diff run/ckpt-500 run-on-8/ckpt-500 --rtol 1e-5
 
-    Exit codes: 0 the same; 1 not the same; 2 usage; 3 one is no checkpoint, or damaged; 4 an I/O failure.
+    Exit codes: 0 the same; 1 not the same; 2 usage; 3 one is not a checkpoint, or is damaged; 4 an I/O failure.
     """
     from ckptkit.ops.diff import diff as compare
 

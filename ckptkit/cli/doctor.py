@@ -26,28 +26,32 @@ def doctor(
         typer.Argument(parser=to_path, metavar="CKPT", help="A checkpoint, or a run: then its latest complete one."),
     ],
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Load it into this: a directory, a config.json, a Hub id.")
+        str | None,
+        typer.Option(metavar="MODEL", help="The model to load it into: a directory, a config.json, or a Hub id."),
     ] = None,
     like: Annotated[
-        Path | None, typer.Option(parser=to_path, metavar="OTHER", help="Load it where this checkpoint is loaded.")
-    ] = None,
-    world_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Load it with so many ranks.")] = None,
-    fix: Annotated[
         Path | None,
         typer.Option(
-            parser=to_path, metavar="OUT", help="Run the command that is certain to help, and write its result to OUT."
+            parser=to_path, metavar="OTHER", help="Compare with a checkpoint that loads where you want to load CKPT."
         ),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The number of ranks to load it with.")
+    ] = None,
+    fix: Annotated[
+        Path | None,
+        typer.Option(parser=to_path, metavar="OUT", help="Run the fix that is certain, and write the result to OUT."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="List every finding.")] = False,
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Find what breaks when a checkpoint is loaded, and the fix.
+    """Find what breaks when you load a checkpoint, and fix it.
 
-    doctor compares names, shapes, the optimizer's states and groups, and the state of single ranks with the model, the
-    ranks or the other checkpoint that you name. It reads metadata only. --fix drops nothing and guesses nothing: doctor
-    only suggests a fix that is not certain. CKPT does not change.
+    doctor compares names, shapes, optimizer states and groups, and the state of single ranks with the model, the number
+    of ranks or the other checkpoint that you pass. It reads metadata only. --fix drops nothing and guesses nothing: if
+    a fix is not certain, doctor only suggests it. CKPT does not change.
 
     Example: ckptkit doctor run/ckpt-500 --model org/model --world-size 16
 

@@ -31,47 +31,57 @@ CHECKPOINTS = {
 
 
 def estimate(
-    model: Annotated[str, typer.Argument(help="A size of `ckptkit train`, a config.json, its directory or a Hub id.")],
-    world_size: Annotated[int, typer.Option("--world-size", help="GPUs in all.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A size such as 8b (see `ckptkit train --model`), a config.json, its directory or a Hub id."
+        ),
+    ],
+    world_size: Annotated[int, typer.Option("--world-size", help="The total number of GPUs.")],
     strategy: Annotated[
-        str | None, typer.Option("--strategy", help="full_shard, shard_grad_op, hybrid_shard or ddp, in detail.")
+        str | None,
+        typer.Option("--strategy", help="Show one in detail: full_shard, shard_grad_op, hybrid_shard or ddp."),
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option("--replicas", help="Copies of the model under hybrid_shard (2).")
+        int | None, typer.Option("--replicas", help="Copies of the model with hybrid_shard; by default 2.")
     ] = None,
-    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", help="What a GPU has, such as 80GB.")] = None,
-    micro_batch_size: Annotated[int, typer.Option("--micro-batch-size", help="Sequences on a GPU at once.")] = 1,
+    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", help="Memory of one GPU, such as 80GB.")] = None,
+    micro_batch_size: Annotated[
+        int, typer.Option("--micro-batch-size", help="Sequences that a GPU computes at once.")
+    ] = 1,
     sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", help="Tokens of a sequence; the model's most, or 4096.")
+        int | None,
+        typer.Option("--sequence-length", help="Tokens per sequence; by default the model's longest, or 4096."),
     ] = None,
     param_dtype: Annotated[str, typer.Option("--param-dtype", help="Compute in bf16 or fp32.")] = "bf16",
     master_dtype: Annotated[str, typer.Option("--master-dtype", help="Store and update in fp32 or bf16.")] = "fp32",
     recompute_every: Annotated[
-        int, typer.Option("--recompute-every", help="Recompute activations of every n-th block; 0: none.")
+        int, typer.Option("--recompute-every", help="Recompute the activations of every n-th block; 0: none.")
     ] = 1,
-    prefetch: Annotated[int, typer.Option("--prefetch", help="Blocks to gather ahead of the one at work.")] = 1,
+    prefetch: Annotated[int, typer.Option("--prefetch", help="Blocks to gather ahead of the current one.")] = 1,
     cpu_offload: Annotated[
-        bool, typer.Option("--cpu-offload", help="Keep shards, gradients and optimizer in the host's memory.")
+        bool, typer.Option("--cpu-offload", help="Keep shards, gradients and optimizer in host memory.")
     ] = False,
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", help="The vocabulary of a size; by default the bytes of text.")
+        int | None, typer.Option("--vocab-size", help="Vocabulary, if the model is a size; by default bytes of text.")
     ] = None,
     untied: Annotated[
-        bool, typer.Option("--untied", help="Give the output of a size its own weights, not the embeddings'.")
+        bool, typer.Option("--untied", help="Do not share embedding and output weights, if the model is a size.")
     ] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Estimate the memory that training needs on each GPU.
 
-    By strategy, and with the sizes of checkpoints.
+    Shows each strategy, and the sizes of checkpoints.
 
-    Counts full training with AdamW from the model's config alone. Nothing is built, no weights are read.
+    The estimate is for full training with AdamW. ckptkit reads only the model's config: it builds no model and reads no
+    weights.
 
     Example: ckptkit estimate meta-llama/Llama-3.1-8B --world-size 8 --gpu-memory 80GB
 
-    Exit codes: 0 done; 1 no strategy fits into the `--gpu-memory`, or not the one asked for; 2 usage; 3 not the config
-    of a model, or one that cannot be counted; 4 an I/O failure.
+    Exit codes: 0 done; 1 no strategy fits into `--gpu-memory`, or `--strategy` does not; 2 usage; 3 not the config of a
+    model, or of a model that ckptkit cannot count; 4 an I/O failure.
     """
     from ckptkit.estimates.estimate import estimate as count_bytes
 

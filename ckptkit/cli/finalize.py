@@ -14,7 +14,7 @@ from ckptkit.destinations.stores import to_destination
 
 def finalize(
     out: Annotated[
-        Path, typer.Argument(parser=to_destination, metavar="OUT", help="The output that was made in parts.")
+        Path, typer.Argument(parser=to_destination, metavar="OUT", help="The output that --part jobs wrote.")
     ],
     jobs: Jobs = None,
     no_sync: NoSync = False,
@@ -23,12 +23,12 @@ def finalize(
 ) -> None:
     """Finish an output that several jobs wrote with --part.
 
-    First it is checked that all of it is there.
+    First checks that all parts are there.
 
     Example: ckptkit finalize out
 
     Exit codes: 0 done; 3 no parts are there, or the checkpoint is damaged; 4 an I/O failure; 5 a part is missing or
-    still at work; 130 interrupted.
+    still running; 130 interrupted.
     """
     from ckptkit.ops.finalize import finalize as run
 

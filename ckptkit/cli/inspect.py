@@ -35,21 +35,23 @@ def inspect(
         ),
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    chunks: Annotated[bool, typer.Option("--chunks", help="List every chunk with its place in its file.")] = False,
-    tree: Annotated[bool, typer.Option("--tree", help="Fold the names by module.")] = False,
-    shards: Annotated[bool, typer.Option("--map", help="Draw which rank holds which part.")] = False,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw that map into a file.")] = None,
+    chunks: Annotated[bool, typer.Option("--chunks", help="List every chunk with its file and offset.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Show modules as a tree.")] = False,
+    shards: Annotated[
+        bool, typer.Option("--map", help="Draw a map: which rank holds which part of each tensor.")
+    ] = False,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw that map into an SVG file.")] = None,
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Show what a checkpoint is, and what it holds.
+    """Show what a checkpoint is and what it contains.
 
-    Its metadata says that: nothing is loaded, no code of its runs. A delta may be given too.
+    Reads metadata only: it loads no tensors and runs no code from the checkpoint. PATH may also be a delta.
 
     Example: ckptkit inspect run/ckpt-500 --tree
 
-    Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
+    Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or not supported; 4 an I/O failure; 5 an unsafe path.
     """
     from ckptkit.deltas.find import is_any_delta
     from ckptkit.ops.inspect import inspect as look

@@ -30,12 +30,13 @@ def ls(
 ) -> None:
     """List the checkpoints of a run.
 
-    The oldest comes first; of each: age, ranks, size, whether it is complete, and what was measured.
+    The oldest comes first. Shows age, ranks, size, whether each is complete, and its metrics.
 
-    Found by the names that trainers give them: ckpt-500, checkpoint-500, step-500, global_step500, iter_0000500,
-    ep1-ba500, epoch=1-step=500.ckpt. Only names, sizes and small files are looked at: `ckptkit verify` does the rest.
+    ckptkit finds checkpoints by the names that trainers give them: ckpt-500, checkpoint-500, step-500, global_step500,
+    iter_0000500, ep1-ba500, epoch=1-step=500.ckpt. It looks only at names, sizes and small files: to check the data,
+    run `ckptkit verify`.
 
-    In a store it also shows an unfinished upload or deletion: it may be at work, or have died.
+    In a store, ls also shows unfinished uploads and deletions: their process may still be running, or may have died.
 
     Example: ckptkit ls run
 

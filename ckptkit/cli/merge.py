@@ -23,12 +23,12 @@ def merge(
     ],
     adapters: Annotated[
         list[Path],
-        typer.Argument(parser=to_path, metavar="ADAPTER", help="A saved adapter, or the checkpoint of a training."),
+        typer.Argument(
+            parser=to_path, metavar="ADAPTER", help="A saved adapter, or a training checkpoint that contains one."
+        ),
     ],
     out: Out,
-    weights: Annotated[
-        str, typer.Option(metavar="W,W,...", help="By how much each adapter counts; by default 1.")
-    ] = "",
+    weights: Annotated[str, typer.Option(metavar="W,W,...", help="A factor for each adapter; by default 1.")] = "",
     to: To = "hf",
     also: Also = None,
     yes: Yes = False,
@@ -38,19 +38,20 @@ def merge(
 ) -> None:
     """Merge LoRA adapters into their base.
 
-    Block by block: neither is ever in memory as a whole.
+    Works block by block: neither model is ever in memory as a whole.
 
     Example: ckptkit merge meta-llama/Llama-3.1-8B run/checkpoint-500 out
 
-    Each weight is computed in float32 and rounded once. `ckptkit consolidate --merge` does it where the base lies in
-    the checkpoint. Exit codes: 0 done; 2 usage; 3 an adapter is damaged, does not fit, or is of a method that is not
-    known; 4 an I/O failure, OUT is as it was; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    ckptkit computes each weight in float32 and rounds it once. If the checkpoint contains the base, use `ckptkit
+    consolidate --merge`. Exit codes: 0 done; 2 usage; 3 an adapter is damaged, does not fit, or uses an unknown method;
+    4 an I/O failure, OUT is unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
     from ckptkit.ops.merge import merge as run
 
     if also and len(adapters) > 1:
         raise Usage(
-            "--also is for one adapter", hint="`ckptkit consolidate ADAPTER OUT --also DIR` makes one directory of each"
+            "--also: expected one adapter, found several",
+            hint="`ckptkit consolidate ADAPTER OUT --also DIR` makes one directory of each",
         )
     adapters = [with_others(adapter, also) for adapter in adapters]
     with progress_bar("merging") as progress:

@@ -14,14 +14,16 @@ from ckptkit.files.path import to_place
 def pin(
     checkpoints: Annotated[
         list[Path],
-        typer.Argument(parser=to_place, metavar="CHECKPOINT", help="Checkpoints; of a run, its latest complete one."),
+        typer.Argument(
+            parser=to_place, metavar="CHECKPOINT", help="Checkpoints, or runs: then their latest complete checkpoint."
+        ),
     ],
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Keep checkpoints from being pruned.
+    """Protect checkpoints from deletion.
 
-    Neither `ckptkit prune` nor a training that saves here deletes one that is pinned.
+    Neither `ckptkit prune` nor a training that saves here deletes a pinned checkpoint.
 
     A pin is an empty file, or on s3:// an empty object, in the `.pins` directory of the run.
 
@@ -42,14 +44,15 @@ def pin(
 
 def unpin(
     checkpoints: Annotated[
-        list[Path], typer.Argument(parser=to_place, metavar="CHECKPOINT", help="Checkpoints, gone or there.")
+        list[Path],
+        typer.Argument(parser=to_place, metavar="CHECKPOINT", help="Checkpoints; they need not exist any more."),
     ],
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Remove the pins of checkpoints.
 
-    From then on they are kept or deleted as the rules say.
+    After that, the --keep rules decide again whether they stay.
 
     Example: ckptkit unpin run/ckpt-500
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def prove(
     out: Annotated[Path, typer.Argument(parser=to_path, metavar="OUT", help="The exported Hugging Face model.")],
     against: Annotated[
-        Path, typer.Option(parser=to_path, metavar="SRC", help="The checkpoint, or the run, that it was made of.")
+        Path, typer.Option(parser=to_path, metavar="SRC", help="The checkpoint or run that OUT was exported from.")
     ],
     base: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json that SRC is run with.")
@@ -32,20 +32,22 @@ def prove(
         str | None, typer.Option(metavar="FILE|1,2,3", help="Tokens to compute with; by default 64 random ones.")
     ] = None,
     also: Also = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the random tokens.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random tokens.")] = 0,
     jobs: Jobs = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Prove that an export computes the same as the training state.
 
-    First its tensors are compared with the checkpoint's, across names and dtypes, as `verify --against` does. Then
-    transformers runs both on the same tokens, in float32 and block by block, so that no more than one block is in
-    memory. Where dtypes differ, the logits may differ by what rounding costs, and no more: it is said how much that is.
+    First ckptkit compares all tensors with the checkpoint, across names and dtypes, as `verify --against` does. Then
+    transformers runs both models on the same tokens, in float32 and block by block: no more than one block is in
+    memory. If dtypes differ, the logits may differ as much as rounding explains, and no more; ckptkit prints how much
+    that is.
 
     Example: ckptkit prove out --against run/ckpt-500
 
-    Exit codes: 0 proved; 1 not; 2 usage; 3 one is no checkpoint, or no model that transformers knows; 4 an I/O failure.
+    Exit codes: 0 proved; 1 not proved; 2 usage; 3 one is not a checkpoint, or not a model that transformers knows; 4 an
+    I/O failure.
     """
     from ckptkit.proving.prove import prove as run_it
 

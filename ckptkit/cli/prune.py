@@ -28,25 +28,32 @@ def prune(
     run: Annotated[
         Path, typer.Argument(parser=to_place, metavar="RUN", help="The run: a directory, or s3://bucket/prefix.")
     ],
-    keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the last N steps.")] = None,
-    keep_every: Annotated[int | None, typer.Option(metavar="N", help="Keep steps that are multiples of N.")] = None,
+    keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the last N checkpoints.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep checkpoints whose step is a multiple of N.")
+    ] = None,
     keep_best: Annotated[
-        str | None, typer.Option(metavar="METRIC[:min|max][:N]", help="Keep the N best by a metric, such as loss.")
+        str | None,
+        typer.Option(metavar="METRIC[:min|max][:N]", help="Keep the N best checkpoints by a metric, such as loss."),
     ] = None,
     demote: Annotated[
-        bool, typer.Option("--demote", help="Delete no checkpoint: leave its weights, as a bf16 Hugging Face model.")
+        bool, typer.Option("--demote", help="Replace each checkpoint by its weights, as a bf16 Hugging Face model.")
     ] = False,
     also: Also = None,
     uploads: Annotated[
-        bool, typer.Option("--uploads", help="Abort uploads to s3:// that died, and delete no checkpoint.")
+        bool, typer.Option("--uploads", help="Abort dead uploads to s3://, and delete no checkpoint.")
     ] = False,
     older: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="With --uploads: those that sent nothing for so long; by default 7d."),
+        typer.Option(
+            metavar="TIME", help="With --uploads: abort uploads that sent nothing for this long; by default 7d."
+        ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it nothing is done, and only shown.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete. Without --yes, ckptkit only shows what it would delete.")
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done, as without --yes; not together with it.")
+        bool, typer.Option("--dry-run", help="Only show what ckptkit would delete; not with --yes.")
     ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Threads; by default one per core.")] = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -54,19 +61,19 @@ def prune(
 ) -> None:
     """Delete or demote old checkpoints of a run.
 
-    That is those that no --keep names. The newest always stays, and so does what is pinned.
+    Keeps the checkpoints that a --keep option chooses, the newest one, and pinned ones.
 
-    Also on s3://, but for --demote. There it also finishes deletions that were interrupted.
+    Works on s3:// too, except --demote. There it also finishes interrupted deletions.
 
-    Only complete checkpoints count, named like ckpt-500, checkpoint-500, step-500, global_step500 or iter_0000500; what
-    is unfinished, damaged or something else is listed and left alone.
+    Only complete checkpoints count, with names like ckpt-500, checkpoint-500, step-500, global_step500 or iter_0000500.
+    Unfinished or damaged checkpoints and other directories are listed and never deleted.
 
-    With --uploads it lists unfinished uploads to s3://, of ckptkit and of other tools, and with --yes aborts
-    those that sent nothing for 7 days, or for --older 12h. Objects that are whole stay.
+    With --uploads, prune lists unfinished uploads to s3://, by ckptkit or by other tools. With --yes it aborts uploads
+    that sent nothing for 7 days, or for the time in --older, such as 12h. It never deletes complete objects.
 
     Example: ckptkit prune run --keep-last 3 --keep-every 1000 --keep-best loss:min:2 --yes
 
-    Exit codes: 0 done, or shown what would be; 2 usage; 3 no run is there; 4 an I/O failure; 5 another process is
+    Exit codes: 0 done, or shown what would happen; 2 usage; 3 no run is there; 4 an I/O failure; 5 another process is
     deleting checkpoints of this run; 130 interrupted.
     """
     if yes and dry_run:

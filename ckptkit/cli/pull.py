@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 def pull(
     repository: Annotated[
-        str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="Which on the Hub; of main, or of another revision.")
+        str,
+        typer.Argument(metavar="ORG/NAME[@REVISION]", help="The repository on the Hub; by default its main branch."),
     ],
     out: Out,
     revision: Annotated[str | None, typer.Option(metavar="REVISION", help="A branch, a tag or a commit.")] = None,
     include: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Only files that match; repeatable.")
+        list[str] | None, typer.Option(metavar="GLOB", help="Pull only matching files; repeatable.")
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="No files that match; repeatable.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Skip matching files; repeatable.")] = None,
     overwrite: Overwrite = False,
     jobs: Jobs = None,
     no_sync: NoSync = False,
@@ -33,14 +34,14 @@ def pull(
 ) -> None:
     """Pull a model or checkpoint from the Hugging Face Hub.
 
-    Every file is compared with the checksum that the Hub has of it.
+    ckptkit compares every file with the checksum on the Hub.
 
-    OUT appears when all of it is there. After an interruption the same command goes on where it was.
+    OUT appears when all files have arrived. After an interruption, run the same command again to continue.
 
     Example: ckptkit pull org/model out
 
-    Exit codes: 0 done; 2 usage; 3 no such repository, or what came is damaged; 4 the Hub cannot be reached or refuses,
-    or an I/O failure; 5 OUT exists, or a name in the repository is unsafe; 130 interrupted.
+    Exit codes: 0 done; 2 usage; 3 no such repository, or a file arrived damaged; 4 the Hub cannot be reached or
+    refuses, or an I/O failure; 5 OUT exists, or a name in the repository is unsafe; 130 interrupted.
     """
     from ckptkit.hub.pull import pull as run
 

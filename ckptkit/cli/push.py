@@ -27,13 +27,17 @@ def push(
             parser=to_path, metavar="SRC", help="A model or checkpoint, or a run: then its latest complete one."
         ),
     ],
-    repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Where on the Hub; made if it is not there.")],
+    repository: Annotated[
+        str, typer.Argument(metavar="ORG/NAME", help="The repository on the Hub; ckptkit creates it if needed.")
+    ],
     also: Also = None,
     public: Annotated[
-        bool, typer.Option("--public", help="If it is made: for all to see. By default it is private.")
+        bool, typer.Option("--public", help="Make a new repository public; by default it is private.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="By default main; made if not there.")] = None,
-    message: Annotated[str | None, typer.Option(metavar="TEXT", help="What the commit says.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="The branch; by default main. ckptkit creates it if needed.")
+    ] = None,
+    message: Annotated[str | None, typer.Option(metavar="TEXT", help="The commit message.")] = None,
     yes: Yes = False,
     jobs: Jobs = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -41,14 +45,14 @@ def push(
 ) -> None:
     """Push a model or checkpoint to the Hugging Face Hub.
 
-    It is verified here, sent, and compared with what arrived.
+    ckptkit verifies it, sends it, and compares the copy on the Hub with it.
 
-    It appears there whole, in one commit. After an interruption the same command goes on: large files that have
-    arrived are not sent again. A model card is made where there is none. `hf auth login` says who you are.
+    It appears on the Hub as a whole, in one commit. After an interruption, run the same command again: it does not send
+    large files twice. ckptkit writes a model card if there is none. Log in with `hf auth login` first.
 
     Example: ckptkit push out org/model --yes
 
-    Exit codes: 0 done, or shown what would be; 2 usage; 3 the checkpoint is damaged, here or as it arrived; 4 the Hub
+    Exit codes: 0 done, or shown what would happen; 2 usage; 3 the checkpoint is damaged, here or on the Hub; 4 the Hub
     cannot be reached or refuses; 5 somebody else changed the repository meanwhile; 130 interrupted.
     """
     from ckptkit.hub.push import push as run

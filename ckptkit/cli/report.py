@@ -16,7 +16,7 @@ from ckptkit.pictures.numbers import format_bytes
 
 def report(
     run: Annotated[
-        Path, typer.Argument(parser=to_path, metavar="RUN", help="The directory that the checkpoints are in.")
+        Path, typer.Argument(parser=to_path, metavar="RUN", help="The directory that contains the checkpoints.")
     ],
     out: Annotated[
         Path | None,
@@ -24,22 +24,24 @@ def report(
     ] = None,
     also: Also = None,
     fast: Annotated[bool, typer.Option("--fast", help="Read no tensors: leave out the norms by layer.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is not a report.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT.html even if it is not a report.")
+    ] = False,
     jobs: Jobs = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Write a page about a run, to open in a browser.
 
-    It has curves, checkpoints, the shard map, the largest tensors and norms by layer.
+    Shows curves, checkpoints, the shard map, the largest tensors, and norms by layer.
 
-    One HTML file that opens from disk: it fetches nothing, runs no script and prints well. Curves come from
-    metrics.jsonl, from a Trainer's trainer_state.json, or else from the metrics of the checkpoints.
+    The page is one HTML file that opens from disk. It fetches nothing, runs no script, and prints well. Curves come
+    from metrics.jsonl, from a Trainer's trainer_state.json, or else from the metrics of the checkpoints.
 
     Example: ckptkit report run
 
-    Exit codes: 0 done; 2 usage; 3 no run is there, or its latest checkpoint is damaged; 4 an I/O failure; 5 the file is
-    there already, and no report.
+    Exit codes: 0 done; 2 usage; 3 no run is there, or its latest checkpoint is damaged; 4 an I/O failure; 5 the file
+    exists and is not a report.
     """
     from ckptkit.reports.report import report as run_it
 

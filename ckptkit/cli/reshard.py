@@ -26,7 +26,11 @@ def reshard(
     to: Annotated[int, typer.Option(min=1, metavar="N", help="The number of ranks.")],
     src: Annotated[
         Path | None,
-        typer.Argument(parser=to_path, metavar="[SRC]", help="A checkpoint, or a run; by default run/, or else here."),
+        typer.Argument(
+            parser=to_path,
+            metavar="[SRC]",
+            help="A checkpoint or a run; by default run/, or else the current directory.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -42,12 +46,12 @@ def reshard(
 ) -> None:
     """Rewrite a checkpoint for another number of ranks.
 
-    It is the same checkpoint, optimizer and all.
+    Keeps everything, also the optimizer.
 
     Example: ckptkit reshard run/ckpt-500 --to 16
 
-    Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or beyond us; 4 an I/O failure, OUT is as it
-    was; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or not supported; 4 an I/O failure, OUT is
+    unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
     from ckptkit.ops.reshard import default_source
     from ckptkit.ops.reshard import reshard as run

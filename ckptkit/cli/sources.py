@@ -17,7 +17,7 @@ Also = Annotated[
         "--also",
         parser=to_path,
         metavar="DIR",
-        help="Another directory with files of the same checkpoint, as of another node; repeatable.",
+        help="Another directory with files of the same checkpoint, such as another node's; repeatable.",
     ),
 ]
 

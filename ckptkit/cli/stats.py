@@ -30,10 +30,11 @@ def stats(
         ),
     ],
     other: Annotated[
-        Path | None, typer.Argument(parser=to_path, metavar="OTHER", help="A later one: what moved most up to it.")
+        Path | None,
+        typer.Argument(parser=to_path, metavar="OTHER", help="A later checkpoint: show which tensors moved most."),
     ] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, not folded by module.")] = False,
-    top: Annotated[int, typer.Option(min=1, metavar="N", help="With OTHER: show the N that moved most.")] = 20,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor on its own line.")] = False,
+    top: Annotated[int, typer.Option(min=1, metavar="N", help="With OTHER: show the N tensors that moved most.")] = 20,
     include: Include = None,
     exclude: Exclude = None,
     allow_unmatched: AllowUnmatched = False,
@@ -44,14 +45,14 @@ def stats(
 ) -> None:
     """Show norm, mean, deviation and extremes of tensors.
 
-    Also zeros, NaN and Inf where there are any; folded by module.
+    Also counts zeros, NaN and Inf. Similar modules share a line.
 
     Example: ckptkit stats run/ckpt-500 --include 'model.*'
 
-    Mean, deviation and norm are of the finite numbers, summed in float64. The sums of modules and of all tensors leave
-    out counters, such as the steps of an optimizer.
+    Mean, deviation and norm count only finite numbers, summed in float64. The sums for modules and for all tensors
+    leave out counters, such as the steps of an optimizer.
 
-    Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or beyond us; 4 an I/O failure; 5 an unsafe path.
+    Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or not supported; 4 an I/O failure; 5 an unsafe path.
     """
     path = with_others(path, also)
     if other is not None:

@@ -39,7 +39,8 @@ def train(
         ),
     ] = Path("run"),
     resume: Annotated[
-        str | None, typer.Option("--resume", help="Go on from this checkpoint; auto: from the latest, if there is one.")
+        str | None,
+        typer.Option("--resume", help="Continue from this checkpoint; auto: from the latest, if there is one."),
     ] = None,
     config: Annotated[
         Path | None,
@@ -47,7 +48,7 @@ def train(
             "--config",
             parser=to_path,
             metavar="PATH",
-            help="Settings as TOML, such as a run's train.toml; options override.",
+            help="Settings in TOML, such as a run's train.toml; options override them.",
         ),
     ] = None,
     nproc: Annotated[int | None, NPROC] = None,
@@ -56,17 +57,17 @@ def train(
 ) -> None:
     """Train a causal language model with FSDP.
 
-    A line per step goes to stdout, checkpoints to RUN/ckpt-N.
+    Prints a line per step, and saves checkpoints to RUN/ckpt-N.
 
-    Starts its own processes, or runs as a rank under `torchrun -m ckptkit train`. A run that resumes takes the settings
-    of its train.toml. On SIGTERM it saves a checkpoint and ends. RUN may be s3://bucket/prefix: each rank sends its
-    shards straight there.
+    train starts its own processes, or runs as one rank under `torchrun -m ckptkit train`. A resumed run uses the
+    settings in its train.toml. On SIGTERM it saves a checkpoint and ends. RUN may be s3://bucket/prefix: each rank then
+    sends its shards directly to the store.
 
     Example: ckptkit train run --model 3m --nproc 2 --steps 200 --save-every 50 --keep-last 2 --resume auto
 
     Exit codes: 0 done; 1 the loss is not finite, or a rank died; 2 usage; 3 the checkpoint to start from is damaged or
-    of another model; 4 an I/O failure; 5 the run has checkpoints already, or another training saves to it; 143 ended
-    by SIGTERM, and saved.
+    of another model; 4 an I/O failure; 5 the run has checkpoints already, or another training saves to it; 143 ended by
+    SIGTERM, and saved.
     """
     found = (read_settings(config) if config else own_settings(run, resume)) | given(options)
     last_step = TrainConfig(run=run, resume=resume, **found).steps  # refused before torch is imported
@@ -135,27 +136,25 @@ def leave(code: int) -> NoReturn:
 
 def smoke(
     run: Annotated[
-        Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where the run is made, and left.")
+        Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where to write the run; it stays there.")
     ] = Path("run"),
     out: Annotated[
-        Path, typer.Option("--out", parser=to_local, metavar="DIR", help="Where its export is made, and left.")
+        Path, typer.Option("--out", parser=to_local, metavar="DIR", help="Where to write the export; it stays there.")
     ] = Path("out"),
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes to train on.")] = 2,
-    untied: Annotated[
-        bool, typer.Option("--untied", help="Give the output its own weights, not the embeddings'.")
-    ] = False,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Number of training processes.")] = 2,
+    untied: Annotated[bool, typer.Option("--untied", help="Do not share embedding and output weights.")] = False,
     device: Annotated[Device, DEVICE] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier smoke left.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output of an earlier smoke.")] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Train a tiny model and check everything that it saves.
 
-    It is trained for a few steps, resumed, resharded and exported.
+    Trains for a few steps, then resumes, reshards and exports.
 
     Example: ckptkit smoke --run run --out out
 
-    Exit codes: 0 all checks passed; 1 one failed; 2 usage; 4 an I/O failure; 5 RUN or OUT exists.
+    Exit codes: 0 all checks passed; 1 a check failed; 2 usage; 4 an I/O failure; 5 RUN or OUT exists.
     """
     from ckptkit.training.smoke.smoke import smoke as make_checks
 

@@ -28,27 +28,26 @@ _ABOUT_PART = ("path", "format", "tensors", "nbytes", "has_manifest", "proved_fi
 def verify(
     paths: Annotated[
         list[Path],
-        typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs: then each of their checkpoints."),
+        typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs: then all checkpoints in them."),
     ],
     fast: Annotated[
         bool,
         typer.Option(
-            "--fast", help="Structure only: read no data of large tensors. On S3, compare the store's CRC-32."
+            "--fast", help="Check the structure only: do not read large tensors. On S3, compare the store's CRC-32."
         ),
     ] = False,
     against: Annotated[
         Path | None,
-        typer.Option(parser=to_path, metavar="OTHER", help="Also compare with another one, tensor by tensor."),
+        typer.Option(parser=to_path, metavar="OTHER", help="Also compare with another checkpoint, tensor by tensor."),
     ] = None,
-    allow_cast: Annotated[
-        bool, typer.Option("--allow-cast", help="With --against: another dtype is converted, and no problem.")
-    ] = False,
+    allow_cast: Annotated[bool, typer.Option("--allow-cast", help="With --against: allow dtypes to differ.")] = False,
     base: Annotated[
         Path | None,
-        typer.Option(parser=to_path, metavar="BASE", help="Of a delta: check also that BASE is what it was made from."),
+        typer.Option(parser=to_path, metavar="BASE", help="For a delta: also check that BASE is its base."),
     ] = None,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Also look for NaN, Inf, denormals, and tensors all zero or constant.")
+        bool,
+        typer.Option("--stats", help="Also look for NaN, Inf, denormals, and tensors that are all zero or constant."),
     ] = False,
     jobs: Jobs = None,
     also: Also = None,
@@ -57,11 +56,11 @@ def verify(
 ) -> None:
     """Check that a checkpoint is whole and undamaged.
 
-    That is its structure, and every byte that a checksum is recorded of. A delta may be given too.
+    Checks its structure, and every byte that has a recorded checksum. PATH may also be a delta.
 
     Example: ckptkit verify run/ckpt-500
 
-    Exit codes: 0 nothing found; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
+    Exit codes: 0 no problems; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
     from ckptkit.deltas.find import is_any_delta
     from ckptkit.ops.verify import verify as check
@@ -109,7 +108,7 @@ def manifest(
             parser=to_local, metavar="PATH", help="A checkpoint, or a run: then its latest complete checkpoint."
         ),
     ],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a manifest that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing manifest.")] = False,
     jobs: Jobs = None,
     also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -117,11 +116,11 @@ def manifest(
 ) -> None:
     """Write checksums, so that verify finds later changes.
 
-    The manifest, `ckptkit.json`, has that of every file; `ckptkit verify` knows them again by it.
+    The manifest, `ckptkit.json`, contains the checksum of every file. `ckptkit verify` compares the files with it.
 
     Example: ckptkit manifest run/ckpt-500
 
-    Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure; 5 there is a manifest.
+    Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure; 5 a manifest exists.
     """
     from ckptkit.ops.manifest import make_manifest
 

@@ -28,39 +28,42 @@ def watch(
     ] = None,
     execute: Annotated[
         list[str] | None,
-        typer.Option("--exec", metavar="'PROGRAM ...'", help="Another program; after every --do, in the order given."),
+        typer.Option(
+            "--exec", metavar="'PROGRAM ...'", help="Another program. Runs after all --do commands, in your order."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(parser=to_place, metavar="DIR", help="Where {out} lies; by default `exported` of the run."),
+        typer.Option(parser=to_place, metavar="DIR", help="The directory of {out}; by default `exported` in the run."),
     ] = None,
-    every: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks at the run.")] = 30.0,
-    tries: Annotated[int, typer.Option(min=1, metavar="N", help="How often one is tried that fails.")] = 3,
+    every: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between two checks of the run.")] = 30.0,
+    tries: Annotated[int, typer.Option(min=1, metavar="N", help="How often to try a command that fails.")] = 3,
     timeout: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="How long a command may run before it is ended; by default a day."),
+        typer.Option(metavar="SECONDS", help="The longest time that a command may run; by default a day."),
     ] = 86400.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Handle the checkpoints that are complete now, and end: for cron.")
+        bool, typer.Option("--once", help="Handle the checkpoints that are complete now, then exit; for cron.")
     ] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Run commands on each checkpoint as it becomes complete.
+    """Run commands on each checkpoint as soon as it is complete.
 
-    In the commands {ckpt} becomes the path of the checkpoint, {name} its name, {step} its step, {out} a path for what
-    is made of it, and {prev} the checkpoint before it that was handled. They run one after the other, each in a process
-    of its own and without a shell; they also find these in the environment, as CKPTKIT_CKPT and so on.
+    In your commands, {ckpt} is the path of the checkpoint, {name} its name, {step} its step, {out} a path for the
+    output, and {prev} the checkpoint that was handled before it. The commands run one after the other, each in a
+    process of its own and without a shell. They also get these values as environment variables: CKPTKIT_CKPT and so on.
 
-    One counts when it is complete and has not changed for --every seconds; it is not pruned while it is handled. What
-    fails is tried again after growing pauses, and so is a command that ran longer than --timeout and was ended with its
-    children. `.ckptkit-watch` of the run has what was done: it is not done again after a restart. For a run on s3://
-    the notes lie in the cache of this machine, and {out} is on s3:// too unless --out names a local directory.
+    watch handles a checkpoint when it is complete and has not changed for --every seconds; prune does not delete it
+    meanwhile. watch tries a failed command again after growing pauses. If a command runs longer than --timeout, watch
+    ends it with its children, and then tries it again too. `.ckptkit-watch` in the run lists handled checkpoints, so a
+    restart does not repeat them. For a run on s3:// that list is in the cache of this machine, and {out} is on s3://
+    too, unless --out is a local directory.
 
     Example: ckptkit watch run --do 'consolidate {ckpt} {out} --dtype bf16' --exec 'python evaluate.py {out}'
 
     Exit codes: 0 with --once: all are handled; 1 some failed; 2 usage; 3 no run is there; 4 an I/O failure; 5 a watch
-    with the same commands is at work; 130 interrupted; 143 terminated.
+    with the same commands is running; 130 interrupted; 143 terminated.
     """
     from ckptkit.watching.watch import watch as run_it
 

@@ -45,7 +45,7 @@ class ConvertOptions:
 
     to: str
     world_size: Annotated[
-        int | None, About("Number of ranks to write DCP for; by default that of the source.", "N", least=1)
+        int | None, About("Number of ranks to write DCP for; by default as in the source.", "N", least=1)
     ] = None
     under: Annotated[str, About("Put everything under this key, such as model.", "KEY")] = ""
     optimizer_keys: Annotated[
@@ -60,7 +60,7 @@ class ConvertOptions:
     dtype: Annotated[
         tuple[str, ...],
         About(
-            "Dtype of weights: keep, bf16, fp16, fp32, fp64 or like:MODEL; 'GLOB=DTYPE' for matches; repeatable.",
+            "Dtype of weights: keep, bf16, fp16, fp32, fp64, like:MODEL; 'GLOB=DTYPE' for matches; repeatable.",
             "DTYPE",
         ),
     ] = ()
@@ -68,7 +68,7 @@ class ConvertOptions:
     base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
     from_base: Annotated[
         tuple[str, ...],
-        About("Copy tensors that only the weights of --base have, by their names there; repeatable.", "GLOB"),
+        About("Copy tensors that only --base has, matched by their names there; repeatable.", "GLOB"),
     ] = ()
     text_only: Annotated[bool, About("Write only the text model of a vision-language model, with its own config.")] = (
         False
@@ -76,7 +76,7 @@ class ConvertOptions:
     quantize: Annotated[
         str | None,
         About(
-            "Weights of linear layers in 8 bits, with scales for blocks or rows.",
+            "Quantize weights of linear layers to 8 bits, with scales for blocks or rows.",
             "fp8-block|fp8-channel|fp8-block-ue8m0",
         ),
     ] = None
@@ -89,51 +89,49 @@ class ConvertOptions:
     ] = None
     experts_layout: Annotated[
         str | None,
-        About("With merge: the layout of lora_B of fused experts, if no file tells it.", "peft|blocks"),
+        About("With merge: the layout of lora_B of fused experts, if no file says it.", "peft|blocks"),
     ] = None
     include: Annotated[tuple[str, ...], About("Write only matching entries; repeatable.", "GLOB")] = ()
     exclude: Annotated[tuple[str, ...], About("Drop matching entries; repeatable.", "GLOB")] = ()
-    rename: Annotated[tuple[str, ...], About("For parameters, in the optimizer too; repeatable.", "'REGEX=>TEXT'")] = ()
-    allow_unmatched: Annotated[bool, About("Ignore globs and regexes that match nothing: else an error.")] = False
-    names: Annotated[
-        str | None, About("Names to write: hub, a family, or keep for the names of the source.", "FAMILY")
-    ] = None
+    rename: Annotated[
+        tuple[str, ...], About("Rename parameters, also in the optimizer; repeatable.", "'REGEX=>TEXT'")
+    ] = ()
+    allow_unmatched: Annotated[bool, About("Allow globs and regexes that match nothing.")] = False
+    names: Annotated[str | None, About("Names to write: hub, a family, or keep (the source's names).", "FAMILY")] = None
     map: Annotated[str | None, About("Your own table of names, used before the built-in ones.", "TOML")] = None
     vocab_size: Annotated[
-        int | None, About("Rows of embedding and head: adds zero rows or drops the last rows.", "N", least=1)
+        int | None, About("Rows of embedding and head: add zero rows, or drop the last rows.", "N", least=1)
     ] = None
     weights_from: Annotated[
         str | None,
         About(
-            "master: fp32, also from the optimizer's masters or remainders; module: the 16-bit copy beside masters.",
+            "master: fp32 weights, also from the optimizer's masters or remainders; module: the 16-bit copy.",
             "master|module",
         ),
     ] = None
     strict: Annotated[
         bool,
-        About(
-            "Refuse a missing config.json, tensors that it does not describe, and the loss of unknown tensors or files."
-        ),
+        About("Fail if config.json is missing or does not describe a tensor, or if unknown tensors or files get lost."),
     ] = False
     salvage: Annotated[
         bool,
         About(
-            "Write the undamaged tensors of a damaged checkpoint, list the lost ones, and exit with 1 if there are any."
+            "Write the undamaged tensors of a damaged checkpoint, list the lost ones, and exit with 1 if any are lost."
         ),
     ] = False
     fill_from: Annotated[str | None, About("With --salvage: take lost tensors from another checkpoint.", "OTHER")] = (
         None
     )
-    overwrite: Annotated[bool, About("Replace OUT if it is one checkpoint; other files in it are refused.")] = False
+    overwrite: Annotated[bool, About("Replace OUT if it is one checkpoint and contains no other files.")] = False
     dry_run: Annotated[bool, About("Show what ckptkit would do, and write nothing.")] = field(
         default=False, metadata=_OF_THIS_PROCESS
     )
     jobs: Annotated[
-        int | None, About("Threads; by default one per core, at most 8; 16 for a remote source.", "N", least=1)
+        int | None, About("Threads; by default one per core, at most 8, or 16 for a remote source.", "N", least=1)
     ] = field(default=None, metadata=_OF_THIS_PROCESS)
-    part: Annotated[
-        str | None, About("Do one part of N, from 1/N to N/N; `ckptkit finalize OUT` completes the output.", "I/N")
-    ] = field(default=None, metadata=_OF_THIS_PROCESS)
+    part: Annotated[str | None, About("Write part I of N; after all parts, run `ckptkit finalize OUT`.", "I/N")] = (
+        field(default=None, metadata=_OF_THIS_PROCESS)
+    )
     sync: Annotated[bool, About("Do not wait for the disk: faster, not safe from power loss.")] = field(
         default=True, metadata=_OF_THIS_PROCESS
     )

@@ -232,7 +232,10 @@ def require_keys(found: Mapping[str, Any], known: tuple[str, ...], what: str) ->
     """Raise `Usage` for a key that there is not."""
     strange = next((key for key in found if key not in known), None)
     if strange is not None:
-        raise Usage(f"{what} does not have a key `{strange}`", hint=f"use one of {', '.join(known)}")
+        raise Usage(
+            f"{what} does not have a key `{strange}`",
+            hint=f"use one of {', '.join(known)}" if known else "remove the key",
+        )
 
 
 def counts_of(step: TensorStep, count: int) -> int | None:

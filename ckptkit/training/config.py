@@ -33,16 +33,16 @@ class TrainConfig:
     run: Path
     # the model
     model: Annotated[str, "A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id."] = "tiny"
-    untied: Annotated[bool, "Give the output of a size its own weights, not the embeddings'."] = False
-    weights: Annotated[Path | None, "Start from the weights of this checkpoint, of any format."] = None
-    freeze: Annotated[tuple[str, ...], "Parameters (a glob; several times) that are not trained."] = ()
-    lora_rank: Annotated[int | None, "Train adapters (LoRA) of this rank, and not the model itself."] = None
-    lora_alpha: Annotated[int, "Adapters count alpha / rank times."] = LORA_ALPHA
-    lora_targets: Annotated[tuple[str, ...], "Linear layers to adapt (several times); by default the blocks'."] = ()
+    untied: Annotated[bool, "Do not share embedding and output weights, if the model is a size."] = False
+    weights: Annotated[Path | None, "Start from the weights of this checkpoint; any format."] = None
+    freeze: Annotated[tuple[str, ...], "Do not train parameters that match this glob; repeatable."] = ()
+    lora_rank: Annotated[int | None, "Train LoRA adapters of this rank instead of the model."] = None
+    lora_alpha: Annotated[int, "Scale adapters by alpha / rank."] = LORA_ALPHA
+    lora_targets: Annotated[tuple[str, ...], "Linear layers to adapt; repeatable; by default all in the blocks."] = ()
     # the data
     data: Annotated[Path | None, "Text, JSONL or token files; by default the Python library's sources."] = None
     tokenizer: Annotated[str | None, "A Hugging Face tokenizer; by default the model's own, or bytes."] = None
-    sequence_length: Annotated[int, "Tokens of a sequence."] = 256
+    sequence_length: Annotated[int, "Tokens per sequence."] = 256
     batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
     micro_batch_size: Annotated[
         int, "Sequences that a rank computes at once; gradients add up. 0: all of the rank's."
@@ -50,33 +50,37 @@ class TrainConfig:
     # the optimizer
     steps: Annotated[int, "Steps of the whole run."] = 100
     lr: Annotated[float, "The highest learning rate."] = 1e-3
-    warmup: Annotated[int, "Steps until the learning rate is at its highest."] = 10
-    weight_decay: Annotated[float, "AdamW's, of matrices only."] = 0.1
-    clip: Annotated[float, "Largest norm of the gradients."] = 1.0
-    seed: Annotated[int, "Of weights, data and dropout; the same at any number of ranks."] = 0
+    warmup: Annotated[int, "Steps until the learning rate reaches its highest value."] = 10
+    weight_decay: Annotated[float, "Weight decay of AdamW, for matrices only."] = 0.1
+    clip: Annotated[float, "Clip the gradient norm to this value."] = 1.0
+    seed: Annotated[int, "Seed of weights, data and dropout; the same for any number of ranks."] = 0
     # the ranks
     device: Annotated[Device, "Where to train."] = "auto"
     fsdp: Annotated[Literal["1", "2"], "The version of FSDP."] = "2"
-    strategy: Annotated[Strategy, "What is sharded."] = "full_shard"
-    replicas: Annotated[int, "Copies of the model under hybrid_shard, each on its part of the ranks."] = 1
-    wrap: Annotated[Literal["block", "size"], "FSDP1's units: transformer blocks, or modules by size."] = "block"
-    wrap_parameters: Annotated[int, "Least parameters of a unit that is wrapped by size."] = 100_000_000
-    prefetch: Annotated[int, "Blocks to gather ahead of the one at work."] = 1
-    param_dtype: Annotated[Literal["auto", "fp32", "bf16"], "Compute in; auto: bf16 on GPUs that have it."] = "auto"
-    reduce_dtype: Annotated[Literal["fp32", "bf16"], "Reduce gradients in."] = "fp32"
-    cpu_offload: Annotated[bool, "Keep shards, gradients and optimizer in the host's memory."] = False
+    strategy: Annotated[Strategy, "What to shard."] = "full_shard"
+    replicas: Annotated[int, "Copies of the model with hybrid_shard, each on an equal share of the ranks."] = 1
+    wrap: Annotated[Literal["block", "size"], "What FSDP1 wraps: transformer blocks, or modules by size."] = "block"
+    wrap_parameters: Annotated[int, "With --wrap size: the smallest unit, in parameters."] = 100_000_000
+    prefetch: Annotated[int, "Blocks to gather ahead of the current one."] = 1
+    param_dtype: Annotated[
+        Literal["auto", "fp32", "bf16"], "Dtype to compute in; auto: bf16 on GPUs that support it."
+    ] = "auto"
+    reduce_dtype: Annotated[Literal["fp32", "bf16"], "Dtype to reduce gradients in."] = "fp32"
+    cpu_offload: Annotated[bool, "Keep shards, gradients and optimizer in host memory."] = False
     recompute_every: Annotated[int, "Recompute the activations of every n-th block in backward; 0: none."] = 0
     compile: Annotated[bool, "Compile the blocks."] = False
-    deterministic: Annotated[bool, "The same bits each time on a GPU too, where it can; slower."] = False
+    deterministic: Annotated[bool, "Make results repeatable bit for bit on a GPU, where possible; slower."] = False
     # checkpoints and metrics
-    save_every: Annotated[int, "Steps between checkpoints; 0: the last only."] = 0
-    state_dict: Annotated[StateDict, "Shards, one file, a Hugging Face model, or adapters alone."] = "sharded"
-    background: Annotated[bool, "Train on while a checkpoint is written."] = False
-    keep_last: Annotated[int | None, "Keep the last so many checkpoints; with no --keep, all."] = None
-    keep_every: Annotated[int | None, "Keep those of steps that are multiples of this."] = None
-    keep_best: Annotated[str | None, "Keep the best by METRIC[:min|max][:N], such as loss."] = None
-    resume: Annotated[str | None, "Go on from a checkpoint; auto: from the latest, if there is one."] = None
-    tensorboard: Annotated[bool, "Write the metrics for TensorBoard too."] = False
+    save_every: Annotated[int, "Steps between checkpoints; 0: only the last."] = 0
+    state_dict: Annotated[StateDict, "What to save: shards, one file, a Hugging Face model, or only adapters."] = (
+        "sharded"
+    )
+    background: Annotated[bool, "Continue training while a checkpoint is written."] = False
+    keep_last: Annotated[int | None, "Keep the last N checkpoints; without any --keep option, all."] = None
+    keep_every: Annotated[int | None, "Keep checkpoints whose step is a multiple of N."] = None
+    keep_best: Annotated[str | None, "Keep the best checkpoints by METRIC[:min|max][:N], such as loss."] = None
+    resume: Annotated[str | None, "Continue from a checkpoint; auto: from the latest, if there is one."] = None
+    tensorboard: Annotated[bool, "Also write the metrics for TensorBoard."] = False
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -122,11 +126,14 @@ def require_places(config: TrainConfig) -> None:
 def require_whole(config: TrainConfig) -> None:
     """Raise `Usage` for what does not go with the training of a whole model."""
     if config.state_dict == "adapter":
-        raise Usage("there are no adapters to save", hint="train some with `--lora-rank`")
+        raise Usage("expected adapters to save, found none", hint="train some with `--lora-rank`")
     if config.lora_targets or config.lora_alpha != LORA_ALPHA:
-        raise Usage("adapters are described, and not asked for", hint="give their rank with `--lora-rank`")
+        raise Usage("--lora-targets and --lora-alpha: expected --lora-rank too", hint="pass `--lora-rank`")
     if config.resume and config.weights:
-        raise Usage("a checkpoint to resume from brings its weights", hint="leave out `--weights` or `--resume`")
+        raise Usage(
+            "--resume and --weights: a resumed checkpoint already contains weights",
+            hint="leave out `--weights` or `--resume`",
+        )
 
 
 def require_adaptable(config: TrainConfig) -> None:

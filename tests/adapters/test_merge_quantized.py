@@ -65,7 +65,7 @@ def test_the_base_is_made_plain_first(tmp_path: Path, scheme: str, more: dict[st
     assert "quantization_config" not in said
     assert said["dtype"] == "bfloat16"
     assert any("dequantized 14 weights" in note for note in done.notes)
-    assert any("bfloat16, unless --dtype" in note for note in done.notes)
+    assert any("bfloat16 unless you pass --dtype" in note for note in done.notes)
     assert not done.dropped  # the scales are in the plain weights
     assert done.unchecked_bytes == (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size - header(
         tmp_path

@@ -41,7 +41,7 @@ def test_the_copies_are_the_weights_on_request(tmp_path: Path, produce: Produce)
 
 def test_without_copies_there_is_nothing_to_take(tmp_path: Path, produce: Produce) -> None:
     root = produce(zero.on_two).root / "zero3"
-    with pytest.raises(Mismatch, match="no second copy"):
+    with pytest.raises(Mismatch, match="does not have a second copy"):
         ckptkit.consolidate(root, tmp_path / "out", weights_from="module")
     with pytest.raises(Usage):
         ckptkit.consolidate(root, tmp_path / "out", weights_from="ema")

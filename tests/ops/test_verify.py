@@ -128,7 +128,7 @@ def test_a_page_of_zeros_is_said(tmp_path: Path) -> None:
     (problem,) = one(tmp_path / "model.pt").problems
     assert problem.tensor == "weight"
     assert problem.hint is not None
-    assert "page of zeros" in problem.hint
+    assert "all zeros" in problem.hint
 
 
 def test_of_one_file_every_storage_is_compared(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_what_a_config_says_of_plain_weights_goes(tmp_path: Path) -> None:
     root = written(tmp_path / "in", MXFP4, {"a.weight": torch.ones(4, 4)})
     done = consolidate(root, tmp_path / "out")
     assert "quantization_config" not in config(tmp_path / "out")
-    assert any("mxfp4" in note and "are not" in note for note in done.notes)
+    assert any("mxfp4" in note and "but they are plain" in note for note in done.notes)
 
 
 def test_numbers_of_eight_bits_without_scales_stay_and_are_said(tmp_path: Path) -> None:
@@ -232,24 +232,24 @@ def test_numbers_of_eight_bits_without_scales_stay_and_are_said(tmp_path: Path) 
 @pytest.mark.parametrize("rule", ["*scale_inv=bf16", "*kv_a.weight=bf16"])
 def test_nothing_is_torn_from_its_scales(tmp_path: Path, rule: str) -> None:
     root, _ = deepseek(tmp_path / "in")
-    with pytest.raises(Usage, match=r"they mean nothing rounded|quantized weights would stay"):
+    with pytest.raises(Usage, match=r"they mean nothing rounded|matches only some quantized weights"):
         consolidate(root, tmp_path / "out", dtype=rule, names="keep")
     with pytest.raises(Usage, match="they mean nothing rounded"):
         convert(root, tmp_path / "out", to="dcp", dtype="bf16")
-    with pytest.raises(Unsupported, match="have no mean"):
+    with pytest.raises(Unsupported, match="cannot average"):
         average([root, root], tmp_path / "out")
 
 
 BAD: dict[str, tuple[dict[str, Tensor], dict[str, Any], type[CkptError], str]] = {
     "no scale": ({Y: torch.ones(4, 4).to(E4M3)}, FP8, Mismatch, "no scales of it"),
     "no weight": ({"z.weight": torch.ones(2), "z.weight_scale_inv": torch.ones(1, 1)}, FP8, Mismatch, "is float32"),
-    "another grid": ({f"{Y}_scale_inv": torch.ones(3, 2)}, FP8, Mismatch, "3, 2.* scales for .*200, 130"),
-    "one axis": ({f"{Y}_scale_inv": torch.ones(4)}, FP8, Mismatch, "scales for"),
+    "another grid": ({f"{Y}_scale_inv": torch.ones(3, 2)}, FP8, Mismatch, r"200, 130.*found \[3, 2\]"),
+    "one axis": ({f"{Y}_scale_inv": torch.ones(4)}, FP8, Mismatch, r"found \[4\] scales"),
     "integers": ({f"{Y}_scale_inv": torch.ones(2, 2, dtype=torch.int64)}, FP8, Mismatch, "cannot be int64"),
-    "NaN": ({f"{Y}_scale_inv": torch.tensor([[1, torch.nan], [1, 1]])}, FP8, Corrupt, "scale of nan"),
-    "infinite": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [1, torch.inf]])}, FP8, Corrupt, "scale of inf"),
-    "negative": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [-1, 1.0]])}, FP8, Corrupt, "scale of -1"),
-    "huge": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [3e38, 1]])}, FP8, Corrupt, r"scale of 3e\+38"),
+    "NaN": ({f"{Y}_scale_inv": torch.tensor([[1, torch.nan], [1, 1]])}, FP8, Corrupt, "found nan"),
+    "infinite": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [1, torch.inf]])}, FP8, Corrupt, "found inf"),
+    "negative": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [-1, 1.0]])}, FP8, Corrupt, "found -1"),
+    "huge": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [3e38, 1]])}, FP8, Corrupt, r"found 3e\+38"),
     "zero": ({f"{Y}_scale_inv": torch.tensor([[1, 1], [0, 1.0]])}, FP8, Corrupt, "is 0, and the numbers"),
     "blocks of 0": ({}, FP8 | {"weight_block_size": [0, 128]}, Corrupt, r"\[0, 128\]"),
     "blocks of 2**40": ({}, FP8 | {"weight_block_size": [1 << 40, 1]}, Corrupt, "blocks of quantized"),

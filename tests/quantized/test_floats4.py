@@ -107,9 +107,9 @@ BAD: dict[str, tuple[dict[str, Tensor | None], type[CkptError], str]] = {
     "columns without groups": ({W: NUMBERS[:, :60].contiguous()}, Mismatch, "columns in groups of 16, found 120"),
     "levels": ({W + "_scale_2": torch.ones(4)}, Mismatch, "one number for the whole weight"),
     "a level of 0": ({W + "_scale_2": torch.tensor(0.0)}, Corrupt, "found 0"),
-    "a level that is NaN": ({W + "_scale_2": torch.tensor(torch.nan)}, Corrupt, "a scale of nan"),
-    "NaN": ({W + "_scale": torch.full((4, 8), torch.nan).to(E4M3)}, Corrupt, "a scale of nan"),
-    "negative": ({W + "_scale": (-torch.ones(4, 8)).to(E4M3)}, Corrupt, "a scale of -"),
+    "a level that is NaN": ({W + "_scale_2": torch.tensor(torch.nan)}, Corrupt, "found nan"),
+    "NaN": ({W + "_scale": torch.full((4, 8), torch.nan).to(E4M3)}, Corrupt, "found nan"),
+    "negative": ({W + "_scale": (-torch.ones(4, 8)).to(E4M3)}, Corrupt, "found -"),
     "both levels": ({W + "_global_scale": torch.tensor([1.0])}, Mismatch, "these are scales"),
 }
 

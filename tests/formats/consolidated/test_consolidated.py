@@ -94,7 +94,7 @@ FAULTS: list[tuple[str, Damage, str]] = [
     ("first missing", lambda root: (root / "consolidated.00.pth").unlink(), "the file is missing"),
     ("last missing", lambda root: (root / "consolidated.01.pth").unlink(), "the file is missing"),
     ("no params", lambda root: (root / "params.json").unlink(), "without a params.json"),
-    ("other params", lambda root: set_params(root, vocab_size=33), "params.json calls for"),
+    ("other params", lambda root: set_params(root, vocab_size=33), r"\(params.json\), found"),
     ("bad params", lambda root: (root / "params.json").write_text("{}"), "`dim` and `n_heads`"),
     (
         "a tensor of one rank",

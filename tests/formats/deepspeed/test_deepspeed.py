@@ -122,7 +122,7 @@ def test_an_adapter_beside_the_states_is_for_use(produce: Produce, tmp_path: Pat
     adapter = {f"base_model.model.up.lora_{side}.weight": tensor for side, tensor in sides.items()}
     save_file(adapter, run / "adapter_model.safetensors")
     done = ckptkit.consolidate(run, tmp_path / "out")
-    assert any("`adapter_model.safetensors` was taken" in note and "global_step2" in note for note in done.notes)
+    assert any("used `adapter_model.safetensors`" in note and "global_step2" in note for note in done.notes)
     assert set(ckptkit.open(tmp_path / "out")) == adapter.keys()
     assert (tmp_path / "out" / "adapter_config.json").exists()
     done = ckptkit.convert(run, tmp_path / "dcp", to="dcp")
@@ -238,7 +238,7 @@ def test_offloaded_tensors_and_strange_experts_are_refused(copy: Any) -> None:
     assert "offloaded" in refused(root, Unsupported).message
     (root / OFFLOADED).rmdir()
     shutil.copy(next(root.glob("*_model_states.pt")), root / "layer_0_expert_0_mp_rank_00_model_states.pt")
-    assert "no such expert" in refused(root).message
+    assert "does not have this expert" in refused(root).message
 
 
 @pytest.mark.parametrize("kind", ["zero2-fp32", "zero3", "bf16-optimizer"])

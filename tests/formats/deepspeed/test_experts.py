@@ -120,7 +120,7 @@ def test_a_layer_in_the_place_of_another_is_told(copy: Callable[[str], Path]) ->
 def test_experts_of_a_larger_model_are_told(copy: Callable[[str], Path]) -> None:
     root = copy("zero1")
     shutil.copy(root / EXPERT.format(1, 1), root / EXPERT.format(1, 2))
-    assert "no such expert" in refused(root).message
+    assert "does not have this expert" in refused(root).message
 
 
 def test_which_ranks_have_the_same_experts_is_not_guessed(copy: Callable[[str], Path]) -> None:

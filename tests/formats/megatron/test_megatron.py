@@ -349,7 +349,7 @@ def test_latent_attention_is_joined_by_its_sizes(tmp_path: Path, is_copied: bool
         save_rank(tmp_path, f"mp_rank_{rank:02d}", model, **sizes)
     assert_same(below(ckptkit.open(tmp_path), "model."), truth)
     edit(tmp_path / "mp_rank_00" / "model_optim_rng.pt", set_args(q_lora_rank=7))
-    with pytest.raises(CkptError, match="7 in all"):
+    with pytest.raises(CkptError, match="7 rows in all"):
         ckptkit.open(tmp_path)
     edit(tmp_path / "mp_rank_00" / "model_optim_rng.pt", set_args(q_lora_rank=None))
     with pytest.raises(CkptError, match="do not say its size"):
@@ -413,7 +413,7 @@ FAULTS: list[tuple[str, str, Damage, str]] = [
         lambda root: shutil.rmtree(root / "mp_rank_00_001"),
         "1 of 2 ranks are missing: mp_rank_00_001",
     ),
-    ("stages", "layers", of_rank("mp_rank_00_000", set_args(num_layers=5)), "expected 5 layers (`args`), found 4"),
+    ("stages", "layers", of_rank("mp_rank_00_000", set_args(num_layers=5)), r"expected 5 layers \(`args`\), found 4"),
     ("swiglu", "no model", of_rank("mp_rank_00", lambda state: state.pop("model")), "the file has no `model`"),
 ]
 
