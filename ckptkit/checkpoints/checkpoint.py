@@ -373,7 +373,7 @@ def local_path_of(source: Source) -> Path:
 
 
 def open_layout(source: Source) -> Layout:
-    """Return where every chunk of all components of a checkpoint lies; `Checkpoint.open` says what may be named."""
+    """Return the position of every chunk in all components of a checkpoint; for `source` see `Checkpoint.open`."""
     return Checkpoint.open(source).layout
 
 

@@ -82,10 +82,11 @@ def estimate(
 ) -> Estimated:
     """Estimate the memory that training `model` needs on each of `world_size` GPUs, and the sizes of its checkpoints.
 
-    `model` is a parsed config.json, the path of one, a directory with one, or a Hub id. Without a `strategy` all are
-    estimated; `replicas` are the copies of the model under hybrid_shard (2). `sequence_length` is by default the
-    longest that the model takes, 4096 at most. The rest is as in `ckptkit.estimates.budget.Setup`; `gpu_memory` is
-    in bytes. Raises `Usage` for settings that do not go together, `Unsupported` for a model of unknown sizes.
+    `model` is a parsed config.json, its path, a directory that contains one, or a Hub id. Without `strategy`, all
+    strategies are estimated. `replicas` is the number of copies of the model with hybrid_shard, by default 2.
+    `sequence_length` is in tokens, by default the model's longest, at most 4096. `gpu_memory` is in bytes. For the
+    other options see `ckptkit.estimates.budget.Setup`. Raises `Usage` for settings that exclude each other,
+    `Unsupported` for a model of unknown sizes.
     """
     asked = () if isinstance(model, Mapping) else remarks_on_id(str(model))
     config = model if isinstance(model, Mapping) else read_config(str(model))

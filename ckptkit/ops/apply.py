@@ -43,12 +43,12 @@ def apply(
     sync: bool = True,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write to directory `out` the model that one delta or several make of checkpoint `base`, as Hugging Face model.
+    """Write the Hugging Face model that one or more deltas make of checkpoint `base` to directory `out`.
 
-    `base` may be of any format: it counts as `consolidate` would write it, in `dtype` if that is given. The result has
-    its config and tokenizer, and its shards if it is a Hugging Face model, and is what `consolidate` makes of the
-    checkpoint that the last delta was made to. Raises `Mismatch` for another base, and for deltas that do not follow
-    each other, and `Corrupt` for a damaged delta, before anything is written.
+    `base` may have any format: ckptkit uses it as `consolidate` would write it, in `dtype` if you pass one. The result
+    has the config and tokenizer of `base`, and its shards if `base` is a Hugging Face model. Its weights equal those
+    that `consolidate` makes of the checkpoint that the last delta leads to. Raises `Mismatch` for another base and for
+    deltas that do not follow each other, and `Corrupt` for a damaged delta, before it writes anything.
     """
     began = time.perf_counter()
     given = [deltas] if isinstance(deltas, str | Path) else list(deltas)

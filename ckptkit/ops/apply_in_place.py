@@ -66,11 +66,11 @@ class Update(NamedTuple):
 
 
 def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
-    """Apply to the Hugging Face model in directory `local` the deltas in `root` that follow its state.
+    """Apply the deltas in `root` that follow its state to the Hugging Face model in directory `local`.
 
-    `root` is a delta, or a directory of deltas or versions. A journal in `local` makes it safe: after a crash the model
-    is old, new, or completed by the same call. A server that has mapped the files sees a mixture meanwhile. Raises
-    `Mismatch` if no delta is for this model, and whatever is wrong with a delta, before anything is changed.
+    `root` is a delta, or a directory of deltas or versions. A journal in `local` makes this safe: after a crash the
+    model is old or new, or the same call completes it. A server that has mapped the files sees a mixture meanwhile.
+    Raises `Mismatch` if no delta is for this model, and the errors of a bad delta, before it changes anything.
     """
     path, source = to_local(local), to_path(root)
     if not path.is_dir():

@@ -31,13 +31,13 @@ def average(
 ) -> Converted:
     """Write the weighted mean of the models in several checkpoints to directory `dst`, in the format `to`.
 
-    With `last` the sources are that many complete checkpoints, the latest, of the one run given. Sources may be of any
-    formats, world sizes and dtypes, but must have the same names and shapes. The result has the names and dtypes of the
-    first, unless `dtype` says otherwise; "hf" has the model's own names, and config and tokenizer beside the weights.
-    The `weights`, positive, are divided by their sum; without any all are equal. Floats are added up in float64 in the
-    order of the sources and rounded at the end; integers and booleans are those of the last source. There is no
-    optimizer: a mean of its moments is nothing to go on from. `include` and `exclude` are globs of names as each
-    checkpoint has them; for the other options, and the errors, see `convert`.
+    With `last`, pass one run: the sources are its `last` newest complete checkpoints. Sources may have any formats,
+    world sizes and dtypes, but must have the same names and shapes. The result has the names and dtypes of the first
+    source, unless you pass `dtype`. "hf" writes the model's own names, with config and tokenizer. `weights` must be
+    positive and are divided by their sum; by default all are equal. ckptkit sums floats in float64, in the order of the
+    sources, and rounds at the end. Integers and booleans come from the last source. The result has no optimizer,
+    because a mean of optimizer states is useless. `include` and `exclude` are globs of the names in each checkpoint.
+    For the other options and the errors, see `convert`.
     """
     asked = ConvertOptions.of(options, to=to)
     if asked.quantize:

@@ -15,11 +15,11 @@ from ckptkit.ops.convert import convert
 def consolidate(src: Source, dst: str | Path, **options: Unpack[Keywords]) -> Converted:
     """Write the model weights of the checkpoint at `src` to directory `dst` as safetensors, with config and tokenizer.
 
-    `dtype` converts floats of 16 bits and more, `GLOB=DTYPE` some of them; `max_shard_size` is in bytes; `base` is a
-    directory or Hub id to take config and tokenizer from; `include` and `exclude` are globs of names as the checkpoint
-    has them, `rename` rules `REGEX=>TEXT` on the model's own names; `strict` refuses tensors that config.json does not
-    call for; without `sync` the result may not outlive a power cut; `part`, such as "1/8", does only a share of the
-    work, for `finalize` to end. Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a
-    checksum differs.
+    `dtype` converts floats of 16 bits and more; `GLOB=DTYPE` converts matching ones. `max_shard_size` is in bytes.
+    `base` is a directory or Hub id with config and tokenizer. `include` and `exclude` are globs of the names in the
+    checkpoint; `rename` has rules `REGEX=>TEXT` for the model's own names. `strict` refuses tensors that config.json
+    does not describe. Without `sync`, a power failure may lose the result. `part`, such as "1/8", does one share of the
+    work; call `finalize` after the last. Raises a `CkptError`, and leaves `dst` unchanged, if anything does not fit or
+    a checksum differs.
     """
     return convert(src, dst, to="hf", **options)

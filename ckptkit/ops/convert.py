@@ -52,13 +52,13 @@ def convert(
 ) -> Converted:
     """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
 
-    "dcp" and "pt" keep everything, optimizer and all, and the files beside it; a `dst` like `model.pt` is made a file,
-    with nothing beside it. "hf" is the model alone, as `consolidate` writes it. `under` puts all under a key, such as
-    `model`; "dcp" is written for `world_size` ranks, by default as many as before. `optimizer_keys` are "names" or
-    "ids" of its parameters; by default an optimizer in one file gets names, where these are certain, as it becomes
-    shards. With `complete_optimizer` zeros are written for parameters that it has no state of, as they never had a
-    gradient. For the other options see `ConvertOptions`. Raises a `CkptError`, and leaves `dst` as it was, if anything
-    does not fit or a checksum differs.
+    "dcp" and "pt" keep everything, also the optimizer and the other files of the checkpoint. If `dst` is a name like
+    `model.pt`, the result is one file, without other files. "hf" writes only the model, as `consolidate` does. `under`
+    puts everything under a key, such as `model`. "dcp" is written for `world_size` ranks, by default as many as in the
+    source. `optimizer_keys` writes the optimizer's parameters by "names" or "ids". By default, an optimizer in one file
+    gets names when it becomes shards, if the names are certain. With `complete_optimizer`, parameters without a state,
+    because they never received a gradient, get zeros. For the other options see `ConvertOptions`. Raises a `CkptError`,
+    and leaves `dst` unchanged, if anything does not fit or a checksum differs.
     """
     own = {"to": to, "world_size": world_size, "under": under, "optimizer_keys": optimizer_keys}
     own["complete_optimizer"] = complete_optimizer

@@ -143,11 +143,11 @@ def cp(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> CopiedFiles:
-    """Copy the files of a checkpoint or a delta, as they are, to the local directory or the URL at `dst`.
+    """Copy the files of a checkpoint or a delta unchanged to the local directory or the URL at `dst`.
 
-    Of a run, its latest complete checkpoint. A checkpoint that is one file is copied to the file or key `dst`. The
-    copy appears whole or not at all, and the same call continues an interrupted one. With `dry_run`, it says what would
-    be copied. Raises `Corrupt` if a file is missing or differs from its checksum, `Occupied` if something is at `dst`,
+    Of a run, copies the latest complete checkpoint. If the checkpoint is one file, `dst` is the file or key. The copy
+    appears whole or not at all, and the same call continues an interrupted one. With `dry_run`, only returns what it
+    would copy. Raises `Corrupt` if a file is missing or differs from its checksum, `Occupied` if something is at `dst`,
     `IOFailure` if the store refuses.
     """
     began = time.perf_counter()

@@ -83,12 +83,12 @@ def delta(
     sync: bool = True,
     progress: Progress | None = None,
 ) -> WrittenDelta:
-    """Write what changed from the model in checkpoint `base` to that in `new` into the directory `out`.
+    """Write the changes from the model in checkpoint `base` to the model in `new` to the directory `out`.
 
-    Both may be of any format and world size: they are compared as `consolidate` would write them, in the dtypes of
-    `base`, or in `dtype`, by their bits. `out` may be in S3, Google Cloud Storage or Azure. The delta has the new
-    values and their positions. Raises `Mismatch` if the two are not of one model, and `Unsupported` if the delta is
-    larger than 60 % of the model, unless you `force` it. After an error nothing is written.
+    Both may have any format and world size. ckptkit compares their bits as `consolidate` would write them, in the
+    dtypes of `base`, or in `dtype`. `out` may be in S3, Google Cloud Storage or Azure. The delta contains the new
+    values and their positions. Raises `Mismatch` if the two do not belong to one model, and `Unsupported` if the delta
+    is larger than 60 % of the model, unless you pass `force`. After an error nothing is written.
     """
     began = time.perf_counter()
     output = to_destination(out)

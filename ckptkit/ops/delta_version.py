@@ -75,11 +75,11 @@ def delta_version(
     sync: bool = True,
     progress: Progress | None = None,
 ) -> WrittenVersion:
-    """Write what changed from checkpoint `base` to `new` into `root` as the next version, such as `weight_v000007`.
+    """Write the changes from checkpoint `base` to `new` to `root` as the next version, such as `weight_v000007`.
 
-    That is the format of slime and miles, which their engines pull: `xor` or `overwrite` in `encoding`, each tensor
-    compressed with zstd. `version` is the number of the first, if not 1; after that it is one more than the newest
-    there. Raises `Mismatch` if `base` is not what the newest version makes; for all else see `delta`.
+    This is the format that the engines of slime and miles pull: `encoding` is "xor" or "overwrite", and zstd compresses
+    each tensor. `version` is the number of the first version, by default 1; later versions count on from the newest
+    one. Raises `Mismatch` if `base` is not the state after the newest version. For everything else see `delta`.
     """
     began = time.perf_counter()
     if encoding not in (XOR, OVERWRITE):

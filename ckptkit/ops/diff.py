@@ -40,13 +40,13 @@ def diff(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Hold checkpoint `a` against `b`, or the latest of the runs at `a` and `b`: names, shapes, dtypes and values.
+    """Compare checkpoint `a` with `b`, or the latest of the runs at `a` and `b`: names, shapes, dtypes and values.
 
-    Elements of one dtype are the same if all bits are; with `rtol` or `atol`, and where the dtypes differ, if the
-    numbers are close: `|a - b| <= atol + rtol * |b|`, NaN to NaN too. A dtype that differs is a difference, unless
-    `allow_cast`: then the wider of two floats is first converted to the other, as a conversion would do it. `include`
-    and `exclude` are globs of names; one that matches nothing is an error unless `allow_unmatched`. Where only one has
-    an optimizer, the model is compared. Raises a `CkptError` if one of them cannot be read or is damaged.
+    Elements of the same dtype are equal if all bits are. With `rtol` or `atol`, or if dtypes differ, they are equal if
+    `|a - b| <= atol + rtol * |b|`; NaN equals NaN. Another dtype is a difference, unless you pass `allow_cast`: then
+    the wider of two floats is first converted to the other. `include` and `exclude` are globs of names; a glob that
+    matches nothing is an error unless you pass `allow_unmatched`. If only one has an optimizer, only the models are
+    compared. Raises a `CkptError` if one of them cannot be read or is damaged.
     """
     asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)

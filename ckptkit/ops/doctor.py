@@ -65,13 +65,14 @@ def doctor(
     world_size: int | None = None,
     fix: str | Path | None = None,
 ) -> Diagnosis:
-    """Find what will break when the checkpoint at `ckpt`, or the latest of the run there, is loaded.
+    """Find what will break when you load the checkpoint at `ckpt`, or the latest of the run there.
 
-    By itself, into the `model` in a directory, a config.json or a Hub repository, in a job of `world_size` ranks, or
-    where the checkpoint `like` is loaded. Reads no tensor, but for two that are said to be the same. With `fix`, doctor
-    runs the one command that is certain to help, writes its output to this directory, and diagnoses that too.
+    doctor checks the checkpoint alone, or against a target: the `model` in a directory, a config.json or a Hub
+    repository; a job of `world_size` ranks; or the checkpoint `like`, which loads there. It reads no tensors, except
+    two that should be tied. With `fix`, doctor runs the one command that is certain to help, writes its output to the
+    directory `fix`, and diagnoses that output too.
 
-    Raises `NotACheckpoint` if there is none, `Usage` for a model that is not there.
+    Raises `NotACheckpoint` if there is no checkpoint, `Usage` if the model does not exist.
     """
     if world_size is not None and world_size < 1:
         raise Usage(f"`world_size`: expected at least 1, found {world_size}")

@@ -20,10 +20,10 @@ _SOURCE = re.compile(r"^(\[rank\d+\]:\s?)?    .*$", re.MULTILINE)
 
 
 def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
-    """Return what the error of a failed load means, and what of the checkpoint it is about, with commands that fix it.
+    """Return what the error of a failed load means, which part of the checkpoint it is about, and commands that fix it.
 
-    Known are the messages of torch, transformers and others, in the `error` and in what led to it; () for any other.
-    Raises a `CkptError` if there is no checkpoint at `ckpt`.
+    ckptkit knows the messages of torch, transformers and others, in `error` and in its causes. Returns () for any other
+    error. Raises a `CkptError` if there is no checkpoint at `ckpt`.
     """
     text = error if isinstance(error, str) else "\n".join(words_of(error))
     text = _SOURCE.sub("", text[:_MOST])

@@ -28,9 +28,9 @@ _LIMIT = 1 << 20  # bytes
 def finalize(
     dst: str | Path, *, jobs: int | None = None, sync: bool = True, progress: Progress | None = None
 ) -> Converted:
-    """Finish `dst`, a directory or a place in a store, of which every part has been made by a call with `part`.
+    """Finish `dst`, a directory or a place in a store, after calls with `part` have written every part.
 
-    Raises `NotACheckpoint` if no parts are there, `Occupied` if some are missing or still at work, and `Corrupt` if a
+    Raises `NotACheckpoint` if no parts are there, `Occupied` if some are missing or still running, and `Corrupt` if a
     checksum of the source differs.
     """
     place = to_destination(dst)

@@ -92,10 +92,10 @@ class Inspected(Summarized):
 
 @collector_paused()
 def inspect(source: Source, *, with_places: bool = False) -> Inspected:
-    """Look at the checkpoint at `source`, or the latest of the run there. Reads no tensor data.
+    """Return what the checkpoint at `source`, or the latest of the run there, contains. Reads no tensor data.
 
-    With `with_places` each chunk's bytes are found inside its envelope, which costs two small reads a chunk. Of what is
-    compressed that is the place of the stream.
+    With `with_places`, finds the bytes of each chunk inside its envelope, which costs two small reads per chunk. For
+    compressed chunks that is the position of the stream.
     """
     checkpoint, unread = Checkpoint.open(source).readable()
     model = checkpoint.model_component

@@ -56,9 +56,9 @@ class InspectedByteDelta(Summarized):
 
 
 def inspect_delta(path: str | Path) -> InspectedDelta | InspectedByteDelta:
-    """Look at the delta in a directory, of any format that ckptkit applies.
+    """Return what the delta in a directory contains, in any format that ckptkit applies.
 
-    Raises `Incomplete` if it is not finished, `Corrupt` if its files do not fit.
+    Raises `Incomplete` if it is not finished, `Corrupt` if its files do not fit together.
     """
     place = to_path(path)
     if is_any_byte_delta(place):

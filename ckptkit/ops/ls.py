@@ -81,9 +81,9 @@ class Listing(Summarized):
 
 
 def ls(run: Source) -> Listing:
-    """List the checkpoints of the run at `run`, or of a folder of them, or the one that lies there.
+    """List the checkpoints of the run at `run`, of a folder of checkpoints, or the one checkpoint that is there.
 
-    Reads no tensor and no metadata. Raises `NotACheckpoint` if there is none.
+    Reads no tensors and no metadata. Raises `NotACheckpoint` if there is none.
     """
     root = path_of(run)
     if isinstance(root, RemotePath):

@@ -16,11 +16,11 @@ from ckptkit.progress import Progress, Told, telling
 def make_manifest(
     source: Source, *, overwrite: bool = False, jobs: int | None = None, progress: Progress | None = None
 ) -> list[Verified]:
-    """Write `ckptkit.json` into each directory of the checkpoint at `source`, or of the latest one of a run.
+    """Write `ckptkit.json` to each directory of the checkpoint at `source`, or of the latest one of a run.
 
-    The first result knows which files in the directory of the checkpoint are in no manifest. Raises `Corrupt` if
-    verifying finds a problem, and `Occupied` if there is a manifest already. With `overwrite` the old manifest is not
-    read, but replaced.
+    The first result lists the files in the directory of the checkpoint that no manifest covers. Raises `Corrupt` if
+    verifying finds a problem, and `Occupied` if a manifest exists. With `overwrite`, replaces the old manifest without
+    reading it.
     """
     checkpoint = Checkpoint.open(local_path_of(source))
     if not checkpoint.path.is_dir():

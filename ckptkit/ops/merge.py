@@ -26,14 +26,14 @@ def merge(
     to: str = "hf",
     **options: Unpack[Keywords],
 ) -> Converted:
-    """Write a model with one or several LoRA adapters merged into it to directory `dst`, in the format `to`.
+    """Merge one or more LoRA adapters into a model, and write it to directory `dst`, in the format `to`.
 
-    The model is a checkpoint of any format, local or remote; an adapter is a directory that PEFT saved, or the
-    checkpoint of a training with its config beside it. Each changed weight is W + scaling * B A, computed in float32
-    and rounded once to the dtype that the model has, or that `dtype` says. Of several adapters the changes are added
-    up, each times its weight, if there are `weights`. `include`, `exclude` and `rename` are of the merged model's
-    names; for the other options see `convert`. Raises `Mismatch` for an adapter that does not fit the model, or its
-    config, and `Unsupported` for a method that is not known here.
+    The model is a checkpoint of any format, local or remote. An adapter is a directory that PEFT saved, or a training
+    checkpoint with the adapter's config. Each changed weight is W + scaling * B A, computed in float32 and rounded once
+    to the model's dtype, or to `dtype`. With several adapters, their changes are added, each times its weight in
+    `weights`, by default 1. `include`, `exclude` and `rename` apply to the merged model's names. For the other options
+    see `convert`. Raises `Mismatch` for an adapter that does not fit the model or its config, and `Unsupported` for an
+    unknown method.
     """
     given = list(adapters) if isinstance(adapters, Sequence) and not isinstance(adapters, str) else [adapters]
     if not given:

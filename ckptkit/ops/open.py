@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def open(source: Source, also: Others = ()) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is its name
     """Return the tensors of the checkpoint at `source`, or of the latest of the run there, by name, in any format.
 
-    `also` are other directories that hold files of the same checkpoint, as when each node had a disk of its own.
-    Reads where they are, and none of them. No code of the checkpoint's runs, and torch is not imported.
+    `also` are other directories with files of the same checkpoint, for example if each node had its own disk. Reads the
+    positions of the tensors, but no tensor. Runs no code from the checkpoint, and does not import torch.
     """
     return LazyCheckpoint(Checkpoint.open(source, also).layout)
 

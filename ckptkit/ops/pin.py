@@ -14,10 +14,10 @@ from ckptkit.trainers import step_of
 
 
 def pin(*checkpoints: Source) -> list[Path]:
-    """Pin checkpoints, a run meaning its latest: neither `prune` nor a training deletes them. Gives what was pinned.
+    """Pin checkpoints, so that neither `prune` nor a training deletes them; return the pinned ones.
 
-    A run is local or on S3. Raises `NotACheckpoint`, with nothing pinned, if one is no complete checkpoint; `Occupied`
-    while another process is deleting checkpoints of the run.
+    Of a run, pins the latest. A run is local or on S3. Raises `NotACheckpoint`, with nothing pinned, if one is not a
+    complete checkpoint; `Occupied` while another process is deleting checkpoints of the run.
     """
     chosen = list(dict.fromkeys(choose(run_of(checkpoint)) for checkpoint in checkpoints))
     for path in chosen:
@@ -26,7 +26,7 @@ def pin(*checkpoints: Source) -> list[Path]:
 
 
 def unpin(*checkpoints: Source) -> list[Path]:
-    """Take back the pins of checkpoints, which may be gone by now. Gives those that were pinned.
+    """Remove the pins of checkpoints, which need not exist any more; return those that were pinned.
 
     Raises `NotACheckpoint`, with nothing changed, if one is neither pinned nor a complete checkpoint.
     """

@@ -93,14 +93,14 @@ def prune(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Pruned:
-    """Decide which checkpoints of the run at `run` stay, and with `yes` delete the others, the oldest first.
+    """Choose which checkpoints of the run at `run` to keep, and with `yes` delete the others, the oldest first.
 
-    The newest stays, the `keep_last` newest, those of steps that are multiples of `keep_every`, and the best by
-    `keep_best`, METRIC[:min|max][:N]; and whatever is pinned, or named by another trainer's tracker file. With `demote`
-    the others become Hugging Face models in bfloat16 and only what else they hold is deleted. Of a run on several disks
-    a checkpoint goes from all, or stays on all, and none is demoted. A run on S3 is pruned too, and not demoted. Raises
-    `Usage` if no rule says what to keep, `NotACheckpoint` if `run` is no run, `Occupied` if another process is
-    deleting, and `IOFailure` if something cannot be removed.
+    Keeps the newest checkpoint, the `keep_last` newest, those whose step is a multiple of `keep_every`, the best by
+    `keep_best` (METRIC[:min|max][:N]), pinned ones, and those that another trainer's tracker file names. With `demote`,
+    the others become Hugging Face models in bfloat16, and only the rest of their contents is deleted. If a run is on
+    several disks, a checkpoint is deleted from all of them or from none, and `demote` is not possible; on S3 it is not
+    possible either. Raises `Usage` if no rule says what to keep, `NotACheckpoint` if `run` is not a run, `Occupied` if
+    another process is deleting, and `IOFailure` if something cannot be removed.
     """
     policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
     if policy.keeps_all:

@@ -25,12 +25,13 @@ def reshard(
     complete_optimizer: bool = False,
     **options: Unpack[Keywords],
 ) -> Converted:
-    """Write the checkpoint at `src` to directory `dst` for `to` ranks: files by rank stay such files, all else is DCP.
+    """Write the checkpoint at `src` to directory `dst` for `to` ranks.
 
-    `src` may be a run, by default `run/` or else the current directory: then its latest complete checkpoint is meant.
-    `dst` is by default `SRC-toN` beside it. Parts that are the same for any number of ranks, such as safetensors
-    beside an optimizer in shards, are copied as they are. With `complete_optimizer` zeros are written for
-    parameters that the optimizer has no state of. For the options, and the errors, see `convert`.
+    Files by rank keep their format; every other format becomes DCP. `src` may be a run, by default `run/` or else the
+    current directory; ckptkit reads its latest complete checkpoint. `dst` is by default `SRC-toN` next to it. Parts
+    that do not depend on the number of ranks, such as safetensors with an optimizer in shards, are copied unchanged.
+    With `complete_optimizer`, parameters without an optimizer state get zeros. For the options and the errors, see
+    `convert`.
     """
     own = {"world_size": to, "only_sharded": True, "complete_optimizer": complete_optimizer}
     asked = ConvertOptions.of(options, to="dcp", **own)

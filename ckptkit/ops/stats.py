@@ -99,12 +99,12 @@ def stats(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Stats | Moved:
-    """Look at every number of the checkpoint at `source`, or of the latest of the run there, with `jobs` threads.
+    """Return statistics of the numbers in the checkpoint at `source`, or in the latest of the run there.
 
-    `include` and `exclude` are globs of names; one that matches nothing is an error unless `allow_unmatched`.
-    Compares no checksums. With `other`, a checkpoint of the same model,
-    return how far each parameter moved from `source` to it. Raises `Corrupt` where bytes are missing, naming the
-    tensor; `Mismatch` if the two share no parameter.
+    Uses `jobs` threads. `include` and `exclude` are globs of names; a glob that matches nothing is an error unless you
+    pass `allow_unmatched`. Compares no checksums. With `other`, a checkpoint of the same model, returns how far each
+    parameter moved from `source` to it. Raises `Corrupt` with the tensor's name if bytes are missing, and `Mismatch` if
+    the two share no parameter.
     """
     if other is not None:
         if include or exclude:

@@ -49,10 +49,11 @@ class PrunedUploads(Summarized):
 
 
 def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> PrunedUploads:
-    """Find the unfinished uploads at or below a prefix on S3, and with `yes` abort those that are stale.
+    """Find the unfinished uploads at or below a prefix on S3, and with `yes` abort the stale ones.
 
-    These are the ones that sent nothing for `older` seconds: uploads of ckptkit with their claims and notes, and
-    multipart uploads of other tools. Objects that are whole stay. Raises `Usage` for a local path and for other stores.
+    An upload is stale if it sent nothing for `older` seconds: uploads of ckptkit with their claims and notes, and
+    multipart uploads of other tools. Complete objects are never deleted. Raises `Usage` for a local path and for other
+    stores.
     """
     root = run_of(run)
     if older < 0:

@@ -112,17 +112,18 @@ def verify(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> list[Verified]:
-    """Look for damage in checkpoints, part by part; in a run, in each of its checkpoints.
+    """Look for damage in checkpoints, or in every checkpoint of a run. Returns a result for each part of a checkpoint.
 
-    With `fast` no tensor is read: structure, and with a manifest the checksums that the files say they have. A store
-    that keeps checksums, such as S3, is asked for them: with a manifest its CRC-32 of each file proves the checkpoint,
-    and a file of which it has none is a problem. Where
-    nothing was found, the tensors are compared with those of the checkpoint `against`, of any format and world size:
-    all where both have an optimizer, the model's where one has none; of a run those of its latest checkpoint. Another
-    dtype is a problem, unless `allow_cast`: then `against` is converted to it first. With `stats` they are counted.
+    With `fast`, reads no tensors: checks the structure and, with a manifest, the checksums that the files record. If a
+    store keeps checksums, such as S3, `fast` asks for them: with a manifest, its CRC-32 of each file proves the
+    checkpoint, and a file without one is a problem.
 
-    Raises `NotACheckpoint` if there is none, `Unsupported` for files that are not read yet; whatever is wrong with a
-    checkpoint that is there is among its problems.
+    With `against`, a checkpoint or a run of any format and world size, the tensors of an undamaged checkpoint are
+    compared with it: all tensors if both have an optimizer, else the model's. Another dtype is a problem, unless you
+    pass `allow_cast`: then `against` is converted first. With `stats`, the numbers are counted too.
+
+    Raises `NotACheckpoint` if there is no checkpoint, `Unsupported` for files that ckptkit cannot read yet. Everything
+    wrong with a checkpoint that exists is in the problems of the result.
     """
     checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
     tell = telling(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))

@@ -30,9 +30,9 @@ from ckptkit.ops.verify import Verified
 def verify_delta(
     path: str | Path, *, base: Source | None = None, dtype: str | Sequence[str] = (), jobs: int | None = None
 ) -> Verified:
-    """Look for damage in the delta in directory `path`, and for what keeps it from being applied to `base`.
+    """Look for damage in the delta in directory `path`, and for anything that prevents applying it to `base`.
 
-    `base` counts as `consolidate` would write it, in `dtype` if that is given. Whatever is wrong is among the problems
+    ckptkit uses `base` as `consolidate` would write it, in `dtype` if you pass one. Everything wrong is in the problems
     of the result.
     """
     root = to_path(path)

@@ -60,7 +60,7 @@ def prove(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Proved:
-    """Say whether the Hugging Face model at `out` computes what the checkpoint `against`, which it is made of, does.
+    """Return whether the Hugging Face model at `out` computes the same as its source, the checkpoint `against`.
 
     First its tensors are held against those of the checkpoint, across names and dtypes, as `verify` does. Then
     transformers runs both, in float32, on the same `tokens`: a list of numbers, in a file perhaps, or else 64 that are

@@ -30,10 +30,10 @@ def train(
 ) -> Checkpoint | None:
     """Train a causal language model with FSDP, and return the latest complete checkpoint of the run, if it has one.
 
-    `run` is a local directory or `s3://bucket/prefix`. `settings` are the fields of `TrainConfig`, `config` is a file
-    of them as TOML; a run that is to `resume`, from "auto" or a checkpoint, otherwise has those that it was started
-    with. Starts `nproc` processes, by default one per GPU or one; under torchrun this process is one of its ranks.
-    `report` hears each step of rank 0 and what else happens. Raises a `CkptError` that a rank raised.
+    `run` is a local directory or `s3://bucket/prefix`. `settings` are fields of `TrainConfig`; `config` is a TOML file
+    of them. `resume` is "auto" or a checkpoint: the run then keeps the settings that it was started with, unless you
+    pass others. Starts `nproc` processes, by default one per GPU, or one; under torchrun this process is one of the
+    ranks. `report` gets each step of rank 0 and other events. Raises the `CkptError` of a rank.
     """
     root = to_destination(run)
     found = find_settings(root, resume) if config is None else read_settings(to_path(config))

@@ -42,10 +42,10 @@ def smoke(
     overwrite: bool = False,
     report: Callable[[Check], None] = lambda _: None,
 ) -> list[Check]:
-    """Train a tiny model into `run`, resume it, export it to `out`, and check each; `report` hears of every check.
+    """Train a tiny model into `run`, resume it, export it to `out`, and check each; calls `report` with every check.
 
-    A check that fails is a row with `ok` False, never an exception; `Occupied` is raised where `run` or `out` exist
-    (`overwrite` replaces what an earlier smoke left).
+    A failed check is a row with `ok` False, never an exception. Raises `Occupied` if `run` or `out` exists; `overwrite`
+    replaces the output of an earlier smoke.
     """
     run, out = to_local(run), to_local(out)
     clear(run, out, overwrite=overwrite)
