@@ -1,4 +1,4 @@
-"""Change the numbers of tensors whose meaning differs between a family and the Hub: a factor, a divisor, a shift.
+"""Change the numbers of tensors whose meaning differs between a family and the Hub: a factor, a shift.
 
 The results lie in a temporary file that goes with the layout, so that whatever reads the tensors reads the results.
 """
@@ -24,10 +24,9 @@ _FLOAT32 = DTYPES["float32"]
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """A change of each number, in float32: times `factor`, divided by `divisor`, plus `shift`."""
+    """A change of each number, in float32: times `factor`, plus `shift`."""
 
     factor: float = 1.0
-    divisor: float = 1.0
     shift: float = 0.0
 
     def __call__(self, values: Array) -> Array:
@@ -35,7 +34,6 @@ class Arithmetic:
         import numpy as np
 
         values = values if self.factor == 1 else values * np.float32(self.factor)
-        values = values if self.divisor == 1 else values / np.float32(self.divisor)
         return values if self.shift == 0 else values + np.float32(self.shift)
 
 
@@ -83,10 +81,9 @@ def append(data: bytes, chunk: Chunk, change: Callable[[Array], Array], out: Bin
 
     stored = np.frombuffer(data, f"u{chunk.dtype.itemsize}")
     changed = change(widener(chunk.dtype)(stored))
-    rounded = np.empty(len(stored), stored.dtype)
-    if chunk.dtype == _FLOAT32:
-        rounded = changed
-    else:
+    if chunk.dtype != _FLOAT32:
+        rounded = np.empty_like(stored)
         cast(changed, _FLOAT32, chunk.dtype, rounded)
-    out.write(rounded.tobytes())
+        changed = rounded
+    out.write(changed.tobytes())
     return len(data)

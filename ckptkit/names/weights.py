@@ -154,9 +154,7 @@ def find_model_key(layout: Layout) -> KeyPath:
             prefix = (*prefix, known)
         elif branches.keys() == {_FLAX}:
             prefix = (*prefix, _FLAX)
-        elif branches.keys() >= _MAXTEXT:
-            return prefix
-        elif len(branches) < len({key[0] for key in below}):
+        elif branches.keys() >= _MAXTEXT or len(branches) < len({key[0] for key in below}):
             return prefix
         elif len(branches) == 1:
             prefix = (*prefix, *branches)

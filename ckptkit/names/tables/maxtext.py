@@ -1,6 +1,6 @@
 """Know the names of MaxText, and map them to the Hub's.
 
-Source: maxtext/checkpoint_conversion/utils/param_mapping.py, of maxtext 0.2.5. A kernel has its inputs in front. Scanned
+Source: maxtext/checkpoint_conversion/utils/param_mapping.py of maxtext 0.2.5. A kernel has its inputs first. Scanned
 layers lie in one tensor, along its second axis. Gemma 2 has pairs of layers, a local one and a global one; scanned
 Gemma 3 has blocks of six, and the rest behind them. Some numbers differ: a query is smaller by the root of the head's
 width, a norm of Gemma greater by one, its embedding greater by the root of the hidden size.
@@ -22,6 +22,7 @@ from ckptkit.names.rule import Rule
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.steps import Chain, Cropped, FlatFront, RequiredExtent, Reversed, Rotary, SwappedAxes, TensorStep
 from ckptkit.names.translate import Translated, translate
+from ckptkit.tensors.dtypes import DTYPES
 
 _GEMMAS = ("gemma2", "gemma3_text")
 _TYPES = ("llama", "qwen3", *_GEMMAS)
@@ -145,18 +146,22 @@ def arithmetic(name: str, sizes: Sizes) -> Arithmetic | None:
     if model in _GEMMAS and name.endswith(".scale"):
         return Arithmetic(shift=-1.0)
     if model in _GEMMAS and name == "token_embedder.embedding":
-        root = sizes["hidden"] ** 0.5
-        return Arithmetic(divisor=root if model == "gemma2" else as_bfloat16(root))
+        return Arithmetic(factor=inverse_root(sizes["hidden"], is_rounded=model == "gemma3_text"))
     return None
 
 
-def as_bfloat16(value: float) -> float:
-    """Return a number rounded to bfloat16, to nearest, ties to even."""
+def inverse_root(hidden: int, *, is_rounded: bool) -> float:
+    """Return by what XLA multiplies to divide by the root, in float32; with `is_rounded` the root is in bfloat16."""
     import numpy as np
 
-    bits = int(np.float32(value).view(np.uint32))
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-    return float(np.uint32(rounded).view(np.float32))
+    from ckptkit.tensors.casting import cast, widener
+
+    root = np.array([hidden**0.5], np.float32)
+    if is_rounded:
+        narrow = np.empty(1, np.uint16)
+        cast(root, DTYPES["float32"], DTYPES["bfloat16"], narrow)
+        root = widener(DTYPES["bfloat16"])(narrow)
+    return float(np.float32(1) / root[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +183,7 @@ class MaxTextNames(Family):
         unplaced = tuple(dict.fromkeys(whence[one] for one in found.unplaced))
         return Translated(found.tensors, came_from, unplaced)
 
-    def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
+    def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:  # noqa: ARG002
         """Raise `Unsupported`: MaxText loads only what orbax wrote."""
         hint = "use MaxText's own `to_maxtext`, which reads models of the Hub"
         raise Unsupported("ckptkit reads maxtext's names and does not write them", tensor=min(tensors), hint=hint)
