@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ckptkit.engine.arithmetic import Arithmetic
 from ckptkit.layout import Layout, StoredTensor
-from ckptkit.names.arithmetic import Arithmetic
 from ckptkit.names.outline import outline_of
 from ckptkit.names.rule import Rule
 from ckptkit.names.sizes import Sizes

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckptkit.engine.arithmetic import Arithmetic, compute
 from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
@@ -16,7 +17,6 @@ from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor, edits
 from ckptkit.models.expected import AskBase
 from ckptkit.models.vocabulary import NewVocabulary, check_rows, with_vocabulary
 from ckptkit.names import KEEP, family_of, get_family
-from ckptkit.names.arithmetic import Arithmetic, compute
 from ckptkit.names.complete import check_complete
 from ckptkit.names.custom import in_front
 from ckptkit.names.family import Family

@@ -22,9 +22,10 @@ from ckptkit.names.wrappers import unwrapped, without_ddp
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
 _FLAX = "params"  # flax's collection of a model's parameters, beside which a TrainState has a step
 _MAXTEXT = frozenset({"decoder", "token_embedder"})  # the modules of a MaxText model, whose names are nested keys
+_FLAX_OPTIMIZER, _FLAX_STEP = "opt_state", "step"  # what a TrainState has beside them
 _TRAINING_STATE = (
     "optim",
-    "opt_state",
+    _FLAX_OPTIMIZER,
     "chained_",
     "lr_scheduler",
     "scheduler",
@@ -205,7 +206,7 @@ def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
         has_groups = leads_on and str(key[at + 1]).startswith("param_groups")
         if is_in_flat_optimizer(layout, name) or is_named or has_groups:
             found.add(key[at])
-    return found
+    return found | {_FLAX_STEP} if _FLAX_OPTIMIZER in found else found
 
 
 def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | SeveralModels:

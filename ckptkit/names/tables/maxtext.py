@@ -11,18 +11,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import frexp, ldexp
 from typing import NamedTuple
 
+from ckptkit.engine.arithmetic import Arithmetic
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import StoredTensor, axes
-from ckptkit.names.arithmetic import Arithmetic
 from ckptkit.names.family import Family
 from ckptkit.names.moe import LAYER
 from ckptkit.names.rule import Rule
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.steps import Chain, Cropped, FlatFront, RequiredExtent, Reversed, Rotary, SwappedAxes, TensorStep
 from ckptkit.names.translate import Translated, translate
-from ckptkit.tensors.dtypes import DTYPES
 
 _GEMMAS = ("gemma2", "gemma3_text")
 _TYPES = ("llama", "qwen3", *_GEMMAS)
@@ -151,17 +151,10 @@ def arithmetic(name: str, sizes: Sizes) -> Arithmetic | None:
 
 
 def inverse_root(hidden: int, *, is_rounded: bool) -> float:
-    """Return by what XLA multiplies to divide by the root, in float32; with `is_rounded` the root is in bfloat16."""
-    import numpy as np
-
-    from ckptkit.tensors.casting import cast, widener
-
-    root = np.array([hidden**0.5], np.float32)
-    if is_rounded:
-        narrow = np.empty(1, np.uint16)
-        cast(root, DTYPES["float32"], DTYPES["bfloat16"], narrow)
-        root = widener(DTYPES["bfloat16"])(narrow)
-    return float(np.float32(1) / root[0])
+    """Return by what XLA multiplies to divide by the root, which is in float32, or in bfloat16 if it `is_rounded`."""
+    fraction, exponent = frexp(hidden**0.5)
+    bits = 8 if is_rounded else 24  # of the fraction; `round` takes the even one of two
+    return 1 / ldexp(round(ldexp(fraction, bits)), exponent - bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +177,7 @@ class MaxTextNames(Family):
         return Translated(found.tensors, came_from, unplaced)
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:  # noqa: ARG002
-        """Raise `Unsupported`: MaxText loads only what orbax wrote."""
+        """Raise `Unsupported`: no format that ckptkit writes can be loaded by MaxText."""
         hint = "use MaxText's own `to_maxtext`, which reads models of the Hub"
         raise Unsupported("ckptkit reads maxtext's names and does not write them", tensor=min(tensors), hint=hint)
 

@@ -48,14 +48,15 @@ def save(out: Path, name: str, *, is_scanned: bool) -> None:
     config = {"text_config": text, "vision_config": {**vision, "num_channels": 1}} if is_nested else text
     mapping = param_mapping.PARAM_MAPPING[name](config, None, is_scanned)
     hooks = param_mapping.HOOK_FNS[name](config, None, is_scanned, saving_to_hf=True)
-    random, tree = np.random.default_rng(0), {}
+    random = np.random.default_rng(0)
+    tree: dict[str, Any] = {}
     for own, hub in mapping.items():
         if "vision" in own or own.endswith("-bias") or hub == []:
             continue
         shape = shape_of(own, text)
         stacked = (shape[0], len(hub), *shape[1:]) if isinstance(hub, list) else shape
         *above, leaf = own.removeprefix("params-").split("-")
-        inner: dict[str, Any] = tree
+        inner = tree
         for step in above:
             inner = inner.setdefault(step, {})
         inner[leaf] = jnp.asarray(random.standard_normal(stacked).astype("float32"))

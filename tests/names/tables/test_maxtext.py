@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import ckptkit
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.names.weights import TRAINING
 from tests.formats.orbax.trees import save_arrays
 from tests.names.hub_models import config_of
 from tests.names.tables.maxtext_tree import maxtext_arrays
@@ -73,6 +75,7 @@ def test_a_training_becomes_a_model(tmp_path: Path, model_type: str, is_scanned:
     tree = save_training(tmp_path / "tree", maxtext_arrays(hub, config, is_scanned=is_scanned, padding=8))
     ckptkit.consolidate(tree, tmp_path / "out", base=str(tmp_path / "base"))
     check_equal(tmp_path / "out", hub)
+    assert set(Checkpoint.open(tree).weights.left_out.values()) == {TRAINING}
 
 
 def test_names_of_nnx(tmp_path: Path) -> None:
