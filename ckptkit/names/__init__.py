@@ -46,6 +46,11 @@ FAMILIES = PluginTable(
         "torchtune": KnownFamily(".tables.torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"),
         "litgpt": KnownFamily(".tables.litgpt:LITGPT", r"transformer\.h\.#\.attn\.(qkv|attn)\.weight"),
         "olmo": KnownFamily(".tables.olmo:OLMO", r"blocks\.#\.attention\.w_[qkv]\.weight"),
+        "maxtext": KnownFamily(
+            ".tables.maxtext:MAXTEXT",
+            r"decoder\.(layers|layers_remainder)([._](#|[0-9]+))?(\.layers_[0-9]+)?"
+            r"\.self_attention(_local|_global)?\.query\.kernel(\.value)?",
+        ),
         "nanogpt": KnownFamily(".tables.nanogpt:NANOGPT", r"transformer\.h\.#\.attn\.c_attn\.weight"),
         "llmc": KnownFamily(".tables.llmc:LLMC", "qkvw"),
         "transformers": KnownFamily(

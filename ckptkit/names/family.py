@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ckptkit.engine.arithmetic import Arithmetic
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.names.outline import outline_of
 from ckptkit.names.rule import Rule
@@ -28,7 +29,9 @@ class Family:
     writes such names, if others share them. With a tied head (`has_tied_head`) there is a tensor for this too,
     which is the embedding; with None it is left as it is. `biased` is the pattern of modules that have to have a
     bias. Where there is no config.json, `config_of` makes one of what the `sizes_file` beside the weights says.
-    `written_as` gives the name for one that the rules write, where it differs by layer.
+    `written_as` gives the name for one that the rules write, where it differs by layer. `arithmetic` says by its name
+    how the numbers of a tensor change on the way to the Hub. A family that `is_model_only` gives new names to weights
+    alone: ckptkit does not know its optimizers.
     """
 
     name: str
@@ -45,6 +48,8 @@ class Family:
     config_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     biased: str = ""
     written_as: Callable[[str, Sizes], str] = lambda name, _: name
+    arithmetic: Callable[[str, Sizes], Arithmetic | None] = lambda _, __: None
+    is_model_only: bool = False
 
     @cached_property
     def drop(self) -> re.Pattern[str]:

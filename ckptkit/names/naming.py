@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.errors import CkptError, Mismatch
+from ckptkit.engine.arithmetic import Arithmetic, compute
+from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
 from ckptkit.formats.json_text import parse_json
@@ -63,6 +64,7 @@ def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]
         return found, []
     asked.check(found, asked.config)
     layout = locate(unpack(found.layout))
+    layout = layout if change is None else compute(layout, change.arithmetic(layout.tensors))
     vocabulary = asked.find_vocabulary()
     made = turn_in(layout, with_rows(change, vocabulary))
     if change is not None and change.there is None and asked.config is not None:
@@ -91,6 +93,10 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     change = find_change(weights, asked)
     if change is None and asked.rows is None:
         return layout, []
+    if change is not None and change.here is not None and change.here.is_model_only:
+        message = f"ckptkit translates {change.here.whose} names for a model alone"
+        hint = "run `ckptkit consolidate SRC OUT`, and convert OUT"
+        raise Unsupported(message, path=layout.root, hint=hint)
     asked.check(weights, asked.config)
     layout = locate(unpack(layout))
     try:
@@ -117,6 +123,13 @@ class FamilyChange(NamedTuple):
     here: Family | None
     there: Family | None
     turn: Turn
+    sizes: Sizes
+
+    def arithmetic(self, names: Iterable[str]) -> dict[str, Arithmetic]:
+        """Return how numbers change on the way to the Hub, by the names of tensors whose numbers do."""
+        here = self.here
+        changes = {name: here.arithmetic(name, self.sizes) for name in names} if here is not None else {}
+        return {name: change for name, change in changes.items() if change is not None}
 
 
 def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
@@ -152,7 +165,7 @@ def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
             here.check(found.whole, sizes)
         except CkptError as error:
             raise error.blame(path=weights.root) from None
-    return FamilyChange(here, there, turn_between(here, there, sizes))
+    return FamilyChange(here, there, turn_between(here, there, sizes), sizes)
 
 
 def read_sizes(root: Path, family: Family) -> Config:

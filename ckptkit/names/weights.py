@@ -20,7 +20,21 @@ from ckptkit.layout.edits import rename, select
 from ckptkit.names.wrappers import unwrapped, without_ddp
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
-_TRAINING_STATE = ("optim", "chained_", "lr_scheduler", "scheduler", "dataloader", "rng", "scaler", "train_state", OWN)
+_FLAX = "params"  # flax's collection of a model's parameters, beside which a TrainState has a step
+_MAXTEXT = frozenset({"decoder", "token_embedder"})  # the modules of a MaxText model, whose names are nested keys
+_FLAX_OPTIMIZER, _FLAX_STEP = "opt_state", "step"  # what a TrainState has beside them
+_TRAINING_STATE = (
+    "optim",
+    _FLAX_OPTIMIZER,
+    "chained_",
+    "lr_scheduler",
+    "scheduler",
+    "dataloader",
+    "rng",
+    "scaler",
+    "train_state",
+    OWN,
+)
 _GENERATOR = re.compile(r"(^|_)rng(_|s?$)|random_state")
 JOINED = " + "  # between the names of entries that one tensor came from
 OF_ONE = "/shard_"  # what follows tells the objects apart that each layer and rank has under one name
@@ -139,7 +153,9 @@ def find_model_key(layout: Layout) -> KeyPath:
         known = next((name for name in _MODEL_KEYS if name in branches), None)
         if known is not None:
             prefix = (*prefix, known)
-        elif len(branches) < len({key[0] for key in below}):
+        elif branches.keys() == {_FLAX}:
+            prefix = (*prefix, _FLAX)
+        elif branches.keys() >= _MAXTEXT or len(branches) < len({key[0] for key in below}):
             return prefix
         elif len(branches) == 1:
             prefix = (*prefix, *branches)
@@ -190,7 +206,7 @@ def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
         has_groups = leads_on and str(key[at + 1]).startswith("param_groups")
         if is_in_flat_optimizer(layout, name) or is_named or has_groups:
             found.add(key[at])
-    return found
+    return found | {_FLAX_STEP} if _FLAX_OPTIMIZER in found else found
 
 
 def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | SeveralModels:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Incomplete, Report, Unsupported, refuse
-from ckptkit.files.file import children, file_size, is_there, names_in
+from ckptkit.files.file import children, file_size, is_there, names_in, read_small
+from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.orbax.arrays import MANIFEST, Arrays
 from ckptkit.formats.orbax.read_metadata import NAME, STRINGS, read_metadata
 from ckptkit.formats.pickles.write_pickle import dump
@@ -20,6 +21,9 @@ from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor
 _OWN = re.compile(r"_METADATA|_sharding|_strings\.json|array_metadatas|manifest\.ocdbt|d|ocdbt\.process_[0-9]+")
 _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*")  # the name of a directory until the save ends
 _APART = "ocdbt_data"
+_STEP = "_CHECKPOINT_METADATA"  # what orbax says of a step, or of a tree that it saved alone
+_COMMITTED = "commit_success.txt"
+_LARGEST_STEP = 1 << 24  # bytes
 
 
 class Orbax(FormatReader):
@@ -36,7 +40,7 @@ class Orbax(FormatReader):
         if not path.is_dir():
             return False
         names = names_in(path)
-        return NAME in names or MANIFEST in names or (is_unfinished(path) and "_CHECKPOINT_METADATA" in names)
+        return NAME in names or MANIFEST in names or (is_unfinished(path) and _STEP in names)
 
     def check_names(self, path: Path, report: Report) -> None:
         """Report an unfinished save. Raises `Unsupported` for data that lies apart."""
@@ -83,9 +87,20 @@ class Orbax(FormatReader):
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return whether a directory, or the one of the step that it lies in, still has the name of an unfinished save."""
+    """Return whether orbax did not finish the save of a directory, or of the step that it lies in."""
     whole = path.absolute()
-    return any(_UNFINISHED.fullmatch(name) for name in (whole.name, whole.parent.name))
+    return any(bool(_UNFINISHED.fullmatch(one.name)) or is_uncommitted(one) for one in (whole, whole.parent))
+
+
+def is_uncommitted(path: Path) -> bool:
+    """Return whether a save under its last name, as in a bucket, lacks both the marker and the time of its end.
+
+    Orbax writes the time first. A copy without the marker, or of an orbax that wrote none, still has the time.
+    """
+    if not is_there(path / _STEP) or is_there(path / _COMMITTED):
+        return False
+    said = parse_json(read_small(path / _STEP, _LARGEST_STEP), path / _STEP)
+    return isinstance(said, dict) and "init_timestamp_nsecs" in said and said.get("commit_timestamp_nsecs") is None
 
 
 def files_in(place: Path) -> Iterator[Path]:

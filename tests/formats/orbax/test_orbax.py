@@ -126,6 +126,21 @@ def test_bad_trees_are_refused(
     assert ckptkit.verify(tree)[0].problems
 
 
+@pytest.mark.parametrize("place", [".", ".."], ids=["tree", "step"])
+def test_a_save_without_its_end_is_refused(tmp_path: Path, place: str) -> None:
+    """In a bucket a save has its last name from the start; the time of its end and a marker say that it is whole."""
+    tree = save_tree(tmp_path / "step" / "items")
+    said, marker = tree / place / "_CHECKPOINT_METADATA", tree / place / "commit_success.txt"
+    said.write_text('{"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": null}')
+    with pytest.raises(Incomplete, match="orbax did not finish this save"):
+        ckptkit.open(tree)
+    marker.write_text("Checkpoint commit was successful")
+    assert ckptkit.open(tree)
+    marker.unlink()
+    said.write_text('{"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}')
+    assert ckptkit.open(tree)
+
+
 @pytest.mark.parametrize(("driver", "cell"), [("zarr", "0.1"), ("zarr3", "c/0/1")])
 def test_a_missing_cell_is_not_zeros(tmp_path: Path, driver: str, cell: str) -> None:
     tree = save_tree(tmp_path / "tree", driver=driver, is_ocdbt=False)

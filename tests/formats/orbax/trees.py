@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ def save_tree(root: Path, *, driver: str = "zarr", is_ocdbt: bool = True, dtype:
 def metadata(driver: str, *, is_ocdbt: bool) -> dict[str, Any]:
     kinds = {("params", "w"): "jax.Array", ("params", "b"): "np.ndarray", ("step",): "scalar"}
     entries = {**kinds, ("said",): "string", ("nothing",): "None"}
+    return metadata_of(entries, driver, is_ocdbt=is_ocdbt)
+
+
+def metadata_of(entries: Mapping[tuple[str, ...], str], driver: str, *, is_ocdbt: bool) -> dict[str, Any]:
+    """Return the metadata of entries of these kinds, by their key paths."""
     tree = {
         str(key): {
             "key_metadata": [{"key": step, "key_type": 2} for step in key],
@@ -37,6 +43,16 @@ def metadata(driver: str, *, is_ocdbt: bool) -> dict[str, Any]:
         for key, kind in entries.items()
     }
     return {"tree_metadata": tree, "use_ocdbt": is_ocdbt, "use_zarr3": driver == "zarr3"}
+
+
+def save_arrays(root: Path, arrays: Mapping[str, np.ndarray]) -> Path:
+    """Save arrays, each in one cell, in a directory each; every dot in a name is a step of its key path."""
+    root.mkdir(parents=True)
+    entries = dict.fromkeys((tuple(name.split(".")) for name in arrays), "jax.Array")
+    (root / "_METADATA").write_text(json.dumps(metadata_of(entries, "zarr", is_ocdbt=False)))
+    for name, value in arrays.items():
+        save_array(root, name, value, value.dtype.name, value.shape, "zarr", is_ocdbt=False)
+    return root
 
 
 def save_array(

@@ -1,0 +1,89 @@
+"""Change the numbers of tensors whose meaning differs between a family and the Hub: a factor, a shift.
+
+The results lie in a temporary file that goes with the layout, so that whatever reads the tensors reads the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+from ckptkit.destinations.allocation import check_room
+from ckptkit.errors import Unsupported, translate_os_errors
+from ckptkit.files.file import OpenFiles, read_at
+from ckptkit.files.temporary import TemporaryFile
+from ckptkit.layout import Chunk, Layout
+from ckptkit.tensors.dtypes import DTYPES
+
+Array = Any  # of numpy, which only a family that computes imports
+_PIECE = 1 << 24  # bytes that are changed at once
+_FLOAT32 = DTYPES["float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """A change of each number, in float32: times `factor`, plus `shift`."""
+
+    factor: float = 1.0
+    shift: float = 0.0
+
+    def __call__(self, values: Array) -> Array:
+        """Return the changed numbers of an array of float32. A change by one or by zero leaves every bit as it is."""
+        import numpy as np
+
+        values = values if self.factor == 1 else values * np.float32(self.factor)
+        return values if self.shift == 0 else values + np.float32(self.shift)
+
+
+def compute(layout: Layout, changes: Mapping[str, Arithmetic]) -> Layout:
+    """Return a located layout with the numbers of tensors changed, each rounded once to the dtype that it has.
+
+    Raises `Unsupported` for a tensor that is not of floats, `NoRoom` if the disk is too small for the results.
+    """
+    if not changes:
+        return layout
+    kept = TemporaryFile()
+    chunks = [chunk for name in changes for chunk in layout.tensors[name].chunks]
+    check_room(kept.path, sum(chunk.box.numel * chunk.dtype.itemsize for chunk in chunks))
+    tensors = dict(layout.tensors)
+    with translate_os_errors(kept.path), kept.path.open("r+b") as out, closing(OpenFiles(layout.root)) as files:
+        for name, change in changes.items():
+            tensor = tensors[name]
+            if any(chunk.dtype.kind != "float" or chunk.dtype.itemsize not in (2, 4) for chunk in tensor.chunks):
+                message = f"expected float32, bfloat16 or float16, found {tensor.spec.dtype}: its numbers must change"
+                raise Unsupported(message, path=layout.root, tensor=name, hint="keep the names with --names keep")
+            changed = tuple(compute_chunk(chunk, change, files, out, str(kept.path)) for chunk in tensor.chunks)
+            tensors[name] = replace(tensor, chunks=changed)
+    return replace(layout, tensors=tensors, keeper=(layout.keeper, kept))
+
+
+def compute_chunk(chunk: Chunk, change: Arithmetic, files: OpenFiles, out: BinaryIO, path: str) -> Chunk:
+    """Append the changed numbers of a chunk; return where they lie. A chunk that no file contains stays as it is."""
+    offset, written = out.tell(), 0
+    if chunk.is_zeros:
+        written = append(bytes(chunk.box.numel * chunk.dtype.itemsize), chunk, change, out)
+        return Chunk(chunk.box, path, offset, written, chunk.dtype)
+    if not chunk.is_in_file:
+        return chunk
+    while written < chunk.length:
+        data = read_at(files[chunk.path], min(_PIECE, chunk.length - written), chunk.offset + written)
+        written += append(data, chunk, change, out)
+    return chunk._replace(path=path, offset=offset, crc32=None, run=None)
+
+
+def append(data: bytes, chunk: Chunk, change: Callable[[Array], Array], out: BinaryIO) -> int:
+    """Append the changed numbers of `data`, as a chunk stores them; return how many bytes they are."""
+    import numpy as np
+
+    from ckptkit.tensors.casting import cast, widener
+
+    stored = np.frombuffer(data, f"u{chunk.dtype.itemsize}")
+    changed = change(widener(chunk.dtype)(stored))
+    if chunk.dtype != _FLOAT32:
+        rounded = np.empty_like(stored)
+        cast(changed, _FLOAT32, chunk.dtype, rounded)
+        changed = rounded
+    out.write(changed.tobytes())
+    return len(data)

@@ -1,0 +1,192 @@
+"""Know the names of MaxText, and map them to the Hub's.
+
+Source: maxtext/checkpoint_conversion/utils/param_mapping.py of maxtext 0.2.5. A kernel has its inputs first. Scanned
+layers lie in one tensor, along its second axis. Gemma 2 has pairs of layers, a local one and a global one; scanned
+Gemma 3 has blocks of six, and the rest behind them. Some numbers differ: a query is smaller by the root of the head's
+width, a norm of Gemma greater by one, its embedding greater by the root of the hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import frexp, ldexp
+from typing import NamedTuple
+
+from ckptkit.engine.arithmetic import Arithmetic
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.layout import StoredTensor, axes
+from ckptkit.names.family import Family
+from ckptkit.names.moe import LAYER
+from ckptkit.names.rule import Rule
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.steps import Chain, Cropped, FlatFront, RequiredExtent, Reversed, Rotary, SwappedAxes, TensorStep
+from ckptkit.names.translate import Translated, translate
+
+_GEMMAS = ("gemma2", "gemma3_text")
+_TYPES = ("llama", "qwen3", *_GEMMAS)
+_SCALED = ("llama", "gemma2")  # types whose queries hold the scale of the attention
+_SCAN_AXIS = 1  # `param_scan_axis` in MaxText's configs/base.yml
+_PATTERN = 6  # layers in a block of Gemma 3: five local ones, and a global one
+_OWN = "decoder.layers.{layer}."
+
+# what stands before the name of a tensor in its layer
+_PLACE = re.compile(
+    r"decoder\.(?:layers[_.](?P<one>[0-9]+)|layers\.layers_(?P<block>[0-9]+)|layers_remainder\.layers_(?P<rest>[0-9]+)"
+    r"|layers)\.(?P<tensor>[a-z].*)"
+)
+_HALF = re.compile(r"(?P<module>[^.]+)_(?P<half>local|global)\.(?P<leaf>.*)")
+_HALVES = ("local", "global")
+
+
+class Place(NamedTuple):
+    """The first layer that a tensor is of, how far apart its layers are, and its name in each of them."""
+
+    first: int
+    step: int
+    tensor: str
+    is_scanned: bool
+
+
+def place_of(name: str, sizes: Sizes) -> Place | None:
+    """Return the layers that a tensor is of; None for a tensor of no layer."""
+    found = _PLACE.fullmatch(name)
+    if found is None:
+        return None
+    tensor, model = found["tensor"], sizes.model_type
+    if found["block"] is not None:
+        return Place(int(found["block"]), _PATTERN, tensor, is_scanned=True)
+    if found["rest"] is not None:
+        layers = sizes["layers"]
+        return Place(layers - layers % _PATTERN + int(found["rest"]), 1, tensor, is_scanned=False)
+    number, is_scanned = int(found["one"] or 0), found["one"] is None
+    half = _HALF.fullmatch(tensor) if model == "gemma2" else None
+    if half is None:
+        return Place(number, 1, tensor, is_scanned)
+    first = len(_HALVES) * number + _HALVES.index(half["half"])
+    return Place(first, len(_HALVES), f"{half['module']}.{half['leaf']}", is_scanned)
+
+
+def by_layer(name: str, tensor: StoredTensor, sizes: Sizes) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield a tensor as it is in each of its layers, under a name that all types and ways to scan share."""
+    name = name.removesuffix(".value")  # flax's NNX puts it behind every name
+    place = place_of(name, sizes)
+    if place is None:
+        yield name, tensor
+        return
+    whole = _OWN.format(layer="{}") + place.tensor
+    if not place.is_scanned:
+        yield whole.format(place.first), tensor
+        return
+    shape = tensor.spec.shape
+    wanted = len(range(place.first, sizes["layers"] - (sizes["layers"] % place.step), place.step))
+    if len(shape) <= _SCAN_AXIS or shape[_SCAN_AXIS] != wanted:
+        message = f"expected {wanted} layers along axis {_SCAN_AXIS} (config.json), found shape {list(shape)}"
+        raise Mismatch(message, tensor=name)
+    first = axes.permute(tensor, (_SCAN_AXIS, *(axis for axis in range(len(shape)) if axis != _SCAN_AXIS)))
+    for index, one in enumerate(axes.unstack(first)):
+        yield whole.format(place.first + index * place.step), one
+
+
+def rules(sizes: Sizes) -> tuple[Rule, ...]:
+    """Return the table for a type of model, by layer. Raises `Unsupported` for a type that is not known here."""
+    model = sizes.require_type("maxtext", _TYPES)
+    if sizes.text is not sizes.config:
+        hint = "pass --base MODEL with the config.json of the text model alone"
+        raise Unsupported(f"ckptkit does not know maxtext's names for a `{sizes.config.get('model_type')}`", hint=hint)
+    rows = Cropped("vocabulary")
+    return (
+        Rule.of("token_embedder.embedding", "model.embed_tokens.weight", rows),
+        Rule.of("decoder.decoder_norm.scale", "model.norm.weight"),
+        Rule.of("decoder.logits_dense.kernel", "lm_head.weight", Chain((SwappedAxes(), rows))),
+        *(Rule.of(f"{_OWN}{own}.scale", f"{LAYER}{hub}.weight") for own, hub in norms(model).items()),
+        *attention(is_in_pairs=model == "llama"),
+        *(
+            Rule.of(f"{_OWN}mlp.{own}.kernel", f"{LAYER}mlp.{hub}_proj.weight", SwappedAxes())
+            for own, hub in {"wi_0": "gate", "wi_1": "up", "wo": "down"}.items()
+        ),
+    )
+
+
+def norms(model: str) -> dict[str, str]:
+    """Return the names of the norms of a layer on the Hub, by MaxText's."""
+    of_heads = {"self_attention.query_norm": "self_attn.q_norm", "self_attention.key_norm": "self_attn.k_norm"}
+    if model in _GEMMAS:
+        return {
+            "pre_self_attention_norm": "input_layernorm",
+            "post_self_attention_norm": "post_attention_layernorm",
+            "pre_ffw_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+            **(of_heads if model == "gemma3_text" else {}),
+        }
+    return {
+        "pre_self_attention_layer_norm": "input_layernorm",
+        "post_self_attention_layer_norm": "post_attention_layernorm",
+        **(of_heads if model == "qwen3" else {}),
+    }
+
+
+def attention(*, is_in_pairs: bool) -> Iterator[Rule]:
+    """Yield the rules for the four projections, whose heads have an axis of their own."""
+    for own, hub, heads in (("query", "q", "heads"), ("key", "k", "key_heads"), ("value", "v", "key_heads")):
+        turn: tuple[TensorStep, ...] = (Rotary(heads),) if is_in_pairs and own != "value" else ()
+        in_front = (RequiredExtent(1, heads), SwappedAxes((0, 2)), SwappedAxes((0, 1)))  # heads, their rows, inputs
+        step = Chain((*in_front, Reversed(FlatFront(heads)), *turn))
+        yield Rule.of(f"{_OWN}self_attention.{own}.kernel", f"{LAYER}self_attn.{hub}_proj.weight", step)
+    step = Chain((RequiredExtent(0, "heads"), Reversed(FlatFront("heads")), SwappedAxes()))
+    yield Rule.of(f"{_OWN}self_attention.out.kernel", f"{LAYER}self_attn.o_proj.weight", step)
+
+
+def arithmetic(name: str, sizes: Sizes) -> Arithmetic | None:
+    """Return how the numbers of a tensor change on the way to the Hub; None if they do not."""
+    model, name = sizes.model_type, name.removesuffix(".value")
+    if model in _SCALED and re.search(r"\.self_attention(_local|_global)?\.query\.kernel$", name):
+        return Arithmetic(factor=sizes.head_width**0.5)
+    if model in _GEMMAS and name.endswith(".scale"):
+        return Arithmetic(shift=-1.0)
+    if model in _GEMMAS and name == "token_embedder.embedding":
+        return Arithmetic(factor=inverse_root(sizes["hidden"], is_rounded=model == "gemma3_text"))
+    return None
+
+
+def inverse_root(hidden: int, *, is_rounded: bool) -> float:
+    """Return by what XLA multiplies to divide by the root, which is in float32, or in bfloat16 if it `is_rounded`."""
+    fraction, exponent = frexp(hidden**0.5)
+    bits = 8 if is_rounded else 24  # of the fraction; `round` takes the even one of two
+    return 1 / ldexp(round(ldexp(fraction, bits)), exponent - bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxTextNames(Family):
+    """The names of MaxText, which are only read."""
+
+    def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
+        """Return the tensors of each layer as the Hub has them."""
+        table = self.rules(sizes)  # first: it says which types are known
+        apart: dict[str, StoredTensor] = {}
+        whence: dict[str, str] = {}
+        for name, tensor in tensors.items():
+            for one, part in by_layer(name, tensor, sizes):
+                if one in apart:
+                    raise Mismatch(f"the tensor is the same as `{whence[one]}`: two names of one tensor", tensor=name)
+                apart[one], whence[one] = part, name
+        found = translate(apart, table, sizes)
+        came_from = {new: tuple(dict.fromkeys(whence[one] for one in olds)) for new, olds in found.came_from.items()}
+        unplaced = tuple(dict.fromkeys(whence[one] for one in found.unplaced))
+        return Translated(found.tensors, came_from, unplaced)
+
+    def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:  # noqa: ARG002
+        """Raise `Unsupported`: no format that ckptkit writes can be loaded by MaxText."""
+        hint = "use MaxText's own `to_maxtext`, which reads models of the Hub"
+        raise Unsupported("ckptkit reads maxtext's names and does not write them", tensor=min(tensors), hint=hint)
+
+
+MAXTEXT = MaxTextNames(
+    name="maxtext",
+    types=_TYPES,
+    rules=rules,
+    arithmetic=arithmetic,
+    drops=(r"(.*\.)?(to_nnx__rngs|rngs|[^.]*_rngs)\..*",),
+    is_model_only=True,
+)
