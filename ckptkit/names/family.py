@@ -6,15 +6,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptkit.engine.arithmetic import Arithmetic
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.names.outline import outline_of
 from ckptkit.names.rule import Rule
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.translate import Translated, translate
 from ckptkit.tensors.box import Shape
+
+if TYPE_CHECKING:
+    from ckptkit.engine.arithmetic import Arithmetic  # most families compute nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class Family:
     config_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     biased: str = ""
     written_as: Callable[[str, Sizes], str] = lambda name, _: name
-    arithmetic: Callable[[str, Sizes], Arithmetic | None] = lambda _, __: None
+    arithmetic: Callable[[str, Sizes], Arithmetic | None] | None = None
     is_model_only: bool = False
 
     @cached_property

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.engine.arithmetic import Arithmetic, compute
 from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
@@ -64,7 +63,7 @@ def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]
         return found, []
     asked.check(found, asked.config)
     layout = locate(unpack(found.layout))
-    layout = layout if change is None else compute(layout, change.arithmetic(layout.tensors))
+    layout = layout if change is None else change.compute(layout)
     vocabulary = asked.find_vocabulary()
     made = turn_in(layout, with_rows(change, vocabulary))
     if change is not None and change.there is None and asked.config is not None:
@@ -125,11 +124,14 @@ class FamilyChange(NamedTuple):
     turn: Turn
     sizes: Sizes
 
-    def arithmetic(self, names: Iterable[str]) -> dict[str, Arithmetic]:
-        """Return how numbers change on the way to the Hub, by the names of tensors whose numbers do."""
-        here = self.here
-        changes = {name: here.arithmetic(name, self.sizes) for name in names} if here is not None else {}
-        return {name: change for name, change in changes.items() if change is not None}
+    def compute(self, layout: Layout) -> Layout:
+        """Return a located layout whose numbers are changed as the family calls for on the way to the Hub."""
+        if self.here is None or self.here.arithmetic is None:
+            return layout
+        from ckptkit.engine.arithmetic import compute
+
+        found = {name: self.here.arithmetic(name, self.sizes) for name in layout.tensors}
+        return compute(layout, {name: change for name, change in found.items() if change is not None})
 
 
 def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
