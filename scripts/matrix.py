@@ -24,8 +24,8 @@ from scripts.markdown import ROOT, paragraph, table, write_part
 PAGE = ROOT / "CONTRIBUTING.md"
 PART = "matrix"
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 10)
-TESTS = ("tests/formats/dcp", "tests/formats/pt", "tests/ops/test_reshard.py", "tests/storage/test_reader.py")
-NEEDED = ("pytest", "hypothesis")
+TESTS = ("tests/formats/dcp", "tests/formats/pt")
+NEEDED = ("accelerate", "hypothesis", "pytest", "zstandard")
 
 Version = tuple[int, ...]
 
@@ -147,7 +147,7 @@ def describe(results: dict[Pair, str]) -> str:
     rows = [[python, *(results.get(Pair(python, torch), "not tried") for torch in torches)] for python in pythons]
     tests = ", ".join(f"`{test}`" for test in TESTS)
     head = f"""Tried on {datetime.now(UTC):%Y-%m-%d} without a GPU. Each environment has the wheel, torch, what both
-        require, pytest and hypothesis. The README's first commands ran in it, then {tests}."""
+        require, and {", ".join(NEEDED)}. The README's first commands ran in it, then {tests}."""
     return f"{paragraph(head)}\n{table([['Python', *(f'torch {torch}' for torch in torches)], *rows])}"
 
 
