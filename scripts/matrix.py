@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ class Pair:
 
 def main() -> None:
     """Parse the command line, try each pair, and show or write what came of them. Exits with 1 if one failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all is cleared away
     parser = argparse.ArgumentParser(prog="scripts/matrix", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--python", action="append", help="only this version of pyenv, as 3.12.1; several times")
     parser.add_argument("--torch", action="append", help="only this version, as 2.10.0; several times")
