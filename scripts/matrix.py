@@ -94,7 +94,7 @@ def installed_pythons() -> list[str]:
 
 def published_torches(python: str) -> list[str]:
     """Return the newest release of each minor version of torch that pip finds for a Python."""
-    command = [pyenv() / python / "bin" / "python", "-m", "pip", "index", "versions", "torch"]
+    command: list[str | Path] = [pyenv() / python / "bin" / "python", "-m", "pip", "index", "versions", "torch"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return newest_of_each_minor(re.findall(r"[\d.]+\d", said.partition("Available versions:")[2]), OLDEST_TORCH)
 
@@ -104,7 +104,17 @@ def prepare(home: Path) -> tuple[Path, Path]:
     archive, source, suite = home / "source.zip", home / "source", home / "suite"
     subprocess.run(["git", "archive", "--output", archive, "HEAD"], cwd=ROOT, check=True)
     shutil.unpack_archive(archive, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", home, source]
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        home,
+        source,
+    ]
     subprocess.run(command, check=True)
     suite.mkdir()
     for name in ("tests", "pyproject.toml"):
@@ -119,7 +129,7 @@ def attempt(pair: Pair, wheel: Path, suite: Path, home: Path) -> str:
     work.mkdir(parents=True)
     python = home / "venv" / "bin" / "python"
     tests = [suite / one for one in TESTS]
-    steps = [
+    steps: list[tuple[str, Path, list[str | Path]]] = [
         ("install", work, [pyenv() / pair.python / "bin" / "python", "-m", "venv", home / "venv"]),
         ("install", work, [python, "-m", "pip", "install", "--quiet", f"torch=={pair.torch}", wheel, *NEEDED]),
         ("first commands", work, [ROOT / "scripts" / "first"]),
