@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from scripts import docs
+from scripts import docs, matrix
 from scripts.benchmarks.__main__ import BENCHMARKS
 from scripts.markdown import fill_part
 
@@ -94,6 +94,7 @@ def test_what_comes_from_the_program_is_up_to_date(page: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "part"),
     [
+        ("../CONTRIBUTING.md", matrix.PART),
         *(("reliability.md", part) for part in ("faults", "faults store")),
         *(("benchmarks.md", f"bench {name}") for name in BENCHMARKS),
     ],

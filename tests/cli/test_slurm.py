@@ -1,9 +1,10 @@
-"""The job scripts of docs/slurm.md, run by bash. Two commands of Slurm are stood in for: `srun` and `scontrol`."""
+"""The scripts of docs/slurm.md, run by bash and Python. Only two commands of Slurm are stood in for."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.ops.diff import diff
 from ckptkit.ops.ls import ls
 from ckptkit.ops.verify import verify
 
 PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
-TRAIN, EXPORT = re.findall(r"^```bash\n(#!/bin/bash\n.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+TRAIN, EXPORT, TORCHRUN = re.findall(r"^```bash\n(#!/bin/bash\n.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+(RAY,) = re.findall(r"^```python\n(import sys\n.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+(POD,) = re.findall(r"^ +- (ckptkit consolidate .*)$", PAGE.read_text(), re.MULTILINE)
 TASKS = 2
 SRUN = """#!/bin/bash
 echo $$ >"$STAGE/srun"
@@ -74,6 +78,61 @@ def run_script(stage: Path, *words: str) -> str:
 def test_bash_understands_the_scripts(stage: Path) -> None:
     for name in ("train.sbatch", "export.sbatch"):
         subprocess.run(["/bin/bash", "-n", str(stage / name)], check=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step."""
+    home = tmp_path_factory.mktemp("trained")
+    run_here(home, sys.executable, "-m", "ckptkit", "train", "run", "--steps", "1", "--sequence-length", "32")
+    return home / "run"
+
+
+@pytest.fixture
+def trained(tmp_path: Path, run: Path) -> Path:
+    """A directory with a run of one step in `run`."""
+    shutil.copytree(run, tmp_path / "run")
+    return tmp_path
+
+
+def run_here(home: Path, *command: str, **variables: str) -> None:
+    """Run a command that ends well, in a directory and with the programs of this environment."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        command, cwd=home, env=os.environ | {"PATH": path} | variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def assert_exported(home: Path) -> None:
+    """Check that `model` is there, is undamaged, and has the weights of `run`."""
+    (exported,) = verify(home / "model")
+    assert exported.is_ok
+    assert diff(home / "run", home / "model").is_equal
+
+
+@pytest.mark.slow
+def test_torchrun_exports_a_model(trained: Path) -> None:
+    (trained / "export.sh").write_text(TORCHRUN)
+    run_here(trained, "/bin/bash", "export.sh", "run", "model")
+    assert_exported(trained)
+
+
+@pytest.mark.slow
+def test_the_pods_of_a_job_export_a_model(trained: Path) -> None:
+    command = POD.replace("/shared", str(trained))
+    for index in range(4):
+        run_here(trained, "/bin/bash", "-c", command, JOB_COMPLETION_INDEX=str(index), PARTS="4")
+    run_here(trained, sys.executable, "-m", "ckptkit", "finalize", "model")
+    assert_exported(trained)
+
+
+@pytest.mark.slow
+def test_ray_exports_a_model(trained: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    (trained / "export.py").write_text(RAY)
+    run_here(trained, sys.executable, "export.py", str(trained / "run"), str(trained / "model"))
+    assert_exported(trained)
 
 
 @pytest.mark.slow

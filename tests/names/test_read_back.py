@@ -35,8 +35,8 @@ def save_model(model_type: str, root: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_each_family_is_read_back(tmp_path: Path, model_type: str) -> None:
     truth = save_model(model_type, tmp_path / "hub")
-    names = [name for name in FAMILIES if model_type in load(name).types]
-    for name in names:
+    families = [load(name) for name in FAMILIES if model_type in load(name).types]
+    for name in (family.name for family in families if not family.is_model_only):
         ckptkit.convert(tmp_path / "hub", tmp_path / name, to="dcp", names=name, sync=False)
         done = ckptkit.consolidate(tmp_path / name, tmp_path / f"{name}-back", base=str(tmp_path / "hub"), sync=False)
         found = load_file(done.output / "model.safetensors")

@@ -111,7 +111,7 @@ def with_unlisted_array(tree: Path) -> None:
         (without_metadata, Incomplete, "no `_METADATA`"),
         (without_manifest, Incomplete, "manifest.ocdbt: no such file"),
         (with_short_manifest, Corrupt, "does not match actual length"),
-        (with_data_apart, Unsupported, "in `ocdbt_data`"),
+        (with_data_apart, Unsupported, "in another directory, `ocdbt_data`"),
         (with_strange_value, Unsupported, "a value of type `jax.random.key`"),
         (with_unlisted_array, Corrupt, "params.v.*does not exist"),
     ],

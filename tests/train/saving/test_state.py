@@ -234,7 +234,7 @@ def test_states_of_plain_values_come_back_as_they_were(tmp_path: Path, form: str
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ({"loader": 5}, "`loader` is a int"),
+        ({"loader": 5}, "`loader`: expected an object with a state, found a int"),
         ({"optim": {}}, "`optim` is a name that ckptkit uses itself"),
         ({"path": {}}, "`path` is a name that ckptkit uses itself"),
         ({"loader": {"at": Fraction(1, 2)}}, "the state of `loader` cannot be saved"),
