@@ -73,7 +73,7 @@ def test_every_section_is_there(page: Page) -> None:
     text = " ".join(page.texts)
     for words in ("model tiny", "3 complete of 4", "latest checkpoint: ckpt-60", "written by 3 ranks", "unfinished"):
         assert words in text
-    for words in ("Went back to step 41", "1 line was no metrics", "not finite at 1 step", "of 80", "pinned"):
+    for words in ("Went back to step 41", "Skipped 1 line without metrics", "not finite at 1 step", "of 80", "pinned"):
         assert words in text
 
 

@@ -189,7 +189,7 @@ def test_nanochat_is_a_run_of_files(produce: Produce, tmp_path: Path) -> None:
     }
     assert [one.step for one in ls(made.root).checkpoints] == [100, 200]
     done = ckptkit.convert(made.root / "model_000100.pt", tmp_path / "dcp", to="dcp", world_size=1)
-    assert any("state of 2 ranks" in note for note in done.notes)
+    assert any("state for each of 2 ranks" in note for note in done.notes)
     assert_is(read(tmp_path / "dcp"), {f"model.{name}": tensor for name, tensor in made.truth.items()})
     ckptkit.convert(made.root / "model_000100.pt", tmp_path / "both", to="dcp", world_size=2)
     assert read(tmp_path / "both")["optimizer_of_rank.1.state.0.exp_avg"][0, 0] == 1
