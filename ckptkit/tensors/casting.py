@@ -87,10 +87,12 @@ def _assign(out: Array, values: Array) -> None:
 
 
 def _to_bfloat16(values: Array, out: NDArray[np.uint16], are_small: bool) -> None:
-    rounded = np.add(values.view(np.uint32), 0x8000)  # half of the last bit that stays
-    ties = np.flatnonzero(rounded.astype(np.uint16) == 0)
-    np.right_shift(rounded, 16, out=rounded)
+    bits = values.view(np.uint32)
+    rounded = np.right_shift(bits, 16)
+    rounded &= 1  # the last bit that stays: of two neighbors equally near, the even one
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
     np.copyto(out, rounded, casting="unsafe")
-    out[ties] &= 0xFFFE  # they went up, and go to the even neighbour
     if not are_small:
         out[np.isnan(values)] = 0x7FC0
