@@ -75,11 +75,13 @@ def put(file: list[ShardItem], wanted: Layout, name: str, box: Box) -> None:
 def read_by_torch(root: Path) -> None:
     """Read the metadata with torch, without the time and with the memory of its import."""
     from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     began = time.perf_counter()
     metadata = FileSystemReader(root).read_metadata()
     seconds = time.perf_counter() - began
-    sizes = [prod(entry.size) for entry in metadata.state_dict_metadata.values()]
+    entries = metadata.state_dict_metadata.values()
+    sizes = [prod(entry.size) for entry in entries if isinstance(entry, TensorStorageMetadata)]
     scale_steps.tell(seconds, chunks=len(metadata.storage_data), tensors=len(sizes), parameters=sum(sizes))
 
 
