@@ -31,6 +31,7 @@ from scripts.benchmarks.storage import load, save
 from scripts.benchmarks.store import store
 from scripts.benchmarks.trainers import trainers
 from scripts.benchmarks.training.compare import DEFAULTS, OPTIONS, train
+from scripts.benchmarks.trillion_dcp import trillion
 from scripts.benchmarks.verify import verify
 from scripts.markdown import ROOT, paragraph, write_part
 
@@ -63,9 +64,10 @@ BENCHMARKS = {
     "merge": Benchmark(merge, {"size_gb": 1.7, "runs": 3}),
     "serve": Benchmark(serve, {"size_gb": 1.7, "runs": 3}),
     "scale": Benchmark(scale),
+    "trillion": Benchmark(trillion, {"layers": 61}),
     "train": Benchmark(train),
 }
-HELP = {"size_gb": "size of the checkpoint in GB", "runs": "runs of each program"}
+HELP = {"size_gb": "size of the checkpoint in GB", "runs": "runs of each program", "layers": "layers of the model"}
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -49,7 +49,7 @@ def measure(home: Path, layers: int) -> list[str]:
 def take(command: str, src: Path, out: Path) -> Ended:
     """Take a step: of ours count what it tells, of a command all."""
     ended = run(command, src, out)
-    return Ended(ended.told["seconds"], ended.told["peak"]) if "scale_steps" in command else ended
+    return Ended(ended.told["seconds"], ended.told["peak"], ended.said) if "_steps " in command else ended
 
 
 def describe(ended: Ended, chunks: int) -> str:

@@ -14,7 +14,7 @@ import pickle
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -40,7 +40,12 @@ WIDTHS = {"hidden": 16384, "inner": 53248, "keys": 8 * 128, "vocabulary": 128256
 def make(root: Path, layers: int, ranks: int) -> None:
     """Write the checkpoint that so many ranks would have saved."""
     wanted = llama(layers)
-    files = {f"__{rank}_0.distcp": items for rank, items in enumerate(deal(wanted, ranks))}
+    write(root, wanted, deal(wanted, ranks))
+
+
+def write(root: Path, wanted: Layout, dealt: list[list[ShardItem]]) -> None:
+    """Write a checkpoint of zeros, of which each rank's file has these items."""
+    files = {f"__{rank}_0.distcp": items for rank, items in enumerate(dealt)}
     root.mkdir()
     for name, items in files.items():
         write_sparse(root, NewFile(name, end_of(items), chain(KnownBytes(items), seals(items))))
@@ -50,10 +55,14 @@ def make(root: Path, layers: int, ranks: int) -> None:
 
 def llama(layers: int) -> Layout:
     """Return the model with so many of its layers, under the key `model`."""
+    return model({name: Spec(DTYPES["bfloat16"], shape) for name, shape in shapes.llama(layers, **WIDTHS).items()})
+
+
+def model(specs: Mapping[str, Spec]) -> Layout:
+    """Return a model of these tensors, under the key `model`."""
     tensors, keys = {}, {}
-    for name, shape in shapes.llama(layers, **WIDTHS).items():
-        spec = Spec(DTYPES["bfloat16"], shape)
-        chunk = Chunk(whole(shape), "", 0, spec.nbytes, spec.dtype)
+    for name, spec in specs.items():
+        chunk = Chunk(whole(spec.shape), "", 0, spec.nbytes, spec.dtype)
         tensors[f"model.{name}"] = StoredTensor(spec, (chunk,))
         keys[f"model.{name}"] = ("model", name)
     return Layout(Path(), "made", tensors, keys=keys)
@@ -110,7 +119,8 @@ def consolidate(root: Path, parts: int) -> None:
         for file in draft.files:
             write_sparse(Path(room), file)
         planned = plan(draft, Path(room), share=Share(0, parts))
-    tell(time.perf_counter() - began, copies=sum(1 for _ in planned.copies))
+    copied = [region.numel * chunk.dtype.itemsize for region, chunk, *_ in planned.copies]
+    tell(time.perf_counter() - began, copies=len(copied), nbytes=sum(copied))
 
 
 def tell(seconds: float, **facts: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -47,8 +47,8 @@ def plain(name: str, *shape: int) -> Tensors:
     return {f"{name}.weight": ("BF16", shape)}
 
 
-def layer(number: int, experts: int = EXPERTS) -> Tensors:
-    """Return the tensors of a layer; the first has no experts."""
+def layer(number: int, experts: int = EXPERTS, weight: Callable[[str, int, int], Tensors] = packed) -> Tensors:
+    """Return the tensors of a layer; the first has no experts. `weight` returns those of one weight of an expert."""
     at = f"model.layers.{number}"
     head = NOPE + ROPE
     tensors = plain(f"{at}.input_layernorm", HIDDEN) | plain(f"{at}.post_attention_layernorm", HIDDEN)
@@ -68,9 +68,15 @@ def layer(number: int, experts: int = EXPERTS) -> Tensors:
     }
     for expert in range(experts):
         own = f"{at}.mlp.experts.{expert}"
-        tensors |= packed(f"{own}.gate_proj", INNER, HIDDEN) | packed(f"{own}.up_proj", INNER, HIDDEN)
-        tensors |= packed(f"{own}.down_proj", HIDDEN, INNER)
+        tensors |= weight(f"{own}.gate_proj", INNER, HIDDEN) | weight(f"{own}.up_proj", INNER, HIDDEN)
+        tensors |= weight(f"{own}.down_proj", HIDDEN, INNER)
     return tensors
+
+
+def ends() -> Tensors:
+    """Return the tensors outside the layers: embedding, head and last norm."""
+    embeddings = plain("model.embed_tokens", VOCABULARY, HIDDEN) | plain("lm_head", VOCABULARY, HIDDEN)
+    return embeddings | plain("model.norm", HIDDEN)
 
 
 def write(root: Path, layers: int = LAYERS, experts: int = EXPERTS, filled: int = 1) -> None:
@@ -78,8 +84,7 @@ def write(root: Path, layers: int = LAYERS, experts: int = EXPERTS, filled: int 
     root.mkdir(parents=True)
     index: dict[str, str] = {}
     for number in range(layers + 1):
-        ends = plain("model.embed_tokens", VOCABULARY, HIDDEN) | plain("lm_head", VOCABULARY, HIDDEN)
-        tensors = layer(number, experts) if number < layers else ends | plain("model.norm", HIDDEN)
+        tensors = layer(number, experts) if number < layers else ends()
         file = root / f"model-{number + 1:06}-of-{layers + 1:06}.safetensors"
         places = write_holes(file, tensors)
         if number == 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapreplace
 
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.write_archive import Envelope, describe_tensor, make_envelope
@@ -35,15 +36,22 @@ class ShardItem:
 def deal(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
     """Return the items of each rank's file, in the order in which they lie there: first blobs, as torch does it.
 
-    Blobs, scalars, and tensors that lie in one chunk where others are sharded, go to rank 0.
+    Blobs and scalars go to rank 0. A tensor that lies in one chunk where others are sharded stays whole, on the rank
+    that has the fewest bytes of such tensors: experts in parallel are spread over all ranks.
     """
     files: list[list[ShardItem]] = [[] for _ in range(ranks)]
     for name, blob in wanted.blobs.items():
         append(files[0], name, None, blob.length, wrap_blob(name, blob))
     is_sharded = any(len(tensor.chunks) > 1 for tensor in wanted.tensors.values())
+    loads = [(0, rank) for rank in range(ranks)]  # a heap: the bytes of whole tensors, and the rank
     for name, tensor in wanted.tensors.items():
-        stays = is_sharded and len(tensor.chunks) == 1
-        boxes = [(0, whole(tensor.spec.shape))] if stays else cut_rows(tensor.spec.shape, ranks)
+        shape = tensor.spec.shape
+        if shape and is_sharded and len(tensor.chunks) == 1:
+            load, rank = loads[0]
+            heapreplace(loads, (load + tensor.spec.nbytes, rank))
+            boxes = [(rank, whole(shape))]
+        else:
+            boxes = cut_rows(shape, ranks)
         for rank, box in boxes:
             envelope = wrap_chunk(name, tensor, box)
             append(files[rank], name, box, envelope.nbytes, envelope)
