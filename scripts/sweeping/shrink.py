@@ -82,8 +82,8 @@ def classes_of(config: type[PreTrainedConfig]) -> list[Callable[..., PreTrainedM
     if found := [mapping[config] for mapping in mappings if config in mapping]:
         return found
     module = import_module(config.__module__.replace(".configuration_", ".modeling_"))
-    classes = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, PreTrainedModel)]
-    if not (own := [one for one in classes if one.config_class is config]):
+    own = [one for one in vars(module).values() if getattr(one, "config_class", None) is config]
+    if not own:
         raise NoClass(f"no class of {module.__name__} has it")
     return own[-1:]
 
