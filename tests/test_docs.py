@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from scripts import docs, matrix
+from scripts import docs, matrix, sweep
 from scripts.benchmarks.__main__ import BENCHMARKS
 from scripts.markdown import fill_part
 
@@ -95,6 +95,7 @@ def test_what_comes_from_the_program_is_up_to_date(page: Path) -> None:
     ("page", "part"),
     [
         ("../CONTRIBUTING.md", matrix.PART),
+        ("names.md", sweep.PART),
         *(("reliability.md", part) for part in ("faults", "faults store")),
         *(("benchmarks.md", f"bench {name}") for name in BENCHMARKS),
     ],

@@ -1,0 +1,22 @@
+"""Say what came of a type of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EQUAL, DIFFERENT, REFUSED, FAILED, NOT_BUILT = "equal", "different", "refused", "failed", "not built"
+MEANINGS = {
+    EQUAL: "every name, dtype, shape and byte is as `save_pretrained` writes it",
+    DIFFERENT: "something differs",
+    REFUSED: "ckptkit ends with an error",
+    FAILED: "something else fails, or takes too long",
+    NOT_BUILT: "transformers builds or saves no small model of the type",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a type, one of `MEANINGS`, and why."""
+
+    outcome: str
+    reason: str = ""
