@@ -46,7 +46,7 @@ def changes_of(adapter: Adapter) -> Iterator[Change]:
         for kind, name in names.items():
             partner = _PARTNERS.get(kind)
             if partner is not None and partner not in names:
-                hint = "check that no shard is missing and that --exclude dropped nothing needed"
+                hint = "check that no shard is missing and that --exclude did not drop a tensor that is needed"
                 raise Mismatch(
                     f"the matching lora_{partner} of `{module}` is missing",
                     path=adapter.layout.root,
@@ -102,7 +102,7 @@ def check(adapter: Adapter, config: AdapterConfig) -> None:
         if not is_in_layers(change.module, config):
             layers = config.values["layers_to_transform"]
             raise unfit(
-                adapter, change.a, f"`{change.module}` is in none of the layers {layers} that `{config.path}` lists"
+                adapter, change.a, f"`{change.module}` is not in any of the layers {layers} that `{config.path}` lists"
             )
     check_complete(adapter, config)
 
@@ -112,7 +112,7 @@ def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
     whole, first = ", ".join(config.names("modules_to_save")), next(iter(adapter.entries))
     if whole and not any(is_saved_module(own, config) for own in adapter.replaced):
         raise unfit(
-            adapter, first, f"`{config.path}` says that {whole} was trained in full, but no tensor of it is here"
+            adapter, first, f"`{config.path}` says that {whole} was trained in full, but none of its tensors are here"
         )
     has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())
     if config.values.get("trainable_token_indices") and not has_rows:

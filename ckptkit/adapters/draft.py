@@ -136,7 +136,7 @@ def draft_adapters(
         notes += describe_layouts(config)
         if config.has_changed_base:
             said = config.values["init_lora_weights"]
-            notes.append(f"the training changed the base before it began ({said}): the adapter only fits that base")
+            notes.append(f"training modified the base before the first step ({said}): the adapter only fits that base")
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
     notes.append(f"loaders put an adapter onto its base; pass --merge to write the merged model instead ({base})")
     if options.base is not None:

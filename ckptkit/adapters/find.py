@@ -94,7 +94,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
         raise Unsupported(message, path=layout.root, hint=AS_THEY_ARE)
     stranger = find_stranger(layout.tensors)
     if stranger is not None:
-        message = "expected a name as PEFT writes it for an adapter's matrix, found this one"
+        message = "this is not a name that PEFT gives to an adapter's matrix"
         raise Unsupported(message, path=layout.root, tensor=stranger, hint=AS_THEY_ARE)
     entries = {name: entry for name in layout.tensors if (entry := read_entry(name)) is not None}
     if not any(entry.kind != "module" for entry in entries.values()):
@@ -103,7 +103,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
     nameless = {entry.adapter is None for entry in entries.values()}
     if len(nameless) > 1:
         first = next(name for name, entry in entries.items() if entry.adapter is None)
-        message = "other tensors have an adapter's name in theirs, this one does not"
+        message = "other tensor names contain the name of an adapter, but this one does not"
         raise Corrupt(message, path=layout.root, tensor=first)
     if nameless == {True}:
         whole, copies = saved_whole(rest)

@@ -196,7 +196,7 @@ def check_base(one: Fitted, base: Component) -> list[str]:
         return []
     if config.has_changed_base:
         said = config.values["init_lora_weights"]
-        message = f"the training changed the base before it began (`init_lora_weights` is {said})"
+        message = f"training modified the base before the first step (`init_lora_weights` is {said})"
         hint = "merge a checkpoint that contains this base, or convert the adapter as PEFT's docs say"
         raise Unsupported(message, path=config.path, hint=hint)
     if config.base and Path(config.base).name.lower() not in str(base.path).lower():

@@ -82,7 +82,7 @@ class Merging:
         for own, name in replaced.items():
             require_whole(source, name, f"`{own}` was trained in full")
             if self.begins.get(own) is not None:
-                raise source.blame(f"two adapters have a trained `{own}` each", name)
+                raise source.blame(f"two adapters both have a trained `{own}`", name)
             found = source.adapter.layout.tensors[name]
             there = self.tensors.get(own)
             if there is None and not is_saved_module(own, source.config):
@@ -91,7 +91,7 @@ class Merging:
                 self.notes.append(f"`{own}` belongs to the adapter: the base does not have it")
             elif there.spec.shape != found.spec.shape:
                 change = f"{list(there.spec.shape)} in the base, {list(found.spec.shape)} in the adapter"
-                self.notes.append(f"`{own}` has another shape than in the base: {change}")
+                self.notes.append(f"`{own}` has a different shape in the base: {change}")
             dtype = found.spec.dtype if there is None else there.spec.dtype
             is_castable = found.spec.dtype == dtype or found.spec.dtype.can_become(dtype)
             if not is_castable:
@@ -212,7 +212,7 @@ class Merging:
         if found is None and given is None:
             message = f"no file says how lora_B packs {count} experts of rank {rank}: peft or blocks"
             raise Unsupported(message, path=source.config.path, tensor=change.b, hint=HINT)
-        note = f"ckptkit reads lora_B of experts as {given}, which you pass; {source.config.path} says {found}"
+        note = f"ckptkit reads lora_B of experts as {given}, as you asked; but {source.config.path} says {found}"
         if found and given and found != given and note not in self.notes:
             self.notes.append(note)
         return given or found or PEFT
@@ -251,7 +251,7 @@ class Merging:
             )
         taken = {row for step in self.steps[own] if isinstance(step, Rows) for row in step.indices}
         if both := taken & set(indices):
-            raise source.blame(f"two adapters have a trained row {min(both)} each", name)
+            raise source.blame(f"two adapters both have a trained row {min(both)}", name)
         self.steps[own].append(Rows(Operand(source.number, name, working_dtype(self.tensors[own].spec.dtype)), indices))
 
     def require_float(self, own: str, source: Source, name: str) -> None:
@@ -322,4 +322,4 @@ def near(name: str, base: Layout) -> str:
     """Return a hint on what the base calls something."""
     last = name.removesuffix(".weight").rpartition(".")[2]
     alike = next((own for own in base.tensors if f".{last}." in f".{own}"), None) or next(iter(base.tensors), "nothing")
-    return f"it has {alike}: pass the base that the adapter was trained on, with the names of then"
+    return f"it has {alike}: pass the base that the adapter was trained on, with the tensor names that it had then"

@@ -36,7 +36,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
     unbound = {**config, _TIE: False}
     always = tied.keys() & ties_in(layout, unbound).keys() if apart else tied.keys()
     for target in apart & always & changed:
-        message = f"an adapter changes it but not `{tied[target]}` alike, and the model's class has one tensor for both"
+        message = f"an adapter changes it, not `{tied[target]}`, and the model's class has one tensor for both"
         raise Unsupported(message, path=base.root, tensor=target)
     loose = apart - always
     bound = always if loose else tied.keys()
@@ -52,7 +52,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
                 for one in sorted(loose)
             ),
             *(
-                f"{one} is what {tied[one]} became: the model's class has one for both"
+                f"{one} is what {tied[one]} became: the model's class has one tensor for both"
                 for one in sorted(apart & always)
             ),
         )

@@ -65,7 +65,7 @@ def asked(options: dict[str, Any]) -> dict[str, Any]:
     if "part" in found or not is_rank():
         return found
     be_quiet(os.environ["RANK"] != "0")
-    note(f"one of {os.environ['WORLD_SIZE']} ranks: the first ends the work when each has done its part")
+    note(f"one of {os.environ['WORLD_SIZE']} ranks: the first finishes the output when every rank has done its part")
     return found | {"part": RANK}
 
 
@@ -167,7 +167,7 @@ def remarks(done: Converted) -> list[str]:
     others = dropped[_MOST_LEFT_OUT:]
     if others:
         rest = LeftOut("", sum(left.entries for left in others), sum(left.nbytes for left in others), "")
-        lines.append(f"left out the like of these: {amount_of(rest)}")
+        lines.append(f"left out more entries like these: {amount_of(rest)}")
     named = [(old, new) for old, new in done.renamed.items() if old.removeprefix(f"{done.wrapper}.") != new]
     if named:
         lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")

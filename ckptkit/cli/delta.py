@@ -41,7 +41,7 @@ def delta(
     ] = None,
     to: Annotated[
         DeltaFormat,
-        typer.Option("--format", help="ckptkit-delta; or disk-delta: OUT/weight_v000001 and on, for slime and miles."),
+        typer.Option("--format", help="ckptkit-delta, or disk-delta for slime and miles: OUT/weight_v000001 and up."),
     ] = "ckptkit-delta",
     encoding: Annotated[
         Encoding | None, typer.Option(help="For disk-delta: xor, or overwrite, which is safe to apply twice. [xor]")
@@ -91,7 +91,7 @@ def delta(
             )
         return
     if encoding is not None or version is not None:
-        raise Usage("--encoding and --version are for --format disk-delta", hint="add it, or leave them out")
+        raise Usage("--encoding and --version are for --format disk-delta", hint="pass this format, or drop them")
     from ckptkit.ops.delta import delta as run
 
     with progress_bar("comparing") as progress:

@@ -40,7 +40,7 @@ def doctor(
     ] = None,
     fix: Annotated[
         Path | None,
-        typer.Option(parser=to_path, metavar="OUT", help="Run the fix that is certain, and write the result to OUT."),
+        typer.Option(parser=to_path, metavar="OUT", help="If one fix is certain to help, run it and write to OUT."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="List every finding.")] = False,
     also: Also = None,
@@ -96,7 +96,7 @@ def report(found: Diagnosis, *, every: bool) -> None:
     for fix in fixes:
         say(f"fixes {spans(number for number, one in enumerate(shown, 1) if one.fix == fix)}: {fix}")
     if len(fixes) > 1:
-        note("hint: run one of them, and `ckptkit doctor` on what it made")
+        note("hint: run one of them, then run `ckptkit doctor` on its output")
     say(found.verdict)
 
 

@@ -183,7 +183,7 @@ def label(setup: Setup) -> str:
 
 def print_detail(budget: Budget) -> None:
     """Print one strategy: what is held at each moment, and a bar for each part of the tightest."""
-    say(f"{label(budget.setup)}, by the moments of a step; the bars are those of `{budget.tightest}`")
+    say(f"{label(budget.setup)}, at each moment of a step; the bars show `{budget.tightest}`")
     moments = budget.moments
     rows: list[Sequence[str]] = [
         (part, *(format_bytes(parts[part]) for parts in moments.values()), bar(budget.parts[part], budget.peak))

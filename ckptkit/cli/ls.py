@@ -98,9 +98,9 @@ def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
         note(f"note: {inside} is a run: `ckptkit ls {inside}` lists its checkpoints")
     claims = [one.claim for one in found.checkpoints if one.claim]
     if any(not claim.is_deletion for claim in claims):
-        note(f"hint: `ckptkit prune --uploads {found.root}` lists uploads; with --yes it aborts those that died")
+        note(f"hint: `ckptkit prune --uploads {found.root}` lists uploads; with --yes it aborts the stale ones")
     if any(claim.is_deletion for claim in claims):
-        note(f"hint: `ckptkit prune {found.root} --keep-last N --yes` finishes a deletion that died")
+        note(f"hint: `ckptkit prune {found.root} --keep-last N --yes` finishes an interrupted deletion")
     for one in found.checkpoints:
         if not one.is_complete and one.claim is None:
             note(f"hint: `ckptkit verify {one.path}` lists its problems")

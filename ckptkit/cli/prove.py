@@ -97,7 +97,7 @@ def describe(logits: Logits) -> str:
         why += f" and {logits.unexplained:.3g} that rounding does not explain"
     first = f"; {logits.first} is the first block to differ" if logits.first and not logits.is_ok else ""
     return (
-        f"the logits of {tokens}, by {why}: KL {logits.kl:.3g} nats for each, {logits.max_kl:.3g} at most; they differ "
+        f"the logits of {tokens}, by {why}: KL {logits.kl:.3g} nats a token, {logits.max_kl:.3g} at most; they differ "
         f"by up to {logits.max_abs:.3g}, where the largest is {logits.scale:.3g}; the likeliest next token is the same "
         f"at {logits.same_choice}{first}"
     )

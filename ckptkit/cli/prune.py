@@ -112,7 +112,7 @@ def refuse_beside_uploads(options: Mapping[str, object]) -> None:
     """Raise `Usage` for an option that says nothing about uploads."""
     for name, value in options.items():
         if value:
-            raise Usage(f"--uploads does not go with {name}", hint="run the two one after the other")
+            raise Usage(f"--uploads cannot be combined with {name}", hint="run the two one after the other")
 
 
 def parse_age(text: str) -> float:
@@ -144,7 +144,7 @@ def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
     for line in done.summary():
         say(line)
     if left := sum(one.whole_bytes for one in done.stale):
-        note(f"note: {format_bytes(left)} of whole objects stay there: delete them with the tools of the store")
+        note(f"note: {format_bytes(left)} of whole objects stay there: delete them with the store's own tools")
     if done.stale and not done.aborted:
         note("hint: the same with --yes does it")
 
@@ -177,7 +177,7 @@ def report(done: Pruned) -> None:
     if done.deleted or not gone:
         return
     pin = f"; `ckptkit pin {gone[0].path}` would keep one whatever the rules say"
-    note(f"hint: the same with --yes does it{pin if len(roots_of(gone[0].path)) == 1 else ''}")
+    note(f"hint: run the same command with --yes to do it{pin if len(roots_of(gone[0].path)) == 1 else ''}")
 
 
 def rows(entries: Iterable[PruneEntry], verdict: str) -> list[tuple[object, ...]]:

@@ -77,10 +77,10 @@ def report(done: Pulled) -> None:
         rows if len(rows) <= 20 else [*rows[:9], (f"  ... {len(rows) - 18} more", ""), *rows[-9:]], ("  file", "size")
     )
     before = done.nbytes - done.fetched_bytes
-    here = f"; {format_bytes(before)} had come before" if before else ""
+    here = f"; {format_bytes(before)} were there already" if before else ""
     say(f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)} in {done.seconds:.2f} s{here}")
-    say("every file compared with the checksum that the Hub has of it")
+    say("every file was compared with its checksum on the Hub")
     if done.format:
         say(f"to look at it: ckptkit inspect {done.output}")
     else:
-        say("note: no checkpoint in any known format is in it")
+        say("note: it contains no checkpoint in a known format")

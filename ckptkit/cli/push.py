@@ -97,11 +97,11 @@ def report(src: Path, done: Pushed) -> None:
         say(f"note: {text}")
     amount = f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)}"
     if not done.is_done:
-        say(f"to be pushed: {amount}; nothing was sent, for that give --yes")
+        say(f"to be pushed: {amount}; nothing was sent yet: pass --yes to send it")
         return
     is_same = len(done.unchanged) == len(done.files) and not done.removed
     say(f"{amount} in {done.seconds:.2f} s{'; nothing had changed, nothing was sent' if is_same else ''}")
-    say(f"every size and checksum on the Hub is that of the file here; commit {(done.commit or '')[:8]}")
+    say(f"every size and checksum on the Hub matches the file here; commit {(done.commit or '')[:8]}")
     at = "" if done.revision == "main" else f"@{done.revision}"
     say(f"to get it elsewhere: ckptkit pull {done.repo_id}{at} {done.repo_id.partition('/')[2]}")
 

@@ -136,15 +136,15 @@ def leave(code: int) -> NoReturn:
 
 def smoke(
     run: Annotated[
-        Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where to write the run; it stays there.")
+        Path, typer.Option("--run", parser=to_local, metavar="DIR", help="Where to write the run; it is kept.")
     ] = Path("run"),
     out: Annotated[
-        Path, typer.Option("--out", parser=to_local, metavar="DIR", help="Where to write the export; it stays there.")
+        Path, typer.Option("--out", parser=to_local, metavar="DIR", help="Where to write the export; it is kept.")
     ] = Path("out"),
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Number of training processes.")] = 2,
     untied: Annotated[bool, typer.Option("--untied", help="Do not share embedding and output weights.")] = False,
     device: Annotated[Device, DEVICE] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output of an earlier smoke.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace output of an earlier smoke test.")] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:

@@ -96,7 +96,7 @@ def verify(
         if stats and is_ok:
             report_numbers(numbers)
         if not is_ok and (stats or (against and not any(part.compared for part in found))):
-            note("nothing else was looked at")
+            note("nothing else was checked")
     if not is_ok:
         raise typer.Exit(1)
 
@@ -171,12 +171,12 @@ def report(found: Sequence[Verified], *, fast: bool) -> None:
     for text in dict.fromkeys(part.loss for part in found if part.loss):
         note(f"warning: {text}")
     for part in found:
-        for text in (*part.notes, *describe_left(part.left_behind, "not looked at")):
+        for text in (*part.notes, *describe_left(part.left_behind, "not checked")):
             note(f"note: {part.path}: {text}")
         for problem in part.problems:
             print_problem(problem)
     if fast and not all(part.proved_files for part in found):
-        note("only the structure was looked at: without --fast every byte is read")
+        note("only the structure was checked: without --fast every byte is read")
     elif any(part.unchecked_bytes and not part.has_manifest for part in found):
         note("unchecked bytes have no checksum: `ckptkit manifest` records one for later")
 

@@ -29,7 +29,7 @@ def watch(
     execute: Annotated[
         list[str] | None,
         typer.Option(
-            "--exec", metavar="'PROGRAM ...'", help="Another program. Runs after all --do commands, in your order."
+            "--exec", metavar="'PROGRAM ...'", help="Another program. Runs after all --do commands, in the given order."
         ),
     ] = None,
     out: Annotated[
@@ -37,7 +37,7 @@ def watch(
         typer.Option(parser=to_place, metavar="DIR", help="The directory of {out}; by default `exported` in the run."),
     ] = None,
     every: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between two checks of the run.")] = 30.0,
-    tries: Annotated[int, typer.Option(min=1, metavar="N", help="How often to try a command that fails.")] = 3,
+    tries: Annotated[int, typer.Option(min=1, metavar="N", help="How many times to try a command that fails.")] = 3,
     timeout: Annotated[
         float,
         typer.Option(metavar="SECONDS", help="The longest time that a command may run; by default a day."),
@@ -97,7 +97,7 @@ def require_command(line: str) -> None:
         words = shlex.split(line)
     if words and words[0] not in COMMANDS:
         near = get_close_matches(words[0], COMMANDS, n=1)
-        hint = f"there is `{near[0]}`" if near else "another program runs by --exec"
+        hint = f"there is `{near[0]}`" if near else "use --exec to run another program"
         raise Usage(f"unknown command `{words[0]}`", hint=hint)
 
 

@@ -116,7 +116,7 @@ def ends_of(name: str) -> list[str]:
 def words_on(found: Differences, ours: Shapes, theirs: Shapes, base: str) -> list[str]:
     """Return a sentence for each kind of difference."""
     if not ours.keys() & theirs.keys() and len(found.only_base) == len(theirs):
-        return [f"not compared with the weights of {base}: no tensor name occurs in both"] if theirs else []
+        return [f"not compared with the weights of {base}: they have no tensor name in common"] if theirs else []
     words = []
     if found.only_base:
         globs = few_globs(found.only_base, theirs.keys() - set(found.only_base), _MOST_GLOBS) or ("GLOB",)

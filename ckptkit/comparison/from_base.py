@@ -34,7 +34,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     """
     if options.weights:
         raise Usage(
-            "--from-base does not go with an average",
+            "--from-base cannot be combined with an average",
             hint="average first, then consolidate the result with --from-base",
         )
     assert options.base is not None

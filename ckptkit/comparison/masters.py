@@ -28,7 +28,7 @@ def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Ite
     remainders = [name for name, master in masters.items() if master.spec.dtype == REMAINDERS]
     if remainders:
         which = f"{count(len(remainders), 'weight')}, such as `{remainders[0]}`"
-        yield f"the optimizer has the rest of the masters of {which}, in {REMAINDERS}: nothing to compare them with"
+        yield f"the optimizer has only remainders of masters of {which}, in {REMAINDERS}: nothing to compare them with"
     narrow = [name for name, dtype in specs.items() if dtype.name in _NARROW and name not in remainders]
     if narrow:
         copies = {name: weights[name] for name in narrow}
@@ -79,7 +79,7 @@ def tell(layout: Layout, name: str, entry: str, compared: Comparison, different:
         f"{distance.different} of {twin.spec.numel} elements differ from its copy in {twin.spec.dtype}{by}{others}"
     )
     path = layout.root / twin.chunks[0].path if twin.chunks else layout.root
-    return Corrupt(message, path=path, tensor=entry, hint="are all files of one save?")
+    return Corrupt(message, path=path, tensor=entry, hint="check that all files are from one save")
 
 
 def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:

@@ -94,7 +94,7 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     shared = {name for name, spec in before.items() if name in after and can_move(spec, after[name])}
     if not shared:
         hint = "run `ckptkit diff` to see what both contain"
-        raise Mismatch(f"no parameter is also in {two} in the same shape", path=one, hint=hint)
+        raise Mismatch(f"no parameter has the same name and shape in {two}", path=one, hint=hint)
     rest = len(before.keys() | after.keys()) - len(shared)
     notes = [f"{count(rest, 'tensor', 'is')} missing in one, or of another shape, or not floats"] if rest else []
     computed = {name for name in shared if any(name in one.packed for one in seen)}

@@ -44,7 +44,7 @@ def require_wide(layout: Layout) -> None:
     floats = [spec for spec in layout.specs.values() if spec.dtype.kind == "float"]
     narrow = sum(spec.numel for spec in floats if spec.dtype.itemsize < _FLOAT32.itemsize)
     if 2 * narrow > sum(spec.numel for spec in floats):
-        message = "no optimizer in the checkpoint has masters of the weights by the names of parameters"
+        message = "no optimizer in the checkpoint lists master weights by parameter name"
         hint = f"drop {_OPTION}, or name the parameters first: ckptkit convert SRC OUT --to dcp --optimizer-keys names"
         raise Mismatch(message, path=layout.root, hint=hint)
 
@@ -53,10 +53,10 @@ def check_options(options: ConvertOptions) -> None:
     """Raise `Usage` for options that do not go with masters of an optimizer."""
     if not options.writer.is_model_only:
         hint = f"run `ckptkit consolidate SRC OUT {_OPTION}` instead"
-        raise Usage(f"{_OPTION} takes the masters of an optimizer for a model alone", hint=hint)
+        raise Usage(f"{_OPTION} needs an output that is a model without an optimizer", hint=hint)
     if options.weights or options.merge or options.quantize or options.salvage or options.from_base:
-        hint = f"run `ckptkit consolidate SRC OUT {_OPTION}` first, and go on with OUT"
-        raise Usage(f"{_OPTION} does not go with a mean, --merge, --quantize, --salvage or --from-base", hint=hint)
+        hint = f"run `ckptkit consolidate SRC OUT {_OPTION}` first, then convert OUT"
+        raise Usage(f"{_OPTION} does not work with `average`, --merge, --quantize, --salvage or --from-base", hint=hint)
 
 
 def join_masters(model: Model, masters: Model) -> Model:
@@ -102,7 +102,7 @@ def note_remainders(model: Model, options: ConvertOptions) -> Model:  # noqa: AR
     if not left:
         return model
     which = f"{count(len(left), 'weight')} in {REMAINDERS}, such as `{left[0]}`"
-    return model.say(f"the optimizer has the rest of the masters of {which}; {_OPTION} adds them")
+    return model.say(f"the optimizer has remainders of the masters of {which}; {_OPTION} adds them")
 
 
 def replaced(layout: Layout, masters: Layout) -> list[str]:

@@ -47,7 +47,7 @@ def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: C
         wants = [wanted] * len(layouts)
     found = [find_optimizers(layout) if want else [] for layout, want in zip(layouts, wants, strict=True)]
     if wanted is not None and not any(found):
-        message = "no optimizer with groups of parameters is here, as torch's own have them"
+        message = "found no optimizer with parameter groups, such as torch's own"
         raise Unsupported(message, path=checkpoint.path, hint="leave --optimizer-keys out")
     return [
         [rekeying for optimizer in optimizers if (rekeying := rekey(checkpoint, layout, optimizer, options))]

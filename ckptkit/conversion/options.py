@@ -157,7 +157,7 @@ class ConvertOptions:
         if self.weights_from not in (None, MASTER, MODULE):
             raise Usage(
                 f"expected `{MASTER}` or `{MODULE}`, found `{self.weights_from}`",
-                hint=f"--weights-from {MASTER} or {MODULE}",
+                hint=f"pass --weights-from {MASTER} or {MODULE}",
             )
         self.check_names_and_dtypes()
         if self.part not in (None, RANK):
@@ -218,7 +218,7 @@ class ConvertOptions:
             raise Usage("--text-only writes a Hugging Face model under the Hub's names only", hint=hint)
         if self.merge or self.from_base or self.vocab_size:
             hint = "consolidate with the other options first, and the result with --text-only"
-            raise Usage("--text-only does not go with --from-base, --merge or --vocab-size", hint=hint)
+            raise Usage("--text-only cannot be combined with --from-base, --merge or --vocab-size", hint=hint)
 
     def check_from_base(self) -> None:
         """Raise `Usage` for options that contradict --from-base."""
@@ -232,7 +232,7 @@ class ConvertOptions:
         if self.merge or self.quantize:
             first, then = ("--merge", "--from-base") if self.merge else ("--from-base", "--quantize")
             hint = f"consolidate with {first} first, and the result with {then}"
-            raise Usage("--from-base does not go with --merge or --quantize", hint=hint)
+            raise Usage("--from-base cannot be combined with --merge or --quantize", hint=hint)
 
     def check_quantize(self) -> None:
         """Raise `Usage` for what is asked of quantized weights and contradicts itself."""
@@ -241,7 +241,7 @@ class ConvertOptions:
                 raise Usage("--exclude-quantize does nothing without --quantize", hint="add --quantize")
             return
         if self.quantize not in QUANTIZATIONS:
-            raise Usage(f"unknown way to quantize `{self.quantize}`", hint=f"--quantize {' or '.join(QUANTIZATIONS)}")
+            raise Usage(f"unknown quantization `{self.quantize}`", hint=f"--quantize {' or '.join(QUANTIZATIONS)}")
         if not self.writer.is_model_only:
             raise Usage(
                 f"`{self.to}` is not a model format that can be quantized",
@@ -261,7 +261,7 @@ class ConvertOptions:
             raise Usage("--salvage runs in one process only", hint="drop --part, and reshard the result in parts")
         if self.salvage and (self.merge or self.weights or self.quantize):
             raise Usage(
-                "--salvage does not go with other changes", hint="salvage the checkpoint first, then convert the result"
+                "--salvage allows no other changes", hint="salvage the checkpoint first, then convert the result"
             )
 
     @property

@@ -122,7 +122,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     if conversion.is_file and len(drafts) > 1:
         names = ", ".join(draft.place for draft in drafts)
         hint = "choose one part, or pass a directory as destination"
-        raise Usage(f"the checkpoint is of {len(drafts)} parts ({names}), the destination one file", hint=hint)
+        raise Usage(f"the checkpoint has {len(drafts)} parts ({names}), but the destination is one file", hint=hint)
     if conversion.is_file or not checkpoint.path.is_dir():
         return conversion
     conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)

@@ -107,7 +107,7 @@ def require_files(companions: Companions, options: ConvertOptions) -> None:
     model_type = Sizes(companions.config or {}).model_type
     if family is not None and options.to != WITH_FILES and model_type in family.told_by_files:
         message = f"`{model_type}` under {family.whose} names cannot be read back as `{options.to}`"
-        hint = f"`ckptkit convert SRC OUT --to {WITH_FILES} --names {family.name}` writes the files that tell its norms"
+        hint = f"`ckptkit convert SRC OUT --to {WITH_FILES} --names {family.name}` writes files that describe its norms"
         raise Unsupported(message, path=companions.found_in, hint=hint)
 
 

@@ -28,7 +28,7 @@ class DeltaChain:
         for one, two in pairwise(deltas):
             if two.record.base != one.record.new:
                 message = f"expected a delta of base {short(one.record.new)}, found one of {short(two.record.base)}"
-                hint = f"a delta is missing between {one.path} and this one, or they are in another order"
+                hint = f"a delta is missing between {one.path} and this one, or the deltas are in the wrong order"
                 raise Mismatch(message, path=two.path, hint=hint)
         return cls(tuple(deltas))
 

@@ -56,4 +56,4 @@ def new_digest(algorithm: str) -> Digest:
             hint = f"run `pip install {module}`"
             raise Unsupported(f"digests of `{algorithm}` need the package `{module}`", hint=hint) from error
     hint = f"ckptkit knows {ADLER}, {XXH3}, {BLAKE3} and {SHA256}"
-    raise Unsupported(f"no digest is known as `{algorithm}`", hint=hint)
+    raise Unsupported(f"unknown digest `{algorithm}`", hint=hint)

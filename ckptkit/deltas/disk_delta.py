@@ -58,10 +58,10 @@ def open_version(path: Path) -> ByteDelta:
         digests = load_header(path / file)[0].get("__metadata__") or {}
         for name, chunk in read_header(path / file).items():
             if places.get(name) != file:
-                raise Corrupt(f"expected it in `{places.get(name)}` by the index", path=path / file, tensor=name)
+                raise Corrupt(f"the index places it in `{places.get(name)}`", path=path / file, tensor=name)
             if name not in digests:
                 raise Corrupt("expected a digest of the tensor in the header", path=path / file, tensor=name)
             tensors[name] = ByteChange(chunk, algorithm, digests[name])
     if lost := min(places.keys() - tensors.keys(), default=None):
-        raise Corrupt(f"expected it in `{places[lost]}` by the index", path=path, tensor=lost)
+        raise Corrupt(f"not in `{places[lost]}`, where the index places it", path=path, tensor=lost)
     return ByteDelta(path, FORMAT, *numbers, encoding, tensors)

@@ -17,4 +17,4 @@ def open_byte_delta(path: Path) -> ByteDelta:
     if is_manifest_delta(path):
         return manifest_delta.open_manifest_delta(path)
     hint = "apply deltas of one format at once; a whole version takes the place of the base"
-    raise Mismatch("expected a delta of bytes, as those before or after it are", path=path, hint=hint)
+    raise Mismatch("expected a byte delta, like the other deltas that you passed", path=path, hint=hint)

@@ -37,7 +37,7 @@ class S3SmallFiles:
             found = self.tag(path)
             # ours, if the answer to a first attempt was lost and the library made another
             if not found or self._bucket.read(path.key) != content:
-                hint = "end the other process, then go on with the same command"
+                hint = "stop the other process, then run the same command again"
                 raise Occupied("another process has written or deleted this object", path=path, hint=hint) from error
             return found
         finally:

@@ -23,7 +23,7 @@ from ckptkit.files.stores.hub_calls import XetAccess
 from ckptkit.files.stores.hub_errors import AGAIN, redact
 
 _NOT_OURS = "authorization"  # a header for the Hub alone
-_ADVICE = "pip install -U huggingface_hub hf_xet"
+_ADVICE = "run `pip install -U huggingface_hub hf_xet`"
 
 
 @dataclass(frozen=True, slots=True)

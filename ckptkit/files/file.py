@@ -86,8 +86,8 @@ def require_same(one: Path, other: Path) -> None:
         pieces = ((min(_COMPARED_AT_ONCE, size - at), at) for at in range(0, size, _COMPARED_AT_ONCE))
         if size != more or any(read_at(ours, *piece) != read_at(theirs, *piece) for piece in pieces):
             how = f"{size} bytes here, {more} there" if size != more else "other bytes"
-            hint = "they are of two saves, or one is an older copy: name the directories of one checkpoint only"
-            raise Corrupt(f"the file of this name in {other.parent} is another: {how}", path=one, hint=hint)
+            hint = "pass directories of one checkpoint only: these are of two saves, or one is an older copy"
+            raise Corrupt(f"the file of this name in {other.parent} differs: {how}", path=one, hint=hint)
     _COMPARED.add(tuple(stamps))
 
 

@@ -29,7 +29,7 @@ class JoinedPath(PosixPath):
 
     def __fspath__(self) -> str:
         if len(self.places) > 1 and self.is_dir():
-            raise Unsupported("this is several directories, and only one will do here", path=self)
+            raise Unsupported("these are several directories, but only one is accepted here", path=self)
         return os.fspath(self.place)
 
     def __reduce__(self) -> tuple[object, ...]:  # another process knows nothing of these directories

@@ -41,7 +41,7 @@ class LocalFile:
             while done < len(buffer):
                 count = os.preadv(self._fd, [buffer[done:]], offset + done)
                 if count == 0:
-                    message = f"the file ends at byte {self.size}, but {offset + len(buffer)} are needed"
+                    message = f"the file ends at byte {self.size}, but {offset + len(buffer)} bytes are needed"
                     raise Corrupt(message, path=self.path)
                 done += count
 

@@ -45,7 +45,7 @@ class RemotePath(PosixPath):
         return f"{scheme}://{rest}" if colon else f"{text}//" if text.endswith(":") else text
 
     def __fspath__(self) -> NoReturn:
-        raise Unsupported("this is remote, and only a local file or directory will do here", path=self)
+        raise Unsupported("this is remote, but only a local file or directory is accepted here", path=self)
 
     @property
     def parent(self) -> Self:
@@ -189,7 +189,7 @@ def hint_on_id(place: str) -> str | None:
     """Return a hint on a path that does not exist and that may be meant for the Hub; None for any other."""
     if os.path.lexists(place) or not has_form_of_id(place):
         return None
-    return f"ckptkit looked here only; for a repository on the Hub write hf://{place}"
+    return f"write hf://{place} for a repository on the Hub: ckptkit only looked on this disk"
 
 
 def remarks_on_id(place: str | os.PathLike[str] | None) -> tuple[str, ...]:

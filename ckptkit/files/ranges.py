@@ -68,7 +68,7 @@ class RemoteFile:
     def __init__(self, path: RemotePath) -> None:
         entry = path.entry()
         if entry is None:
-            raise Incomplete("the file is missing", path=path, hint="a shard was lost or never copied here")
+            raise Incomplete("the file is missing", path=path, hint="copy the file here; it was lost or never copied")
         if entry.is_dir:
             raise Unsafe("not a regular file", path=path)
         self.path = path
@@ -80,7 +80,7 @@ class RemoteFile:
         """Fill `buffer` from `offset`. Raises `Corrupt` if the file ends before, `IOFailure` if it cannot be read."""
         stop = offset + len(buffer)
         if stop > self.size:
-            raise Corrupt(f"the file ends at byte {self.size}, but {stop} are needed", path=self.path)
+            raise Corrupt(f"the file ends at byte {self.size}, but {stop} bytes are needed", path=self.path)
         if not buffer:
             return
         if len(buffer) > _WINDOW:

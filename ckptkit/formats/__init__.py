@@ -242,7 +242,7 @@ def find_format(path: Path) -> FormatReader:
         if (shard := one_of_dcp(path)) is not None:
             raise shard
         what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
-        raise NotACheckpoint(what, path=path, hint=f"looked for: {describe_formats()}")
+        raise NotACheckpoint(what, path=path, hint=f"pass a path with {describe_formats()}")
     return reader
 
 

@@ -154,7 +154,7 @@ def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: 
         raise Corrupt(
             f"the header describes {at} bytes, the file has {size}",
             path=path,
-            hint="the file is truncated" if size < at else "something was appended to the file",
+            hint="copy the file again: it is truncated" if size < at else "use another copy: bytes were appended",
         )
 
 

@@ -133,7 +133,7 @@ def check_path(name: str, repo_id: str) -> None:
     for step in name.split("/"):
         check_name(step, Path(repo_id))
     if name.partition("/")[0] == WORK:
-        raise Unsafe(f"the repository has a file `{name!a}`, a name that is ours", path=repo_id)
+        raise Unsafe(f"the repository has a file `{name!a}`, a name that ckptkit uses itself", path=repo_id)
 
 
 def make_key(found: HubRepository, files: Mapping[str, HubFile]) -> bytes:

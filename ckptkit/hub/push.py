@@ -118,7 +118,7 @@ def push(
     name, at = parse_place(repo_id, revision)
     source = path_of(path)
     if isinstance(source, RemotePath):
-        raise Usage("only local checkpoints are pushed", path=source, hint="`ckptkit consolidate` brings it here first")
+        raise Usage("only local checkpoints are pushed", path=source, hint="copy it here with `ckptkit consolidate`")
     selection = select_files(source, name)
     with silent():
         require_token()

@@ -179,7 +179,7 @@ def unsplit(tensor: StoredTensor) -> StoredTensor:
     for axis, extents in enumerate(tensor.splits):
         apart = [part for chunk in chunks for part in parts_that_merge(chunk, shape, axis, len(extents))]
         if len(apart) > _MOST_CHUNKS:
-            raise Unsupported(f"{len(apart)} pieces of one tensor: its rows come in another order twice")
+            raise Unsupported(f"{len(apart)} pieces of one tensor: its rows would be reordered twice")
         merged = (merge_chunk(chunk, shape, axis, len(extents)) for chunk in apart)
         chunks = [chunk for chunk in merged if chunk is not None]
         shape = replace_at(shape, axis, len(extents), (prod(extents),))

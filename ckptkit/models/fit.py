@@ -63,7 +63,7 @@ def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> l
     """
     if companions.config is not None:
         missing = ", ".join(companions.absent)
-        words = f"config.json needs {missing}, not found beside it: loaders with trust_remote_code will miss it"
+        words = f"config.json needs {missing}, not found beside it: loaders with trust_remote_code need it"
         return [Caution(f"{words}; copy it into {companions.found_in}, and run this again")] if missing else []
     problem = "no config.json found: loaders of Hugging Face models cannot open the output"
     if strict:

@@ -130,7 +130,7 @@ def token_axis(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis |
     if not grown:
         return None
     if len(grown) > 1 or longer[grown[0]] != shape[grown[0]] + 1:
-        message = f"--vocab-size adds one row a token, but one more token changes {list(shape)} to {list(longer)}"
+        message = f"--vocab-size adds one row per token, but one more token changes {list(shape)} to {list(longer)}"
         raise Unsupported(message, tensor=name)
     return TokenAxis(grown[0], shape[grown[0]] - rows)
 

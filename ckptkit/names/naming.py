@@ -93,7 +93,7 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     if change is None and asked.rows is None:
         return layout, []
     if change is not None and change.here is not None and change.here.is_model_only:
-        message = f"ckptkit translates {change.here.whose} names for a model alone"
+        message = f"ckptkit translates {change.here.whose} names only for a model without optimizer"
         hint = "run `ckptkit consolidate SRC OUT`, and convert OUT"
         raise Unsupported(message, path=layout.root, hint=hint)
     asked.check(weights, asked.config)

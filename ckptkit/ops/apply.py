@@ -53,7 +53,7 @@ def apply(
     began = time.perf_counter()
     given = [deltas] if isinstance(deltas, str | Path) else list(deltas)
     if not given:
-        raise Usage("no delta is given to be applied", hint="run `ckptkit apply BASE DELTA OUT`")
+        raise Usage("expected at least one delta to apply, found none", hint="run `ckptkit apply BASE DELTA OUT`")
     output = to_output(out)
     check_free(output, overwrite=overwrite, is_file=False)
     asked: Keywords = {"overwrite": overwrite, "dry_run": dry_run, "jobs": jobs, "sync": sync, "progress": progress}

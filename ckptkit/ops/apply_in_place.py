@@ -128,7 +128,7 @@ def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], 
     deltas = [open_delta(path) for path in found]
     for delta in deltas:
         if (other := by_base.get(delta.record.base)) and other.record.new != delta.record.new:
-            message = f"expected one delta of base {short(delta.record.base)}, found also {other.path.name}"
+            message = f"expected one delta of base {short(delta.record.base)}, also found {other.path.name}"
             raise Usage(message, path=delta.path, hint="name one of them instead of the directory")
         by_base[delta.record.base] = delta
     at = identify(model.specs, sums)
@@ -136,7 +136,7 @@ def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], 
         if len(deltas) == 1:
             DeltaChain.of(deltas).check_base(model, sums)
         message = f"expected a delta of base {short(at)}, found {count(len(deltas), 'delta')} of others"
-        raise Mismatch(message, path=root, hint="a delta is missing, or this model was made otherwise")
+        raise Mismatch(message, path=root, hint="a delta is missing, or this model was not made from them")
     chain: list[Delta] = []
     while at in by_base and by_base[at] not in chain:
         chain.append(by_base[at])

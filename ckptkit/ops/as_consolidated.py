@@ -49,8 +49,8 @@ def as_consolidated(source: Source, options: Keywords, dst: Path) -> Consolidate
     conversion = draft_of([checkpoint.with_base(asked.base)], dst, asked)
     draft = conversion.drafts[0]
     if len(conversion.drafts) > 1 or any(file.name == _ADAPTER for file in draft.files):
-        hint = "copy the adapter itself: it is small, and each save of it is all of it"
-        raise Unsupported("a delta of adapters is not written", path=checkpoint.path, hint=hint)
+        hint = "copy the adapter itself: it is small, and each save contains all of it"
+        raise Unsupported("ckptkit does not write deltas of adapters", path=checkpoint.path, hint=hint)
     if draft.recipes:
         name = min(draft.recipes)
         hint = f"run `ckptkit consolidate {checkpoint.path} OUT` first, and pass OUT"

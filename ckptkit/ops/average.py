@@ -41,7 +41,7 @@ def average(
     """
     asked = ConvertOptions.of(options, to=to)
     if asked.quantize:
-        raise Usage("a mean is not quantized in one go", hint="ckptkit consolidate MEAN OUT --quantize does it")
+        raise Usage("ckptkit does not quantize an average", hint="ckptkit consolidate MEAN OUT --quantize does it")
     chosen = choose_sources(sources, last)
     if asked.changes_names and not asked.writer.is_model_only:
         hint = "write a Hugging Face model first, then convert it"
@@ -59,7 +59,7 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     if last is None:
         if len(given) < 2:
             hint = "name another, or take the last of a run with --last"
-            raise Usage("at least two checkpoints make a mean", path=path_of(given[0]) if given else None, hint=hint)
+            raise Usage("average needs at least 2 checkpoints", path=path_of(given[0]) if given else None, hint=hint)
         return [Checkpoint.open(source) for source in given]
     if len(given) != 1:
         raise Usage(f"--last: expected 1 run, found {count(len(given), 'path')}")

@@ -47,7 +47,7 @@ class Diagnosis(Summarized):
     @property
     def verdict(self) -> str:
         """Return the result in one line."""
-        what = count(len(self.findings), "finding") if self.findings else "nothing found that would break"
+        what = count(len(self.findings), "finding") if self.findings else "no problem found"
         return f"{self.path}: {what}"
 
     def summary(self) -> Iterator[str]:
@@ -136,7 +136,7 @@ def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel 
 def notes_on(case: Case | None) -> Iterator[str]:
     """Yield what was not looked at, and what happens on purpose."""
     if case is None:
-        yield "nothing else was looked at"
+        yield "nothing else was checked"
         return
     states = [] if case.checkpoint.model_component.reader.is_sharded else list(list_missing_states(case))
     if states:
@@ -155,7 +155,7 @@ def notes_on(case: Case | None) -> Iterator[str]:
     here = {spec.dtype for name, spec in case.weights.layout.specs.items()} if case.weights else set()
     if there and here and there != here:
         one, two = (", ".join(sorted(dtype.name for dtype in dtypes)) for dtypes in (here, there))
-        yield f"the weights are {one}, those of {case.model.name} {two}: a load converts them without a word"
+        yield f"the weights are {one}, those of {case.model.name} {two}: a load converts them silently"
 
 
 def unfinished_in(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:

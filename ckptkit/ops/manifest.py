@@ -33,7 +33,7 @@ def make_manifest(
     known = [part for part in parts if (part / NAME).exists()]
     if known and not overwrite:
         hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"
-        raise Occupied("there is a manifest", path=known[0] / NAME, hint=hint)
+        raise Occupied("the checkpoint already has a manifest", path=known[0] / NAME, hint=hint)
     tell = telling(progress, sum(map(size_of, parts)))
     found = [freeze(part, jobs, tell) for part in parts]
     seen = {part.path / name for part in found for name in (*part.sums, *files_in(part.path))}

@@ -37,7 +37,7 @@ def merge(
     """
     given = list(adapters) if isinstance(adapters, Sequence) and not isinstance(adapters, str) else [adapters]
     if not given:
-        raise Usage("no adapter is given to be merged")
+        raise Usage("expected at least one adapter to merge, found none")
     if weights and len(weights) != len(given):
         raise Usage(
             f"{count(len(weights), 'weight')} for {count(len(given), 'adapter')}",

@@ -49,6 +49,6 @@ def choose(path: Path) -> Path:
         raise absent(path)
     found = Checkpoint.open(path).path.resolve()
     if step_of(found) is None and step_of(found.parent) is not None:
-        raise Usage("this is a part of a checkpoint", path=path, hint=f"pin all of it: {found.parent}")
+        raise Usage("this is a part of a checkpoint", path=path, hint=f"pin the whole checkpoint: {found.parent}")
     require_complete(found)
     return found

@@ -112,7 +112,7 @@ def prune(
         raise Usage("--demote works in local directories only", path=root, hint=hint)
     if demote and len(roots_of(root)) > 1:
         hint = "`ckptkit consolidate CKPT OUT --also DIR` makes a model of one, anywhere"
-        raise Usage("of checkpoints on several disks none can be demoted", path=root, hint=hint)
+        raise Usage("checkpoints on several disks cannot be demoted", path=root, hint=hint)
     with translate_os_errors(root):
         keeper.refresh()
         if not keeper.is_there():
@@ -152,7 +152,7 @@ def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy
     """Raise `Usage` if no checkpoint has the metric of the best: a typo would cost all but the newest."""
     if policy.best and complete and not best_of(complete, policy.best):
         known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
-        hint = f"they have: {', '.join(known)}" if known else "none of them has any"
+        hint = f"use one of {', '.join(known)}" if known else "none of them has any"
         raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
 
 
@@ -216,7 +216,7 @@ def examine(path: Path) -> SavedCheckpoint | str:
     if any(place.is_symlink() for place in roots_of(path)):
         return "a symbolic link"
     if step is None or is_epoch(path):
-        return "its name says no step"
+        return "its name has no step"
     if not checkpoint.components:
         return checkpoint.unreadable.message if checkpoint.unreadable else "no checkpoint in any known format"
     problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]

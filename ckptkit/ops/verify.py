@@ -345,7 +345,7 @@ def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
             continue
         known = own.recorded.get(name)
         if known is not None and known.nbytes != sizes[name]:
-            message = f"the file has {sizes[name]} bytes, in the manifest it has {known.nbytes}"
+            message = f"the file has {sizes[name]} bytes, but the manifest says {known.nbytes}"
             problems.add(Corrupt(message, path=path, hint=RESTORE))
     return sizes
 
@@ -415,7 +415,7 @@ def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems
     if own.manifest and own.path.is_dir():
         for name in own.strangers:
             hint = "delete the file if it belongs to another checkpoint"
-            problems.add(Corrupt("the manifest does not know this file", path=own.root / name, hint=hint))
+            problems.add(Corrupt("the manifest does not list this file", path=own.root / name, hint=hint))
 
 
 def summary(own: OwnFiles, sizes: Mapping[str, int], content: int) -> Verified:
@@ -424,7 +424,7 @@ def summary(own: OwnFiles, sizes: Mapping[str, int], content: int) -> Verified:
     return Verified(
         own.path,
         own.reader.name,
-        notes=(f"not of this checkpoint: {', '.join(extra)}",) if extra else (),
+        notes=(f"do not belong to this checkpoint: {', '.join(extra)}",) if extra else (),
         files=len(sizes),
         looked_at=frozenset(own.root / name for name in sizes),
         tensors=len(own.layout.tensors),

@@ -111,7 +111,7 @@ def are_scales(name: str, spec: Spec) -> bool:
 
 def check_partners(layout: Layout, taken: set[str]) -> None:
     """Raise `Mismatch` for a quantized weight without scales, or scales without a weight, but for those `taken`."""
-    specs, hint = layout.specs, "is a file of the model missing?"
+    specs, hint = layout.specs, "check that no file of the model is missing"
     alone = min((name for name, spec in specs.items() if name not in taken and are_numbers(name, spec)), default=None)
     if alone is not None:
         raise Mismatch(f"it is {specs[alone]}, and no scales of it are here", path=layout.root, tensor=alone, hint=hint)

@@ -158,7 +158,7 @@ class Factors:
         check_factors(factors, self._name, self._largest)
         spread = spread_over(factors, groups)
         if not (self._may_vanish or factors.all()) and values[np.broadcast_to(spread == 0, values.shape)].any():
-            raise Corrupt(f"a scale in `{self._name}` is 0, and the numbers that it is of are not")
+            raise Corrupt(f"a scale in `{self._name}` is 0, but the numbers that it scales are not")
         values *= spread
         return False
 

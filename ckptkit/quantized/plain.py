@@ -209,7 +209,7 @@ def refuse_torn(part: Component, casts: Mapping[str, str], came_from: Mapping[st
         quantized.require_known()
         hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or leave --dtype out"
         raise Usage(
-            f"{abridge(torn)} belong to quantized weights ({quantized.method}): they mean nothing rounded", hint=hint
+            f"{abridge(torn)} belong to quantized weights ({quantized.method}): rounding would destroy them", hint=hint
         )
 
 
@@ -219,7 +219,7 @@ def say_small(layout: Layout, asked: Edits) -> list[str]:
     if asked.dtype_of_weights is None or not small:
         return []
     weights = count(len(small), "weight")
-    return [f"{weights} of 8 bits stayed so, since nothing is known of scales: {abridge(small)}"]
+    return [f"{weights} of 8 bits stayed as they are, because no scales are known: {abridge(small)}"]
 
 
 def recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:

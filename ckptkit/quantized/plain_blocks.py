@@ -60,7 +60,7 @@ class Scaled:
             own = self._spread(view_of(factors, self._boxes(part), there), part) if factors.ndim > 1 else factors
             values = decode(raw[start:stop], numbers.dtype).reshape(part.size)
             if not own.all() and values[np.broadcast_to(own == 0, values.shape)].any():
-                raise Corrupt(f"a scale in `{scales.name}` is 0, and the numbers that it is of are not")
+                raise Corrupt(f"a scale in `{scales.name}` is 0, but the numbers that it scales are not")
             values *= own
             cast(values.reshape(-1), FLOAT32, dtype, made[start:stop])
         return made.data.cast("B"), False

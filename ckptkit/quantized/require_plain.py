@@ -20,7 +20,7 @@ def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
     lost = next((name for name, tensor in found.layout.tensors.items() if is_without_bytes(tensor)), None)
     if quantized is not None or lost is not None:
         method = f" ({quantized.method})" if quantized else ""
-        message = f"the weights are quantized{method}: other names or rows would tear them from their scales"
+        message = f"the weights are quantized{method}: other names or rows would separate them from their scales"
         hint = "dequantize them first: ckptkit consolidate SRC OUT --names keep --dtype bf16"
         raise Unsupported(message, path=found.layout.root, hint=hint)
 

@@ -62,7 +62,7 @@ def report(
     root = path_of(run)
     listing = list_checkpoints(root)
     if out is None and (listing.root != root or isinstance(root, RemotePath)):
-        what = "the run is remote" if listing.root == root else "this is one checkpoint, and no run"
+        what = "the run is remote" if listing.root == root else "this is one checkpoint, not a run"
         raise Usage(what, path=root, hint="say where to write the report: ckptkit report PATH OUT.html")
     dst = roots_of(root)[0] / NAME if out is None else to_local(out)
     checkpoint = newest(listing)

@@ -100,7 +100,7 @@ class S3Keeper:
         found: dict[Path, str] = {}
         for path in self._claimed_to_delete():
             if not Checkpoint.at(path).is_complete and not self._has_new_files(path):
-                found[path] = "its deletion did not end"
+                found[path] = "its deletion did not finish"
         return found
 
     def work_on(self, checkpoint: Path) -> str | None:

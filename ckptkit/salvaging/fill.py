@@ -53,7 +53,7 @@ def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults) -> tuple[Che
     """
     for path in (checkpoint.path, other.path):
         if isinstance(path, RemotePath):
-            raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="pull it")
+            raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="copy it here")
     fillers = {part.place: filler_of(part.layout, checkpoint, other) for part in other.components}
     joined = filler_of(other.layout, checkpoint, other) if len(fillers) > 1 else next(iter(fillers.values()))
     filled = [fill_part(part, fillers.get(part.place, joined), faults) for part in checkpoint.components]

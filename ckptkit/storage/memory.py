@@ -18,7 +18,7 @@ def find_dtype(dtype: torch.dtype, name: str) -> DType:
     """Return our name for a dtype of torch's. Raises `Unsupported` for tensor `name` where there is none."""
     found = DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise Unsupported(f"no checkpoint of ours holds dtype {dtype}", tensor=name)
+        raise Unsupported(f"ckptkit cannot store dtype {dtype}", tensor=name)
     return found
 
 

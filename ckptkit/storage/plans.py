@@ -71,7 +71,7 @@ def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
     try:
         check_cover(layout)
     except Corrupt as error:
-        hint = "do all the ranks that hold a part of it take part in the save?"
+        hint = "check that all ranks that hold a part of it take part in the save"
         raise Mismatch(error.message, path=root, tensor=error.tensor, hint=hint) from None
     return layout
 

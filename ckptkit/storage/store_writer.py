@@ -212,7 +212,7 @@ def to_store(place: str | os.PathLike[str]) -> RemotePath:
     """Return the path in a store that a user means. Raises `Usage` for a local one."""
     path = to_destination(place)
     if not isinstance(path, RemotePath):
-        raise Usage("this is a local path, and only one in a store will do here", path=path)
+        raise Usage("this is a local path, but only a path in a store is accepted here", path=path)
     require_shared(path)
     return path
 

@@ -86,7 +86,7 @@ class LoadTerms:
             return
         above = Counter(next(key[:n] for n in range(1, len(key) + 1) if key[:n] not in ways) for key in left)
         found = [f"{count(n, 'entry')} under `{'.'.join(map(str, key))}`" for key, n in above.items()]
-        text = f"the state does not ask for {', '.join(found[:_MOST])}{and_more(len(found) - _MOST)}"
+        text = f"the state to load into does not have {', '.join(found[:_MOST])}{and_more(len(found) - _MOST)}"
         way = _INITIALIZE if any(key[-1] == "state" for key in above) else "load the whole state"
         if self.unasked == ERROR:
             raise Mismatch(f"{text}, which the checkpoint has", hint=f'{way}; or pass unasked="ignore"')

@@ -42,7 +42,7 @@ class View:
             if isinstance(one, slice):
                 low, high, step = one.indices(extent)
                 if step != 1:
-                    raise ValueError(f"a slice with step {step}: read it without one, and take every {step}th then")
+                    raise ValueError(f"a slice with step {step}: read without a step, then take every {step}th element")
                 start[axis], size[axis] = start[axis] + low, max(0, high - low)
             else:
                 at = as_integer(one)

@@ -142,9 +142,9 @@ def require_adaptable(config: TrainConfig) -> None:
         hint = "save `--state-dict adapter`, and make it a model with `ckptkit consolidate --merge`"
         raise Usage("a Hugging Face model cannot store adapters", hint=hint)
     if config.freeze:
-        raise Usage("all but the adapters is frozen already", hint="leave out `--freeze`")
+        raise Usage("everything but the adapters is frozen already", hint="leave out `--freeze`")
     if config.wrap == "size":
-        raise Usage("a unit that is wrapped by size may be of adapters and others", hint="use `--wrap block`")
+        raise Usage("a unit wrapped by size may mix adapters and other parameters", hint="use `--wrap block`")
 
 
 def settings() -> dict[str, Setting]:
@@ -175,7 +175,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise Usage(f"not a TOML file: {error}", path=path) from error
     unknown = values.keys() - settings().keys()
     if unknown:
-        raise Usage(f"unknown setting `{min(unknown)}`", path=path, hint=f"known are {', '.join(settings())}")
+        raise Usage(f"unknown setting `{min(unknown)}`", path=path, hint=f"use one of {', '.join(settings())}")
     return {name: from_toml(name, value, path) for name, value in values.items()}
 
 

@@ -128,10 +128,10 @@ def require_good_end(process: BaseProcess) -> None:
     code = process.exitcode or 0
     if code < 0:
         name = signal.Signals(-code).name
-        hint = "is this machine out of memory?" if name == "SIGKILL" else None
+        hint = "check whether this machine is out of memory" if name == "SIGKILL" else None
         raise CkptError(f"{process.name} was ended by {name}; the other ranks were stopped", hint=hint)
     if code > 0:
         raise CkptError(
             f"{process.name} failed with exit code {code}; the other ranks were stopped",
-            hint="its own message is above",
+            hint="read its own message above",
         )

@@ -40,7 +40,7 @@ def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
                 log.write(step)
                 tell(step)
         if trainer.progress.step < config.steps:
-            tell(Note("asked to end, and saved: go on with `--resume auto`", ended_early=True))
+            tell(Note("stopped on request, after a save: continue with `--resume auto`", ended_early=True))
 
 
 def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: Asked) -> Iterator[StepMetrics]:

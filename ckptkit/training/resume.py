@@ -26,7 +26,7 @@ def find_resume(config: TrainConfig) -> list[Path]:
     """
     complete = Run(config.run).checkpoints()[::-1]
     if config.resume is None and complete:
-        hint = "go on with `--resume auto`, or name another run"
+        hint = "continue with `--resume auto`, or name another run"
         raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
     if config.resume is None or (config.resume == AUTO and not complete):
         return []
@@ -34,11 +34,11 @@ def find_resume(config: TrainConfig) -> list[Path]:
         complete[0].require_resumable()
         return [one.path for one in complete if not one.is_weights_only]
     if not to_path(config.resume).exists():
-        raise NotACheckpoint("no complete checkpoint to go on from", path=config.resume)
+        raise NotACheckpoint("no such checkpoint", path=config.resume)
     chosen = Checkpoint.open(config.resume)
     chosen.require_resumable()
     if not chosen.is_complete:
-        raise NotACheckpoint("no complete checkpoint to go on from", path=chosen.path)
+        raise NotACheckpoint("the checkpoint is not complete: cannot resume", path=chosen.path)
     return [chosen.path]
 
 

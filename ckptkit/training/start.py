@@ -142,7 +142,7 @@ def require_same_adapters(path: Path, text: bytes | None) -> None:
     if path.exists() and text is not None:
         require_same(path, text, "adapter", but=("base_model_name_or_path",))
     elif path.exists():
-        raise Mismatch("the checkpoint has adapters", path=path, hint="go on with its `--lora-rank`")
+        raise Mismatch("the checkpoint has adapters", path=path, hint="continue with its `--lora-rank`")
     elif text is not None:
         message = "the checkpoint has no adapters to continue with"
         raise Mismatch(message, path=path.parent, hint="start from its weights: `--weights`, and another run")
@@ -166,7 +166,7 @@ def require_base(config: TrainConfig, weights: Path | None, found: Findings) -> 
     """Raise `Usage` where adapters are saved, or were, without a base that is anywhere else."""
     if weights is None and (config.state_dict == ADAPTER or found.needs_base):
         raise Usage(
-            "adapters alone mean nothing without the weights that they are on",
+            "adapters are useless without the weights that they were trained on",
             path=found.resume,
             hint="give these with `--weights`, or as a `--model` that has some; or save `--state-dict sharded`",
         )

@@ -137,9 +137,9 @@ class Trainer:
             ours, theirs = getattr(asked, name), getattr(self.progress, name)
             if ours != theirs:
                 raise Mismatch(
-                    f"the checkpoint was trained with {name} {theirs}, not {ours}: its place in the data means nothing",
+                    f"the checkpoint was trained with {name} {theirs}, not {ours}: its position in the data is invalid",
                     path=path,
-                    hint="go on with the same data, seed and length, or start anew from `--weights`",
+                    hint="continue with the same data, seed and length, or start anew from `--weights`",
                 )
         if asked.base and asked.base != self.progress.base:
             raise Mismatch(

@@ -49,7 +49,7 @@ def require_used(unused: Iterable[str], path: Path) -> None:
             f"the model does not have {len(strangers)} of the checkpoint's tensors: {', '.join(strangers[:4])}",
             path=path,
             tensor=strangers[0],
-            hint="is this a checkpoint of the same model?",
+            hint="check that the checkpoint is of the same model",
         )
 
 

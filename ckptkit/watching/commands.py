@@ -53,12 +53,12 @@ class WatchCommand:
         unknown = sorted(made.places - set(PLACES))
         if unknown:
             hint = f"there are {', '.join(f'{{{place}}}' for place in PLACES)}"
-            raise Usage(f"`{{{unknown[0]}}}` in `{made}` is nothing that can be filled in", hint=hint)
+            raise Usage(f"`{{{unknown[0]}}}` in `{made}` is not a known placeholder", hint=hint)
         if is_ours and not made.places - {"prev"}:
             hint = "write the command with {ckpt}, as in 'consolidate {ckpt} {out}'"
             raise Usage(f"`{made}` does not name the checkpoint", hint=hint)
         if not is_ours and not _PLACE.search(words[0]) and shutil.which(words[0]) is None:
-            hint = "pipes and the like are a shell's: sh -c '...' with $CKPTKIT_CKPT and $CKPTKIT_OUT in it"
+            hint = "use a shell for pipes and the like: sh -c '...' with $CKPTKIT_CKPT and $CKPTKIT_OUT in it"
             raise Usage(f"unknown program `{words[0]}`", hint=hint)
         return made
 

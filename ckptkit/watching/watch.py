@@ -116,9 +116,9 @@ def watch(
     keeper.refresh()
     with translate_os_errors(root):
         if not keeper.is_there():
-            raise NotACheckpoint("no such directory", path=root, hint="a run that is to come: make its directory first")
+            raise NotACheckpoint("no such directory", path=root, hint="make the directory first if the run is new")
         if Checkpoint.at(root).own_step is not None:
-            raise NotACheckpoint("a checkpoint, and no run", path=root, hint=f"the run is {root.parent}")
+            raise NotACheckpoint("this is a checkpoint, not a run", path=root, hint=f"pass the run, {root.parent}")
     place = root / _OUT if out is None else to_destination(out).resolve()
     about = {"commands": [list(one.words) for one in commands], "out": _OUT if out is None else str(place)}
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
@@ -252,7 +252,7 @@ class Watcher:
             self._post.hold(one.path)
         except Occupied as error:
             self._due[one.name] = time.monotonic() + self.terms.every
-            self._tell(Event(one.path, None, f"{error.message}: later"))
+            self._tell(Event(one.path, None, f"{error.message}: will try again later"))
             return True
         try:
             is_there = one.path.exists()
@@ -329,7 +329,7 @@ class Watcher:
             return
         pause = self.terms.every * 2 ** (count - 1)
         self._due[name] = time.monotonic() + pause
-        self._tell(Event(self.root / name, None, f"{failure}; tried again in {pause:g} s"))
+        self._tell(Event(self.root / name, None, f"{failure}; the next try is in {pause:g} s"))
 
     def miss(self, name: str) -> None:
         """Note that a checkpoint was deleted before it was handled."""

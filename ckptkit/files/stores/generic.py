@@ -30,7 +30,7 @@ class FileSystem:
 
     def __init__(self, url: str, **settings: Any) -> None:
         scheme = url.partition("://")[0].rpartition("::")[2]
-        self.hint = f"whatever `{scheme}://` needs is set up as fsspec documents it"
+        self.hint = f"set up what `{scheme}://` needs as fsspec documents it"
         try:
             import fsspec
 
@@ -38,9 +38,9 @@ class FileSystem:
         except ImportError as error:
             package = _EXTRAS.get(scheme)
             hint = f"pip install '{package}'" if package else str(error)
-            raise Usage(f"reading `{scheme}://` takes a package that is not installed", hint=hint) from error
+            raise Usage(f"reading `{scheme}://` needs a package that is not installed", hint=hint) from error
         except (TypeError, ValueError) as error:
-            raise Usage(f"{error}", hint="known are hf://, s3:// and whatever fsspec knows") from error
+            raise Usage(f"{error}", hint="use hf://, s3:// or a scheme that fsspec knows") from error
         self._base = base.rstrip("/")
 
     def find(self, key: str) -> StoreEntry | None:

@@ -47,7 +47,7 @@ class HubStore:
         except RevisionNotFoundError as error:
             raise NotACheckpoint(f"the repository does not have revision `{self._revision}`") from error
         except RepositoryNotFoundError as error:
-            raise NotACheckpoint("the Hub shows us no such repository", hint=self.hint) from error
+            raise NotACheckpoint("the Hub has no such repository, or you may not see it", hint=self.hint) from error
         return str(found.sha)
 
     def find(self, key: str) -> StoreEntry | None:
@@ -113,7 +113,7 @@ class HubDownload:
         )
         hf_raise_for_status(answer)
         if answer.status_code != 206 and stop - start != self._size:
-            raise IOFailure("the server knows no ranges, and sends the whole file")
+            raise IOFailure("the server ignores range requests and sends the whole file")
         return bytes(answer.content)
 
     def _locate(self) -> str:
@@ -167,7 +167,7 @@ def downloading(model: str) -> Iterator[None]:
         elif isinstance(error, RepositoryNotFoundError):
             reason = "there is no such repository, or it is not visible to you"
         hint = f"check the id, or pass a local directory; `{model.partition('/')[0]}` is not a directory here"
-        raise Usage(f"the Hub gave no `{model}`: {reason}", hint=hint) from error
+        raise Usage(f"could not get `{model}` from the Hub: {reason}", hint=hint) from error
 
 
 def connect() -> HfApi:

@@ -99,7 +99,7 @@ def look_up(repo_id: str, revision: str) -> HubRepository:
 def require_token() -> None:
     """Raise `IOFailure` if there is nothing that says who we are."""
     if get_token() is None:
-        raise IOFailure("there is no token for the Hub", hint="`hf auth login`, or set HF_TOKEN")
+        raise IOFailure("there is no token for the Hub", hint="run `hf auth login`, or set HF_TOKEN")
 
 
 def create_repository(repo_id: str, *, private: bool) -> HubRepository:
@@ -131,7 +131,7 @@ def is_kept_as_data(repo_id: str, revision: str, name: str, data: bytes) -> bool
         (found,) = answer.json()["files"]
     if found.get("shouldIgnore"):
         hint = "take the line out of .gitignore, or write to another repository"
-        raise Unsupported(f"the repository ignores `{name}` by its .gitignore", hint=hint)
+        raise Unsupported(f"the .gitignore of the repository excludes `{name}`", hint=hint)
     return bool(found["uploadMode"] == "lfs" and data)  # storage takes no empty files
 
 

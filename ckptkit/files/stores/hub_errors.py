@@ -25,7 +25,7 @@ from ckptkit.errors import CkptError, IOFailure, NoRoom, NotACheckpoint, Occupie
 MAIN = "main"
 AGAIN = "run the same command again: it sends only what is missing"
 _TOKEN = re.compile(r"hf_\w+")
-_LOGIN = "`hf auth login`, or HF_TOKEN, says who you are"
+_LOGIN = "run `hf auth login` or set HF_TOKEN"
 _QUOTA = re.compile(r"storage|quota|exceed", re.IGNORECASE)  # in what the Hub says where it has no room left
 _HINTS = {401: _LOGIN, 403: "the token needs the right to write there", 429: "wait, then run the same command again"}
 _MOST = 300  # characters of what a server says
@@ -67,7 +67,7 @@ def unreachable(error: BaseException) -> IOFailure:
     what = type(error).__name__
     if "Connect" in what and str(error):
         what = redact(str(error))
-    hint = f"is there a network, and is HF_ENDPOINT right? then {AGAIN}"
+    hint = f"check the network and HF_ENDPOINT, then {AGAIN}"
     return IOFailure(f"no answer from {constants.ENDPOINT}: {what}", hint=hint)
 
 
@@ -75,7 +75,7 @@ def refusal(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
     """Return the error for an answer that refuses."""
     status, said = error.response.status_code, redact(error.server_message or "")
     if isinstance(error, GatedRepoError):
-        return IOFailure(f"access to `{repo_id}` has to be asked for", hint=f"do so at {page_of(repo_id)}")
+        return IOFailure(f"access to `{repo_id}` must be requested", hint=f"request it at {page_of(repo_id)}")
     if isinstance(error, RepositoryNotFoundError) or error.response.headers.get("X-Error-Code") == "RepoNotFound":
         hint = f"check the name; if it is private, {_LOGIN}"
         return NotACheckpoint(f"the Hub does not have `{repo_id}`, or you may not see it", hint=hint)

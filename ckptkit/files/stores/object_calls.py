@@ -215,8 +215,8 @@ def connect(url: str) -> ObjectStore:
 def missing_package(root: Path) -> Usage:
     """Return the error for a bucket that cannot be written to because obstore is not installed."""
     scheme = root.parts[0].removesuffix(":")
-    hint = f"pip install 'ckptkit-fsdp[{scheme}]'"
-    return Usage(f"writing to `{scheme}://` takes a package that is not installed", hint=hint)
+    hint = f"run `pip install 'ckptkit-fsdp[{scheme}]'`"
+    return Usage(f"writing to `{scheme}://` needs a package that is not installed", hint=hint)
 
 
 def list_all(store: ObjectStore, prefix: str) -> Iterator[ObjectMeta]:

@@ -29,8 +29,8 @@ class S3Bucket:
 
             self._files = patient(fsspec.filesystem("s3", **SETTINGS))
         except ImportError as error:
-            hint = "pip install 'ckptkit-fsdp[s3]'"
-            raise Usage("writing to `s3://` takes a package that is not installed", hint=hint) from error
+            hint = "run `pip install 'ckptkit-fsdp[s3]'`"
+            raise Usage("writing to `s3://` needs a package that is not installed", hint=hint) from error
 
     def call(self, operation: str, key: str = "", **arguments: Any) -> Mapping[str, Any]:
         """Return the answer to an operation, such as `put_object`, on an object or on the bucket.

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit.errors import IOFailure, NoRoom
 
-_KEYS = "s3fs takes AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL for other than AWS"
+_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL if not on AWS"
 _RIGHTS = "the key needs s3:ListBucket and s3:GetObject; to write also s3:PutObject, s3:DeleteObject and "
 _RIGHTS += "s3:AbortMultipartUpload"
 _LOGIN = "log in again, or renew AWS_SESSION_TOKEN"

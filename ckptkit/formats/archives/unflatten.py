@@ -58,7 +58,7 @@ def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
         raise clash(one, first_name(other))
     length = max(positions) + 1
     if min(positions) < 0 or length - len(positions) > _MOST_MISSING:
-        message = f"of a list of {length} members only {len(positions)} are there"
+        message = f"a list of {length} members has only {len(positions)} of them"
         raise Unsupported(message, tensor=first_name(node))
     members = [build(node[i], value) if i in node else None for i in range(length)]
     return tuple(members) if all(isinstance(step, TuplePlace) for step in positions) else members

@@ -221,7 +221,7 @@ def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
                 path=path,
                 tensor=name,
                 offset=size,
-                hint="the file is truncated, or belongs to another checkpoint",
+                hint="copy it again: it is truncated, or belongs to another checkpoint",
             )
 
 

@@ -21,7 +21,7 @@ Items = dict[tuple[int, int], tuple[str, str]]  # by offset and length of an ite
 
 _END, _END_BYTES = b"PK\x05\x06", 22  # what the end of an archive begins with, and how long it is
 _ENTRY = "an entry that is not a tensor"
-_HINT = "pass as --fill-from a checkpoint that the same run saved with the same ranks"
+_HINT = "pass --fill-from with a checkpoint that the same run saved with the same ranks"
 
 
 def match_items(root: Path, plan: Layout) -> None:

@@ -80,7 +80,7 @@ def read_model_states(file: StateFile) -> ModelStates:
 
 def tensor_parallel() -> Unsupported:
     """Return the error for tensors that are cut among ranks of tensor parallelism."""
-    hint = "gather it with DeepSpeed: `save_16bit_model`, or `ds_to_universal.py` and then this on its result"
+    hint = "gather it with DeepSpeed: `save_16bit_model`, or `ds_to_universal.py` and then ckptkit on its result"
     return Unsupported(
         "the model was saved with tensor parallelism, and no file says along which axes the tensors are split",
         hint=hint,

@@ -110,7 +110,7 @@ def read_group(
             values[name] = value
     flat = buffer_of(flattening, masters, "fp32") if is_tensor(masters) else None
     if flat is None:
-        raise Corrupt("the fp32 parameters of a group are not a tensor of one axis")
+        raise Corrupt("the fp32 parameters of a group are not a one-dimensional tensor")
     return PartitionedGroup(flattening, flat, moments, values, ranks, settings, paddings)
 
 

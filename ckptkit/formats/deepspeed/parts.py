@@ -93,7 +93,7 @@ def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
     """Raise the error for model states without the files in which ZeRO keeps the optimizer."""
     if is_sharded:
         message = (
-            "of ZeRO 3, the tensors of the model are empty here: their data is in `*_optim_states.pt`, and none is here"
+            "with ZeRO 3, the model's tensors are empty here: their data is in `*_optim_states.pt`, and none is here"
         )
         raise Unsupported(message, path=path, hint="copy all files of all ranks to one directory")
     message = "the `*_optim_states.pt` files with the fp32 parameters and the optimizer are missing"

@@ -51,7 +51,7 @@ def shapes_in(value: Any, what: str) -> dict[str, Shape]:
             if len(checked) > _MOST_AXES:
                 raise ValueError("shape")
         except ValueError as error:
-            raise Corrupt(f"`{what}` has {describe(shape)} in the place of a shape", tensor=str(name)) from error
+            raise Corrupt(f"`{what}` has {describe(shape)} instead of a shape", tensor=str(name)) from error
     return found
 
 

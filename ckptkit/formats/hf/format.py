@@ -179,7 +179,7 @@ def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) 
         raise Corrupt(
             f"both the shards of {len(ranks)} ranks and `{other}` are here",
             path=path,
-            hint="consolidated where the shards lie, or of different saves: move one of them elsewhere",
+            hint="move one of them elsewhere: they may be of different saves, or one was made from the other",
         )
     lost = find_lost("shard-*-model-{:05d}-*", parts, count_of(path, shards, 3), path)
     if lost is not None:

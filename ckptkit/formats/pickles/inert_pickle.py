@@ -218,7 +218,7 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
     try:
         return _Unpickler(harmless, names, is_flat=is_flat).load(), harmless.end
     except _MALFORMED as error:
-        raise Corrupt(f"the pickle is truncated or malformed in bytes {at}:{len(data)}") from error
+        raise Corrupt(f"the file is damaged or truncated: no valid pickle in bytes {at}:{len(data)}") from error
 
 
 class _Unpickler(pickle.Unpickler):

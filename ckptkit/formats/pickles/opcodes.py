@@ -93,7 +93,7 @@ def exchange(data: bytes, at: int) -> tuple[bytes | None, int]:
         raise IndexError(at)
     width = _COUNTED.get(opcode[0])
     if width is None:
-        raise Unsupported(f"pickle opcode 0x{opcode[0]:02x} at byte {at} is not an opcode that torch writes")
+        raise Unsupported(f"damaged or not torch's: unknown pickle opcode 0x{opcode[0]:02x} at byte {at}")
     start = at + 1 + width
     return None, past_end(data, start, number(data, at + 1, width))
 

@@ -180,7 +180,7 @@ def held_by(value: Record) -> Any | None:
                 return None
             held = attributes.get(attribute) if isinstance(attributes, dict) else None
             if held is None or as_tensor(held).shape != as_shape(size):
-                raise Corrupt(f"a `{kind}` of shape {size} does not hold a tensor of it in `{attribute}`")
+                raise Corrupt(f"a `{kind}` of shape {size} has no tensor of this shape in `{attribute}`")
             return held
     return None
 

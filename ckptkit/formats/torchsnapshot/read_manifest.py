@@ -155,7 +155,7 @@ class Places:
         size = file_size(self.root / file)
         if size < self.needed.get(file, 0):
             message = f"the manifest needs bytes up to {self.needed[file]} of a file of {size}"
-            hint = "the file is truncated, or belongs to another snapshot"
+            hint = "copy it again: it is truncated, or belongs to another snapshot"
             raise Corrupt(message, path=self.root / file, hint=hint)
         return size
 

@@ -89,7 +89,7 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
     ways = stated.integers
     if not ways:
         message = f"it is {stored}, and config.json does not say how many bits a number has"
-        hint = "is the config.json of the quantized model missing?"
+        hint = "check that the quantized model's config.json is there"
         raise Unsupported(message, tensor=name, hint=hint)
     fits = [fit for way in ways if (fit := fitting(stored, scales, way)) is not None]
     if len({(fit.way.bits, fit.shape, fit.group) for fit in fits}) > 1:

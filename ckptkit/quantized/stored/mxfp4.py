@@ -27,7 +27,7 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
         scales = specs[scale]
         is_sound = len(blocks.shape) == 4 and blocks.shape[-1] == _PACK and blocks.shape[:-1] == scales.shape
         if not is_sound or scales.dtype.name != "uint8":
-            raise Mismatch(f"blocks {blocks} do not go with scales {scales}", tensor=name)
+            raise Mismatch(f"blocks {blocks} do not match scales {scales}", tensor=name)
         experts, rows, groups, _ = blocks.shape
         shape = (experts, 2 * _PACK * groups, rows)
         yield name, Packed("mxfp4", shape, (scale,), (1, 2 * _PACK), partial(recipe, shape))

@@ -27,7 +27,7 @@ def is_exponent(spec: Spec) -> bool:
 
 def mismatch(name: str, expected: object, found: object) -> Mismatch:
     """Return the error for a tensor beside numbers that does not go with them."""
-    hint = "is a file of the model missing, or of another model?"
+    hint = "check that no file is missing or from another model"
     return Mismatch(f"expected {expected}, found {found}", tensor=name, hint=hint)
 
 

@@ -120,7 +120,7 @@ class Pretrained:
     def _require_positions(self) -> None:
         if "position_ids" not in signature(self._skeleton.forward).parameters:
             hint = "give data that is one document, or use another model"
-            raise Unsupported(f"a `{self.config.model_type}` takes no positions", path=self.directory, hint=hint)
+            raise Unsupported(f"a `{self.config.model_type}` does not accept positions", path=self.directory, hint=hint)
 
     def _require_values(self, name: str, parameters: Mapping[str, Tensor]) -> None:
         for key, parameter in parameters.items():

@@ -92,7 +92,7 @@ class Fsdp1:
         if self.config.wrap == "block":
             return ModuleWrapPolicy({LoraMatrix, *map(type, blueprint.blocks(model))})
         if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
-            raise Usage("wrapping by size may part tied weights", hint="use `--wrap block`, or an untied model")
+            raise Usage("wrapping by size may separate tied weights", hint="use `--wrap block`, or an untied model")
         return partial(size_based_auto_wrap_policy, min_num_params=self.config.wrap_parameters)
 
     def _precision(self) -> MixedPrecision:
@@ -119,5 +119,5 @@ def require_trained(blueprint: Blueprint, model: nn.Module) -> None:
     blocks = [set(block.parameters()) - apart for block in blueprint.blocks(model)]
     units = [*blocks, set(model.parameters()).difference(apart, *blocks)]
     if not all(any(parameter.requires_grad for parameter in unit) for unit in units):
-        message = "FSDP1 loses units that are frozen, and whole on every rank"
+        message = "FSDP1 loses units that are both frozen and whole on every rank"
         raise Usage(message, hint="use `--fsdp 2`, or shard over more ranks")

@@ -88,7 +88,7 @@ def freeze(model: nn.Module, globs: Iterable[str]) -> None:
     for glob in globs:
         matching = [name for name in parameters if fnmatchcase(name, glob)]
         if not matching:
-            raise Usage(f"no parameter is called `{glob}`", hint=f"the first is `{next(iter(parameters))}`")
+            raise Usage(f"no parameter is called `{glob}`", hint=f"use names such as `{next(iter(parameters))}`")
         for name in matching:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):

@@ -136,7 +136,7 @@ def drop_head(model: Tree) -> Tree:
         return model
     ours, theirs = (local_parts(model[name]) for name in (HEAD, embedding))
     if not all(map(torch.equal, ours, theirs)):
-        hint = "was it tied anew after the model was wrapped? else its config needs tie_word_embeddings false"
+        hint = "tie it again after wrapping the model, or set tie_word_embeddings to false in its config"
         raise Mismatch(f"config.json ties it to `{embedding}`, but they differ", tensor=HEAD, hint=hint)
     return {name: tensor for name, tensor in model.items() if name != HEAD}
 

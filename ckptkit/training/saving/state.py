@@ -190,7 +190,7 @@ def require_same_groups(stored: list[Tree], ours: list[set[str]]) -> None:
     """Raise `Mismatch` unless the stored groups are of the same parameters as the optimizer's."""
     if [set(group["params"]) for group in stored] != ours:
         raise Mismatch(
-            f"the {len(ours)} parameter groups of the optimizer are not the {len(stored)} of the checkpoint",
+            f"the {len(ours)} parameter groups of the optimizer do not match the {len(stored)} of the checkpoint",
             tensor="optim.param_groups",
             hint="group the parameters as they were when it was saved",
         )

@@ -51,7 +51,7 @@ def fit(stored: Any, ours: Any, name: str) -> Any:
             raise Mismatch(message, tensor=name, hint="build the model in the dtype that it was saved in")
         return ours
     if isinstance(stored, Tensor) or isinstance(ours, Tensor):
-        raise Mismatch("a tensor on one side only, of the checkpoint and the model", tensor=name)
+        raise Mismatch("it is a tensor only in the checkpoint or only in the model", tensor=name)
     return stored
 
 

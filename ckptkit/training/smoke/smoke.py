@@ -86,7 +86,7 @@ def clear(run: Path, out: Path, *, overwrite: bool) -> None:
     with translate_os_errors(run):
         if run.exists() and any(run.iterdir()):
             if not (run / MARK).exists():
-                raise Occupied("not made by smoke, so not replaced", path=run, hint="use another `--run`")
+                raise Occupied("not made by a smoke test, so not replaced", path=run, hint="use another `--run`")
             if not overwrite:
                 raise Occupied("the run exists", path=run, hint="use another `--run`, or `--overwrite`")
             shutil.rmtree(run)
