@@ -76,7 +76,7 @@ BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], 
     "zero points of floats": ({W + "_zero_point": ZEROS.float()}, {"symmetric": False}, Mismatch, "found float32"),
     "NaN": ({W + "_scale": torch.full((4, 4), torch.nan)}, {}, Corrupt, "found nan"),
     "negative": ({W + "_scale": -torch.ones(4, 4)}, {}, Corrupt, "found -1"),
-    "zero": ({W + "_scale": torch.zeros(4, 4)}, {}, Corrupt, "is 0, and the numbers"),
+    "zero": ({W + "_scale": torch.zeros(4, 4)}, {}, Corrupt, "is 0, but the numbers"),
     "another shape in the file": (
         {W + "_shape": shaped(4, 120)},
         {},

@@ -225,7 +225,7 @@ def test_killed_at_any_request_it_leaves_nothing_half(
         assert all(claim is not None and claim.is_deletion for claim in claims.values())
         done = prune(url_of(place), keep_last=1, yes=True)
         assert steps(done.keep) == [2]
-        assert half == {entry.path.name for entry in done.delete if entry.reason == "its deletion did not end"}
+        assert half == {entry.path.name for entry in done.delete if entry.reason == "its deletion did not finish"}
         assert steps_in(place) == {"ckpt-2"}
     assert number == 4  # a claim, two requests for files, and the claim again
     assert steps_in(place) == {"ckpt-2"}

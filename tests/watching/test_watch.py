@@ -294,7 +294,7 @@ def test_two_of_the_same_do_not_run_together_and_two_others_do(run: Path, tmp_pa
     inner.write_text("\n".join(lines))
     done = watch(run, exec=[[sys.executable, str(inner)]], every=SOON, once=True)
     assert done.is_ok
-    assert (tmp_path / "log").read_text() == "another watch does the same here"
+    assert (tmp_path / "log").read_text() == "another watch is doing the same here"
 
 
 KILLED = """
@@ -373,7 +373,7 @@ def test_a_command_that_outlives_a_killed_watch_keeps_its_checkpoint(run: Path, 
     watching.kill()
     watching.wait()
     assert is_held(run / "ckpt-9")
-    with pytest.raises(Occupied, match="another watch does the same"):
+    with pytest.raises(Occupied, match="another watch is doing the same"):
         watch(run, exec=[shell(script)], every=SOON, once=True)
     assert [entry.path.name for entry in prune(run, keep_last=1, yes=True).keep] == ["ckpt-10", "ckpt-9"]
     go.touch()
@@ -462,7 +462,7 @@ def test_checkpoints_that_are_files_are_handled_too(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="no such directory"):
         watch(tmp_path / "none", exec="true", once=True)
-    with pytest.raises(NotACheckpoint, match="a checkpoint, and no run"):
+    with pytest.raises(NotACheckpoint, match="a checkpoint, not a run"):
         watch(run / "ckpt-9", exec="true", once=True)
     with pytest.raises(Usage, match="only in local directories and on s3://"):
         watch("gs://bucket/run", exec="true", once=True)
