@@ -109,8 +109,10 @@ class Job:
             return CURRENT
         if self.sizes.tensor == 1:
             return recorded
-        message = f"checkpoint version {recorded}: how the queries, keys and values of {self.sizes.tensor} ranks lie"
-        message += " depends on the number of heads, which `args` do not say"
+        message = (
+            f"checkpoint version {recorded}: `args` do not give the number of heads, which says how {self.sizes.tensor}"
+        )
+        message += " ranks store queries, keys and values"
         hint = "load the checkpoint with a Megatron-LM that reads this version, and save it again"
         raise Unsupported(message, path=self.root / first.path, hint=hint)
 

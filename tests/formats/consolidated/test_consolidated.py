@@ -116,7 +116,7 @@ FAULTS: list[tuple[str, Damage, str]] = [
         lambda root: change(root, slice(1, 2), lambda state: state.update({"output.weight": torch.ones(16)})),
         "do not fit together",
     ),
-    ("a file of several", lambda _: "consolidated.01.pth", "this is one of 2 ranks' files"),
+    ("a file of several", lambda _: "consolidated.01.pth", "this is the file of one of 2 ranks"),
 ]
 
 
