@@ -67,7 +67,7 @@ class Master:
         if self._weight == COMPLETED and are_remainders(master):
             return as_stored(add(weight.view(np.int32), master.astype(np.int16)), FLOAT32, dtype), True
         message = f"{differ.sum()} of {len(master)} elements at {box} differ from the master in {self._weight}"
-        hint = "`ckptkit verify` lists such tensors; leave --weights-from out to take the weights"
+        hint = "`ckptkit verify` lists such tensors; drop --weights-from to take the weights"
         raise Mismatch(message, tensor=self._name, hint=hint)
 
 

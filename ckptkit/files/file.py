@@ -114,7 +114,7 @@ def read_small(path: Path, limit: int) -> bytes:
     with opening(path) as file:
         size = file.size
         if size > limit:
-            raise Corrupt(f"{size} bytes, more than the {limit} such a file may have", path=path)
+            raise Corrupt(f"expected at most {limit} bytes, found {size}", path=path)
         return read_at(file, size, 0)
 
 
@@ -260,7 +260,7 @@ class ReadAhead:
 
         def read(offset: int, count: int) -> bytes:
             if offset < 0 or count < 0 or offset + count > length:
-                raise Corrupt(f"bytes {offset}:{offset + count} lie outside the item's {length}")
+                raise Corrupt(f"expected an item of at least {offset + count} bytes, found {length}")
             return self.read(name, start + offset, count)
 
         return read
