@@ -94,7 +94,7 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
         return layout, []
     if change is not None and change.here is not None and change.here.is_model_only:
         message = f"ckptkit translates {change.here.whose} names only for a model without optimizer"
-        hint = "run `ckptkit consolidate SRC OUT`, and convert OUT"
+        hint = "run `ckptkit consolidate SRC OUT` first, then convert OUT"
         raise Unsupported(message, path=layout.root, hint=hint)
     asked.check(weights, asked.config)
     layout = locate(unpack(layout))
