@@ -207,7 +207,7 @@ def refuse_torn(part: Component, casts: Mapping[str, str], came_from: Mapping[st
     torn = sorted(new for new in casts if came_from.get(new, new) in quantized.members)
     if torn:
         quantized.require_known()
-        hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or leave --dtype out"
+        hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or drop --dtype"
         raise Usage(
             f"{abridge(torn)} belong to quantized weights ({quantized.method}): rounding would destroy them", hint=hint
         )

@@ -88,7 +88,7 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
     stored, scales = specs[name], specs[scale]
     ways = stated.integers
     if not ways:
-        message = f"it is {stored}, and config.json does not say how many bits a number has"
+        message = f"found {stored}, but config.json does not say how many bits a number has"
         hint = "check that the quantized model's config.json is there"
         raise Unsupported(message, tensor=name, hint=hint)
     fits = [fit for way in ways if (fit := fitting(stored, scales, way)) is not None]
@@ -128,7 +128,7 @@ def fitting(stored: Spec, scales: Spec, way: Integers) -> Fit | None:
 
 def describe(way: Integers) -> str:
     """Return a way in words."""
-    scales = "a scale a row" if way.group is None else f"a scale for {way.group}"
+    scales = "a scale per row" if way.group is None else f"a scale for {way.group}"
     return f"{way.bits} bits with {scales}"
 
 
