@@ -161,7 +161,7 @@ def remarks(done: Converted) -> list[str]:
     """Return what was changed on the way, what was left out, and what else there is to say."""
     lines = []
     if done.wrapper:
-        lines.append(f"the model was under `{done.wrapper}`")
+        lines.append(f"found the model under the key `{done.wrapper}`")
     dropped = [left for left in done.dropped if left.why != UNKNOWN]
     lines += [f"left out `{left.name}`: {amount_of(left)} ({left.why})" for left in dropped[:_MOST_LEFT_OUT]]
     others = dropped[_MOST_LEFT_OUT:]

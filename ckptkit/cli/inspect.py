@@ -132,7 +132,7 @@ def report(found: Inspected, asked: Path) -> None:
     for line in found.summary():
         say(line)
     rows = [(kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in found.groups.items()]
-    print_table(rows, ("", "entries", "size", "dtypes", "under"))
+    print_table(rows, ("", "entries", "size", "dtypes", "keys"))
     if found.optimizer_keys == "ids":
         say("the optimizer numbers its parameters")
     for line in (

@@ -131,7 +131,7 @@ def require_whole(conversion: Conversion, room: Path) -> None:
             path = room / draft.place / file.name
             there = file_size(path) if is_there(path) else 0
             if there != file.nbytes:
-                message = f"{there} bytes remain of {file.nbytes} that were written"
+                message = f"expected {file.nbytes} bytes, as written before, found {there}"
                 raise Corrupt(message, path=path, hint=f"delete {room}, and run all parts again")
 
 

@@ -222,11 +222,11 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
 
         if adapted := [found for part in parts if (found := open_adapters(part, options))]:
             if parts[0].masters is not None:
-                hint = "leave --weights-from out to take the adapter as it was saved"
+                hint = "drop --weights-from to take the adapter as it was saved"
                 raise Unsupported("ckptkit does not take the masters of an adapter", path=parts[0].path, hint=hint)
             return draft_adapters(adapted, remarks, dst, options)
     if options.adapter_config:
-        raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="leave --adapter-config out")
+        raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="drop --adapter-config")
     return draft_model(parts, remarks, dst, options)
 
 
@@ -297,7 +297,7 @@ def require_all_taken(conversion: Conversion) -> None:
         for left in entries.groups():
             if left.why == UNKNOWN:
                 message = f"`{left.name}` would be lost: {count(left.entries, 'tensor')} ({left.why})"
-                hint = f"leave it out with --exclude '{left.name}*', or drop --strict"
+                hint = f"drop it with --exclude '{left.name}*', or drop --strict"
                 raise Mismatch(message, path=conversion.origins[0].path, hint=hint)
     for file in conversion.left_behind:
         if not file.is_known:

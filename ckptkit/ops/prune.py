@@ -104,7 +104,7 @@ def prune(
     """
     policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
     if policy.keeps_all:
-        raise Usage("no rule says what to keep", hint="give --keep-last, --keep-every or --keep-best")
+        raise Usage("no rule says what to keep", hint="pass --keep-last, --keep-every or --keep-best")
     root = run_of(run)
     keeper = keeper_of(root)
     if demote and isinstance(root, RemotePath):

@@ -108,7 +108,7 @@ def test_what_a_reader_is_told(run: Path, tmp_path: Path) -> None:
     ):
         assert line in said
     said = ckptkit("convert", tmp_path / "out", tmp_path / "hf", "--to", "hf").stdout
-    assert "the model was under `model`\n" in said
+    assert "found the model under the key `model`\n" in said
     (tmp_path / "hf" / "ckptkit.json").unlink()
     said = ckptkit("convert", tmp_path / "hf", tmp_path / "back", "--to", "dcp", "--under", "model").stdout
     assert "not compared: the source has no CRC-32 for its " in said

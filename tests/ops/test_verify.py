@@ -102,7 +102,7 @@ def test_damage_of_several_kinds(checkpoint: Path) -> None:
     messages = [problem.message for problem in found.problems]
     assert len(messages) == 3
     assert messages[0] == "1 of 3 files are missing: __2_0.distcp"
-    assert "the file has 20000 bytes, but the metadata needs" in messages[1]
+    assert "bytes (metadata), found 20000" in messages[1]
     assert "damaged" in messages[2]
     assert found.problems[2].tensor == name
 
