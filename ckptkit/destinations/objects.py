@@ -135,8 +135,8 @@ class ObjectDestination:
 
     def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
         """Raise `Unsupported`: no file can be made by several processes."""
-        message = "several processes cannot write a file together here: the store takes a file from start to end"
-        hint = "leave out --part, or write the parts to a local directory and copy that with `ckptkit cp`"
+        message = "several processes cannot write one file in this store"
+        hint = "drop --part, or write the parts to a local directory and copy that with `ckptkit cp`"
         raise Unsupported(message, path=self.path, hint=hint)
 
     def notes(self) -> NoReturn:

@@ -50,7 +50,7 @@ def find_other_model(case: Case, pairs: Pairs) -> Iterator[Finding]:
         return
     sizes = [key for key in _SIZES if size_of(own.config, key) != size_of(case.model.config, key)]
     if sizes:
-        said = ", ".join(f"{key} {size_of(case.model.config, key)}, here {size_of(own.config, key)}" for key in sizes)
+        said = ", ".join(f"{key} {size_of(case.model.config, key)}, not {size_of(own.config, key)}" for key in sizes)
         message = f"{case.model.name} is another model: {said}"
         yield Finding("config", None, message, export(case.checkpoint, base=str(own.found_in)))
 

@@ -87,13 +87,13 @@ def find_fitting(
             f"the checkpoint lacks {len(missing)} of the model's {count(len(tensors), 'tensor')}",
             path=path,
             tensor=missing[0],
-            hint="is this a checkpoint of the same model?",
+            hint="check that the checkpoint is of the same model",
         )
     for name, tensor in tensors.items():
         shape = layout.tensors[name].spec.shape if name in layout.tensors else tuple(tensor.shape)
         if shape != tuple(tensor.shape):
-            message = f"the checkpoint has shape {list(shape)}, the model {list(tensor.shape)}"
-            raise Mismatch(message, path=path, tensor=name, hint="is this a checkpoint of the same model?")
+            message = f"expected shape {list(tensor.shape)} as in the model, found {list(shape)} in the checkpoint"
+            raise Mismatch(message, path=path, tensor=name, hint="check that the checkpoint is of the same model")
     return layout, missing
 
 

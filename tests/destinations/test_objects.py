@@ -379,7 +379,7 @@ def test_shares_are_refused_before_anything_is_written(place: Bucket, source: Pa
     with pytest.raises(Unsupported, match="several processes cannot write a file together") as refused:
         ckptkit.consolidate(source, place.url, part="1/2")
     assert refused.value.hint is not None
-    assert "leave out --part" in refused.value.hint
+    assert "drop --part" in refused.value.hint
     assert not place.files()
 
 

@@ -101,7 +101,7 @@ def test_another_dtype_is_an_error_unless_allowed(stored: torch.dtype, tmp_path:
     assert isinstance(error, Mismatch)
     assert error.tensor in ("w", "x")
     dtype = str(stored).removeprefix("torch.")
-    assert f"it is {dtype} in the checkpoint, float32 where it is to be loaded" in error.message
+    assert f"expected float32 as in the state to load into, found {dtype} in the checkpoint" in error.message
     assert all(torch.equal(one, torch.ones_like(one)) for one in found.values())  # nothing was read
     dcp.load(found, storage_reader=Reader(path, cast="allow"))
     assert torch.equal(found["w"], counted(3).to(stored).float())

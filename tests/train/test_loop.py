@@ -323,7 +323,7 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(config: TrainConfig,
     (tmp_path / "other").write_bytes(bytes(range(200)))
     cases = [
         (config, Occupied, "has checkpoints already"),
-        (replace(config, run=tmp_path / "new", batch_size=1), Usage, "batch_size 1 leaves some of 2 ranks"),
+        (replace(config, run=tmp_path / "new", batch_size=1), Usage, "batch_size: expected at least 2"),
         (replace(resumed, seed=1), Mismatch, "trained with seed 0, not 1"),
         (replace(resumed, sequence_length=40), Mismatch, "trained with sequence_length 48, not 40"),
         (replace(resumed, data=tmp_path / "other"), Mismatch, "trained with data"),

@@ -442,7 +442,7 @@ def test_a_journal_that_is_none_is_refused(run: Path) -> None:
         ("consolidate run out", (), "`consolidate run out` does not name the checkpoint"),
         ("consolidate '{ckpt}", (), "cannot be split into words"),
         ((), "no-such-program {ckpt}", "unknown program `no-such-program`"),
-        ((), "", "a command without words"),
+        ((), "", "expected a command, found nothing"),
     ],
 )
 def test_commands_that_make_no_sense_are_refused(run: Path, do: str, program: str, message: str) -> None:

@@ -115,8 +115,8 @@ class LoraBlueprint:
         found = self._lora.targets or last_parts(self._base.blocks(model))
         for target in found:
             if not any(is_called(name, target) for name, _ in model.named_modules()):
-                hint = f"use one of {', '.join(last_parts([model])) or 'not to be found'}"
-                raise Usage(f"no module is called `{target}`", hint=hint)
+                known = ", ".join(last_parts([model]))
+                raise Usage(f"no module is called `{target}`", hint=f"use one of {known}" if known else None)
         if not found:
             raise Unsupported(f"found no linear layers to adapt in the blocks of a `{type(model).__name__}`")
         return found
