@@ -89,7 +89,7 @@ def test_numbers_that_do_not_tell(produce: Produce, tmp_path: Path) -> None:
 
 def test_universal_checkpoints_need_every_state(produce: Produce, tmp_path: Path) -> None:
     source = produce(unused).root / "nested"
-    with pytest.raises(Mismatch, match="expected a state for 6 parameters .*found 4"):
+    with pytest.raises(Mismatch, match=r"expected a state for 6 parameters .*found 4"):
         ckptkit.convert(source, tmp_path / "out", to="universal")
     done = ckptkit.convert(source, tmp_path / "out", to="universal", complete_optimizer=True)
     assert done.completed.keys() == COMPLETED

@@ -189,7 +189,7 @@ def test_bad_versions(tmp_path: Path, states: list[State]) -> None:
     with pytest.raises(CkptError):
         ckptkit.apply(base, good, tmp_path / "out")
     file.write_bytes(data[:-3])
-    with pytest.raises(Corrupt, match="bytes .header., found"):
+    with pytest.raises(Corrupt, match=r"bytes .header., found"):
         ckptkit.apply(base, good, tmp_path / "out")
     file.unlink()
     with pytest.raises(CkptError):

@@ -263,7 +263,7 @@ def test_state_pt_comes_before_all_others(tmp_path: Path) -> None:
 
 def test_two_models_are_one_too_many(tmp_path: Path) -> None:
     save_files(tmp_path, "a.pt", "b.bin")
-    with pytest.raises(Unsupported, match=r"expected one torch.save file, or `state.pt`, found 2: a.pt, b.bin") as caught:
+    with pytest.raises(Unsupported, match=r"one torch.save file, or `state.pt`, found 2: a.pt, b.bin") as caught:
         open_layout(tmp_path)
     assert caught.value.path == tmp_path
     assert not Pt().is_complete(tmp_path)
