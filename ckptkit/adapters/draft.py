@@ -147,7 +147,7 @@ def draft_adapters(
         options=options,
         drafts=drafts,
         made=made,
-        carried={} if options.adapter_config else tokenizer_beside(first.part.path),
+        copied_files={} if options.adapter_config else tokenizer_beside(first.part.path),
         entries=[entries_of(first, drafts, options)],
         wrapper=first.weights.wrapper,
         notes=notes,

@@ -55,7 +55,7 @@ def draft_merge(
     return replace(
         conversion,
         made={name: file for name, file in conversion.made.items() if name not in tokenizer},
-        carried=tokenizer,
+        copied_files=tokenizer,
         notes=[*conversion.notes, f"the tokenizer is the adapter's: {', '.join(tokenizer)}"],
     )
 

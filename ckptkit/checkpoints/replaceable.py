@@ -30,7 +30,7 @@ def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
     if dst.is_symlink() or not dst.is_dir():
         return
     with translate_os_errors(dst):
-        found = [str(path.relative_to(dst)) for path in strangers_in(dst, {dst / name for name in made})]
+        found = [str(path.relative_to(dst)) for path in unknown_entries(dst, {dst / name for name in made})]
     if found:
         named = ", ".join(found[:_MOST_NAMED]) + and_more(len(found) - _MOST_NAMED)
         message = f"the destination contains entries that ckptkit does not know: {named}"
@@ -78,7 +78,7 @@ def require_no_checkpoint(dst: RemotePath) -> None:
             raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
 
 
-def strangers_in(root: Path, made: set[Path]) -> Iterator[Path]:
+def unknown_entries(root: Path, made: set[Path]) -> Iterator[Path]:
     """Yield the entries of directory `root` that belong neither to its checkpoint nor to the files `made`."""
     parts, files = own_parts(root)
     is_checkpoint = bool(parts) or MANIFEST in names_in(root)

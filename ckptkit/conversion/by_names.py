@@ -72,8 +72,8 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     conversion = with_other_files(
         conversion, checkpoint.path, [part.layout for part in checkpoint.components], world_size
     )
-    carried = {name: path for name, path in conversion.carried.items() if not trainers.is_tracker(name)}
-    return without_copy(replace(conversion, carried=carried), checkpoint.path)
+    copied_files = {name: path for name, path in conversion.copied_files.items() if not trainers.is_tracker(name)}
+    return without_copy(replace(conversion, copied_files=copied_files), checkpoint.path)
 
 
 def with_names_for_numbers(checkpoint: Checkpoint) -> tuple[Layout, list[str]]:

@@ -17,9 +17,9 @@ from uuid import uuid4
 
 from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import Check
+from ckptkit.destinations.in_order import Turns
 from ckptkit.destinations.pieces import FilePiece, is_large, piece_bytes
 from ckptkit.destinations.place import UploadPlace
-from ckptkit.destinations.turns import Turns
 from ckptkit.errors import IOFailure, Occupied, Unsupported
 from ckptkit.files.crc32 import combine, crc32
 from ckptkit.files.path import RemotePath, at_once

@@ -25,11 +25,11 @@ def find_shapes(case: Case) -> Iterator[Finding]:
     """Yield the tensors that have another shape than the model calls for."""
     if case.model is None or case.form is None or case.weights is None or not case.is_plain:
         return
-    there = {name: case.form.shapes.get(case.called.get(name, name), shape) for name, shape in case.shapes.items()}
+    there = {name: case.form.shapes.get(case.renames.get(name, name), shape) for name, shape in case.shapes.items()}
     pairs = {name: (shape, there[name]) for name, shape in case.shapes.items() if there[name] != shape}
     vocabulary = vocabulary_in(case.model.config)
     padded = {
-        name: found for name, pair in pairs.items() if (found := vocabulary.sizes(case.called.get(name, name), *pair))
+        name: found for name, pair in pairs.items() if (found := vocabulary.sizes(case.renames.get(name, name), *pair))
     }
     for name, (here, called_for) in padded.items():
         message = (

@@ -16,13 +16,13 @@ from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor, edits
 from ckptkit.models.expected import AskBase
 from ckptkit.models.vocabulary import NewVocabulary, check_rows, with_vocabulary
 from ckptkit.names import KEEP, family_of, get_family
+from ckptkit.names.between_families import choose_family, turn_between
 from ckptkit.names.complete import check_complete
 from ckptkit.names.custom import in_front
 from ckptkit.names.family import Family
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.training import translate_training
 from ckptkit.names.translate import Translated, Turn
-from ckptkit.names.turn import choose_family, turn_between
 from ckptkit.names.weights import JOINED, OF_ONE, Weights, find_model_key, find_weights
 from ckptkit.pictures.words import count
 

@@ -12,7 +12,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of
 from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
-from ckptkit.ops.convert import carry_out
+from ckptkit.ops.convert import run_conversion
 from ckptkit.pictures.words import count
 from ckptkit.runs.run import RunFolder
 
@@ -49,7 +49,7 @@ def average(
     if asked.changes_names and not asked.writer.is_model_only:
         hint = "write a Hugging Face model first, then convert it"
         raise Usage(f"a mean keeps names and rows as `{asked.to}`", hint=hint)
-    done = carry_out(chosen, dst, replace(asked, weights=divide(weights, len(chosen))))
+    done = run_conversion(chosen, dst, replace(asked, weights=divide(weights, len(chosen))))
     total = fsum(weights)
     if not weights or isclose(total, 1, abs_tol=_SLACK):
         return done

@@ -62,7 +62,7 @@ def convert(
     """
     own = {"to": to, "world_size": world_size, "under": under, "optimizer_keys": optimizer_keys}
     own["complete_optimizer"] = complete_optimizer
-    return carry_out([src], dst, ConvertOptions.of(options, **own))
+    return run_conversion([src], dst, ConvertOptions.of(options, **own))
 
 
 def has_quantized(model: Model, options: ConvertOptions) -> bool:
@@ -141,7 +141,7 @@ STEPS = (  # the model, or several whose mean it is to be
 )
 
 
-def carry_out(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
+def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
     """Make of a checkpoint, or of the mean of several, what `options` say, or a part of that.
 
     Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
@@ -319,15 +319,15 @@ def draft_parts(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> C
         return draft_by_names(checkpoint, dst, options)
     from ckptkit.conversion import parts
 
-    return parts.draft_parts(checkpoint, dst, options, refuse_torn)
+    return parts.draft_parts(checkpoint, dst, options, refuse_separated)
 
 
-def refuse_torn(part: Component, casts: Mapping[str, str]) -> None:
+def refuse_separated(part: Component, casts: Mapping[str, str]) -> None:
     """Raise an error if casts would tear quantized weights from their scales."""
     if casts and may_be_quantized(part.layout.specs):
         from ckptkit.quantized import plain
 
-        plain.refuse_torn(part, casts, {})
+        plain.refuse_separated(part, casts, {})
 
 
 def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:

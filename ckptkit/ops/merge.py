@@ -12,7 +12,7 @@ from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_model_path
-from ckptkit.ops.convert import carry_out
+from ckptkit.ops.convert import run_conversion
 from ckptkit.pictures.words import count
 
 
@@ -47,4 +47,4 @@ def merge(
         raise Usage(f"expected finite weights, found {', '.join(map(str, weights))}")
     options["merge"] = True
     base = model if isinstance(model, Checkpoint) else to_model_path(model)
-    return carry_out([base, *given], dst, ConvertOptions.of(options, to=to, scales=tuple(weights)))
+    return run_conversion([base, *given], dst, ConvertOptions.of(options, to=to, scales=tuple(weights)))

@@ -121,7 +121,7 @@ def prune(
             raise no_checkpoint(root)
     with keeper.pruning() if yes else nullcontext():
         plan = make_plan(keeper, policy, demote=demote)
-        return carry_out(plan, keeper, jobs, progress) if yes else plan
+        return apply_plan(plan, keeper, jobs, progress) if yes else plan
 
 
 def make_plan(keeper: Keeper, policy: Policy, *, demote: bool) -> Pruned:
@@ -181,7 +181,7 @@ def judge(saved: SavedCheckpoint, entry: PruneEntry, keeper: Keeper, *, demote: 
     return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 
 
-def carry_out(plan: Pruned, keeper: Keeper, jobs: int | None, progress: Progress | None) -> Pruned:
+def apply_plan(plan: Pruned, keeper: Keeper, jobs: int | None, progress: Progress | None) -> Pruned:
     """Do what a plan says, the oldest first. A checkpoint that was pinned or held meanwhile stays."""
     kept: list[PruneEntry] = []
     deleted: list[PruneEntry] = []

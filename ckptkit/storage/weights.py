@@ -16,9 +16,9 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
 from ckptkit.names import HUB, KEEP, family_of
+from ckptkit.names.between_families import choose_family
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.turn import choose_family
 from ckptkit.pictures.words import count
 from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.ranks import Ranks, find_cause

@@ -20,7 +20,7 @@ from ckptkit.ops.manifest import make_manifest
 from ckptkit.ops.prune import prune
 from ckptkit.runs.watches import FOLDER, clock_of, is_held
 from ckptkit.watching.commands import describe
-from ckptkit.watching.looks import Look, Patience
+from ckptkit.watching.file_changes import Look, Patience
 from ckptkit.watching.watch import Event, watch
 from tests.producers import save_alone
 

@@ -109,7 +109,7 @@ def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Fi
     for name, (one, two) in shapes.items():
         yield Finding("shape", name, f"expected {list(two.shape)} as in {other}, found {list(one.shape)}")
     dtypes = {name: (one, two) for name, (one, two) in pairs.items() if name not in shapes}
-    fix = mend_dtypes(case, dtypes, ours, theirs)
+    fix = fix_dtypes(case, dtypes, ours, theirs)
     changes: dict[tuple[DType, DType], list[str]] = {}
     for name, (one, two) in dtypes.items():
         changes.setdefault((one.dtype, two.dtype), []).append(name)
@@ -118,7 +118,7 @@ def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Fi
         yield Finding("dtype", names[0], message, fix, tuple(names))
 
 
-def mend_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
+def fix_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
     """Return the command that gives tensors the dtypes that the other has; None if some cannot become that."""
     of_weights = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
     is_simple = len(of_weights) == 1 and any(name in ours.weights for name in pairs)
