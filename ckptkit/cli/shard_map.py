@@ -90,7 +90,7 @@ def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
 
 
 def paint(line: Line) -> str:
-    """Return a line in the owners' colours, on a terminal that is to have some; there they need no fill."""
+    """Return a line in the owners' colors, on a terminal that is to have some; there they need no fill."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return "".join(run.text for run in line)
     return "".join(

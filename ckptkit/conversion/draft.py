@@ -26,7 +26,7 @@ from ckptkit.formats import FormatWriter, locate, unpack
 from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, StoredTensor, WriterOptions
 from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
-from ckptkit.names.weights import UNKNOWN, LeftOut, Weights, summarise
+from ckptkit.names.weights import UNKNOWN, LeftOut, Weights, summarize
 from ckptkit.tensors.box import whole
 from ckptkit.version import __version__
 
@@ -161,7 +161,7 @@ class Entries:
 
     def groups(self) -> tuple[LeftOut, ...]:
         """Count what was dropped, by where it lies and why."""
-        return summarise(self.read, self.prefix, self.dropped, self.written)
+        return summarize(self.read, self.prefix, self.dropped, self.written)
 
 
 def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:

@@ -40,7 +40,7 @@ def tell_damage(length: int, offset: int, found: int | None, recorded: int | Non
 class Checksums(Generic[Key]):
     """The CRC-32 of many byte ranges, each known by a key, gathered piece by piece.
 
-    Neighbouring pieces are merged as they come, so what is held stays as small as the disorder.
+    Neighboring pieces are merged as they come, so what is held stays as small as the disorder.
     """
 
     def __init__(self) -> None:

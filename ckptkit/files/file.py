@@ -266,7 +266,7 @@ class ReadAhead:
         return read
 
 
-def recognise(head: bytes) -> str | None:
+def recognize(head: bytes) -> str | None:
     """Return a hint on what a file really is whose first bytes, `head`, are not what they should be."""
     if head.startswith(b"version https://git-lfs"):
         return "this is a Git LFS pointer, not the file itself: run `git lfs pull`"

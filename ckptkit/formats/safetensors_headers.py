@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files.file import opening, read_at, recognise
+from ckptkit.files.file import opening, read_at, recognize
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Chunk, Spec
 from ckptkit.tensors.box import Box, Shape
@@ -80,7 +80,7 @@ def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
                 if size >= 8
                 else f"expected at least 8 bytes, found {size}"
             )
-            raise Corrupt(message, path=path, hint=recognise(head))
+            raise Corrupt(message, path=path, hint=recognize(head))
         header = parse_json(read_at(file, length, 8), path)
     if not isinstance(header, dict):
         raise Corrupt("the header is not a JSON object", path=path)
@@ -181,7 +181,7 @@ def check_writable(name: str, spec: Spec) -> None:
 
 @cache
 def is_known(spelling: str) -> bool:
-    """Return True if the installed safetensors library, which has learnt some dtypes late, knows one by this name."""
+    """Return True if the installed safetensors library, which has learned some dtypes late, knows one by this name."""
     from safetensors import SafetensorError, deserialize
 
     header = json.dumps({"": {"dtype": spelling, "shape": [0], "data_offsets": [0, 0]}}).encode()

@@ -31,7 +31,7 @@ Block = tuple[int, int]
 
 
 class Integers(NamedTuple):
-    """How integers stand for weights: their bits, and how many neighbours have one scale (None: a row, or all).
+    """How integers stand for weights: their bits, and how many neighbors have one scale (None: a row, or all).
 
     They have zero points unless it `is_symmetric`. Columns that are in the order of activations are `is_ordered`.
     """
@@ -138,7 +138,7 @@ def integers_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def is_grouped(weights: Mapping[str, Any]) -> bool:
-    """Return whether some neighbours of a row have a scale of their own."""
+    """Return whether some neighbors of a row have a scale of their own."""
     strategy, size = weights.get("strategy"), weights.get("group_size")
     return strategy in ("group", "tensor_group") or (strategy is None and size not in (None, -1))
 

@@ -45,7 +45,7 @@ def load_weights(
     With `missing` "keep" what the checkpoint lacks stays as it is, with "zero" it becomes zero, and a warning says so.
     With `cast` "allow" floats of 16 bits and more are converted to the dtypes of `tensors`.
 
-    With torch.distributed initialised every rank must call it, and an error of one is raised on all: `Mismatch` for a
+    With torch.distributed initialized every rank must call it, and an error of one is raised on all: `Mismatch` for a
     tensor that is missing, has another shape or dtype, or differs from one that it is tied to; whatever
     reading the checkpoint raises else.
     """

@@ -104,13 +104,13 @@ def share_tokens(config: TrainConfig, found: Findings, ranks: Ranks) -> TokenFil
 
     Raises `Mismatch` if machines have other data.
     """
-    tokens = ranks.on_first(partial(tokenise, config, found))
+    tokens = ranks.on_first(partial(tokenize, config, found))
     if not isinstance(config.run, RemotePath):
         return tokens
     machines = ranks.gather(socket.gethostname())
     is_first_here = machines.index(socket.gethostname()) == ranks.rank
-    ranks.together(lambda: tokenise(config, found) if is_first_here else None)  # where rank 0's is not to be seen
-    tokens = ranks.together(partial(tokenise, config, found))
+    ranks.together(lambda: tokenize(config, found) if is_first_here else None)  # where rank 0's is not to be seen
+    tokens = ranks.together(partial(tokenize, config, found))
     for machine, checksum in zip(machines, ranks.gather(tokens.checksum), strict=True):
         if checksum != tokens.checksum:
             hint = "give all machines the same files"
@@ -120,7 +120,7 @@ def share_tokens(config: TrainConfig, found: Findings, ranks: Ranks) -> TokenFil
     return tokens
 
 
-def tokenise(config: TrainConfig, found: Findings) -> TokenFile:
+def tokenize(config: TrainConfig, found: Findings) -> TokenFile:
     """Return the tokens of the data, in a file in the run or, where that is in a store, of this machine."""
     return prepare_tokens(config.data, choose_tokenizer(found.tokenizer), local_folder(config.run))
 

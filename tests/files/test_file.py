@@ -17,7 +17,7 @@ from ckptkit.files.file import (
     is_there,
     read_at,
     read_small,
-    recognise,
+    recognize,
 )
 from ckptkit.files.local import open_regular
 
@@ -139,9 +139,9 @@ def test_writing_fills_what_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"..abc..."
 
 
-def test_known_impostors_are_recognised() -> None:
+def test_known_impostors_are_recognized() -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
-    assert "git lfs pull" in (recognise(pointer) or "")
-    assert "zeros" in (recognise(bytes(64)) or "")
-    assert recognise(b"") is None
-    assert recognise(b"PK\x03\x04") is None
+    assert "git lfs pull" in (recognize(pointer) or "")
+    assert "zeros" in (recognize(bytes(64)) or "")
+    assert recognize(b"") is None
+    assert recognize(b"PK\x03\x04") is None

@@ -28,7 +28,7 @@ from ckptkit.training.loop import train
 from ckptkit.training.metrics import METRICS, StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
-from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.ranks import RankPlace
 from ckptkit.training.smoke.runs import read_tensors
 from ckptkit.training.trainer import make_scheduler
@@ -102,7 +102,7 @@ def test_losses_are_those_of_a_plain_loop_over_whole_batches(
     corpus = corpus_of(config, tmp_path)
     blueprint = LlamaBlueprint(ModelConfig.sized("tiny"))
     model = Llama(blueprint.config)
-    initialise(blueprint, model, config.seed)
+    initialize(blueprint, model, config.seed)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     norms = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]

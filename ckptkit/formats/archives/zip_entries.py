@@ -13,7 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files.file import recognise
+from ckptkit.files.file import recognize
 
 ReadAt = Callable[[int, int], bytes]  # (offset in the archive, length) -> bytes
 _local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
@@ -140,7 +140,7 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
             raise Unsupported("expected an archive of torch.save, found safetensors")
         raise Corrupt(
             "expected an archive of torch.save: this is another kind of file, or its end is missing",
-            hint=recognise(head),
+            hint=recognize(head),
         )
     count, size, offset = end[4:7]
     if count == 0xFFFF or _ALL_ONES in (size, offset):

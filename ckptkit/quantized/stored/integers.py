@@ -2,7 +2,7 @@
 
 Packed ones are int32 `[O, I*bits/32]`, the first number in the lowest bits, with what makes them positive added.
 `X.weight_shape` has the shape; `X.weight_zero_point` a zero point for each scale, packed along the rows, or as int8. A
-scale is for a group of neighbours, a row, or the whole weight. Products are rounded to the dtype of the scales.
+scale is for a group of neighbors, a row, or the whole weight. Products are rounded to the dtype of the scales.
 Sources: compressed_tensors/compressors/pack_quantized and naive_quantized, quantization/lifecycle/forward_helpers.py.
 """
 

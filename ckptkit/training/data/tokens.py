@@ -135,7 +135,7 @@ def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
     stage = Stage(path, overwrite=True, is_file=True)
     try:
         with translate_os_errors(path), (stage.open().path / path.name).open("wb") as file:
-            for ids in tokenise(files, tokenizer):
+            for ids in tokenize(files, tokenizer):
                 file.write(ids.astype(dtype).data)
                 count += len(ids)
         stage.commit()
@@ -145,7 +145,7 @@ def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
     return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
 
 
-def tokenise(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
+def tokenize(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
     """Yield the ids of documents as they follow each other, each ended once; a document without any is left out."""
     end = np.array([tokenizer.end])
     last = tokenizer.end

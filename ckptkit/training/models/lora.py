@@ -85,10 +85,10 @@ class LoraBlueprint:
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return self._base.blocks(model)
 
-    def initialise(self, name: str, module: nn.Module) -> None:
-        """Initialise `module` as the model would; of an adapter, A as torch initialises a linear layer, and B to 0."""
+    def initialize(self, name: str, module: nn.Module) -> None:
+        """Initialize `module` as the model would; of an adapter, A as torch initializes a linear layer, and B to 0."""
         if not isinstance(module, LoraMatrix):
-            self._base.initialise(name, module)
+            self._base.initialize(name, module)
         elif name.endswith(f"lora_B.{DEFAULT}"):
             nn.init.zeros_(module.weight)
         else:
