@@ -68,7 +68,7 @@ class Companions:
         places: dict[Path, list[str]] = {}
         for name in self.files:
             places.setdefault(self.path_of(name).parent, []).append(name)
-        return [f"{', '.join(names)} from {place}" for place, names in places.items()]
+        return [f"used {', '.join(names)} from {place}" for place, names in places.items()]
 
     def to_files(self) -> dict[str, bytes]:
         """Return the files as they will be written, by name; {} without a config.json."""

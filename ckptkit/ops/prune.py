@@ -216,7 +216,7 @@ def examine(path: Path) -> SavedCheckpoint | str:
     if any(place.is_symlink() for place in roots_of(path)):
         return "a symbolic link"
     if step is None or is_epoch(path):
-        return "its name has no step"
+        return "its name has no step number"
     if not checkpoint.components:
         return checkpoint.unreadable.message if checkpoint.unreadable else "no checkpoint in any known format"
     problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]

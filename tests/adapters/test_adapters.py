@@ -206,7 +206,7 @@ def test_a_base_that_the_training_changed_is_said(tmp_path: Path) -> None:
     values = json.loads((src / SAID).read_bytes())
     (src / SAID).write_text(json.dumps(values | {"init_lora_weights": "pissa_niter_4"}))
     done = ckptkit.consolidate(src, tmp_path / "out")
-    assert any("changed the base before it began (pissa_niter_4)" in note for note in done.notes)
+    assert any("modified the base before the first step (pissa_niter_4)" in note for note in done.notes)
 
 
 @pytest.mark.parametrize("to", ["pt", "dcp"])

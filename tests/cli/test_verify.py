@@ -56,7 +56,7 @@ def test_problems_are_listed_for_readers(checkpoint: Path) -> None:
     assert done.returncode == 1
     lines = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
     assert f"problem: {checkpoint}: 1 of 3 files are missing: __0_0.distcp" in lines
-    assert "nothing else was looked at" in done.stderr
+    assert "nothing else was checked" in done.stderr
 
 
 def test_a_note_on_families_is_printed_once(tmp_path: Path) -> None:

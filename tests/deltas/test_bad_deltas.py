@@ -223,5 +223,5 @@ def test_adapters_are_refused(tmp_path: Path) -> None:
         (tmp_path / name / "adapter_config.json").write_text(
             json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up"]})
         )
-    with pytest.raises(Unsupported, match="a delta of adapters is not written"):
+    with pytest.raises(Unsupported, match="ckptkit does not write deltas of adapters"):
         ckptkit.delta(tmp_path / "a", tmp_path / "b", tmp_path / "delta")

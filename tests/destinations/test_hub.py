@@ -354,7 +354,7 @@ def test_a_killed_upload_to_a_bucket_is_resumed(hub: Hub, source: Path, small: P
     process.kill()
     process.communicate()
     fault.go.set()
-    with pytest.raises(Occupied, match="another upload is under way since"):
+    with pytest.raises(Occupied, match="another upload has been under way since"):
         ckptkit.cp(small, url)
     done = ckptkit.cp(source, url)
     assert in_bucket(hub) == bytes_in(source)

@@ -141,7 +141,7 @@ def test_hybrid_shard_is_left_out_only_where_nobody_asked_for_it() -> None:
         ({"strategy": "ddp", "replicas": 2}, "2 replicas under ddp"),
         ({"param_dtype": "int8"}, "param_dtype is int8"),
         ({"master_dtype": "float8_e5m2"}, "master_dtype is float8_e5m2"),
-        ({"sequence_length": 8193}, "beyond the model's max_position_embeddings 8192"),
+        ({"sequence_length": 8193}, r"at most 8192 \(max_position_embeddings\)"),
     ],
 )
 def test_what_does_not_go_together_is_said(options: dict[str, Any], said: str) -> None:

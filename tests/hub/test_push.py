@@ -233,7 +233,7 @@ def test_visibility_is_asked_for_once(hub: Hub, model: Path) -> None:
     assert not hub.repositories["org/open"].private
     hub.put("org/closed", {"LICENSE": b"mine"}, private=True)
     ran = ckptkit(hub, "push", model, "org/closed", "--yes", "--public")
-    assert "it stays so" in ran.stdout
+    assert "stays private" in ran.stdout
     assert hub.repositories["org/closed"].private
     assert "(public)" in ckptkit(hub, "push", model, "org/open").stdout
 

@@ -79,7 +79,7 @@ def test_what_was_written_well_is_well(produce: Produce, producer: Producer) -> 
 
 def test_of_an_older_save_files_may_lie_there(produce: Produce) -> None:
     (note,) = one(produce(producers.leftovers).root).notes
-    assert "not of this checkpoint: __" in note
+    assert "do not belong to this checkpoint: __" in note
 
 
 def test_every_problem_is_named(checkpoint: Path) -> None:

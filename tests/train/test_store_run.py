@@ -268,7 +268,7 @@ def test_a_second_training_of_the_run_ends_the_first_and_leaves_whole_checkpoint
     assert "Traceback" not in errors
     assert user.looked_up() == {1: True, 2: True, 3: True}
     found = {problem.message for part in ckptkit.verify(f"{user.run}/ckpt-2") for problem in part.problems}
-    assert found <= {"the manifest does not know this file"}  # a shard of a rank that the second training does not have
+    assert found <= {"the manifest does not list this file"}  # a shard of a rank that the second training does not have
     assert [one["step"] for one in steps_in(user.read(METRICS))] == [1, 2, 3]
 
 
@@ -301,7 +301,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(user: Use
     assert f"resuming from {user.run}/ckpt-1, ckpt-2 is replaced when its step is saved again" in done.stderr
     assert user.looked_up() == {1: True, 2: True}
     found = {problem.message for part in ckptkit.verify(f"{user.run}/ckpt-2") for problem in part.problems}
-    assert found <= {"the manifest does not know this file"}  # a shard of a rank that the second training does not have
+    assert found <= {"the manifest does not list this file"}  # a shard of a rank that the second training does not have
     assert [one["step"] for one in steps_in(user.read(METRICS))] == [1, 2]
 
 

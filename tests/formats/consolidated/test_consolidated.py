@@ -109,7 +109,7 @@ FAULTS: list[tuple[str, Damage, str]] = [
     (
         "another shape",
         lambda root: change(root, slice(1, 2), lambda state: state.update({"norm.weight": torch.ones(4)})),
-        "the copies of the ranks differ",
+        "as on another rank, found",
     ),
     (
         "another dtype",

@@ -187,7 +187,7 @@ BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dic
         "expected 2 groups of 4",
         change_config(num_key_value_heads=2),
     ),
-    "heads": ("llama", Mismatch, "which do not divide", change_config(num_key_value_heads=3)),
+    "heads": ("llama", Mismatch, "expected key heads that divide", change_config(num_key_value_heads=3)),
     "inner": (
         "llama",
         Mismatch,

@@ -196,10 +196,10 @@ def refuse(place: RankPlace, report: Report) -> None:
             (replace(RUN, cpu_offload=True), "nothing to offload from"),
             (replace(RUN, freeze=("*.absent",)), r"no parameter is called `\*\.absent`"),
             (replace(RUN, freeze=("*",)), "every parameter is frozen"),
-            (replace(RUN, fsdp="1", wrap="size"), "may part tied weights"),
-            (replace(RUN, fsdp="1", strategy="ddp", freeze=("model.[en]*",)), "loses units that are frozen"),
-            (replace(RUN, fsdp="1", strategy="ddp", freeze=("*.layers.0.*",)), "loses units that are frozen"),
-            (replace(RUN, fsdp="1", strategy="ddp", lora_rank=2), "loses units that are frozen"),
+            (replace(RUN, fsdp="1", wrap="size"), "may separate tied weights"),
+            (replace(RUN, fsdp="1", strategy="ddp", freeze=("model.[en]*",)), "loses units that are both frozen"),
+            (replace(RUN, fsdp="1", strategy="ddp", freeze=("*.layers.0.*",)), "loses units that are both frozen"),
+            (replace(RUN, fsdp="1", strategy="ddp", lora_rank=2), "loses units that are both frozen"),
         ]:
             with pytest.raises(Usage, match=said):
                 shard(wrong, blueprint_of(wrong, SHAPE), mesh, 0)
