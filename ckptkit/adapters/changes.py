@@ -136,12 +136,14 @@ def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:
     """Raise `Mismatch` if the matrices are of another rank than the config gives, or do not fit each other."""
     a, b = (adapter.specs[name].shape for name in (change.a, change.b))
     if len(a) < 2 or len(b) < 2 or a[0] != b[1]:
-        raise unfit(adapter, change.b, f"shape {list(b)} does not fit {list(a)} of `{change.a}`")
+        raise unfit(adapter, change.b, f"expected a shape that fits {list(a)} of `{change.a}`, found {list(b)}")
     is_of_parameter = bool(config.names("target_parameters")) and not is_module_target(change.module, config)
     if not is_of_parameter:
         rank = config.rank_of(change.module)
         if a[0] != rank:
-            raise unfit(adapter, change.a, f"the rank is {a[0]} by its shape {list(a)}, and {rank} by `{config.path}`")
+            raise unfit(
+                adapter, change.a, f"expected rank {rank} as in `{config.path}`, found rank {a[0]} (shape {list(a)})"
+            )
 
 
 def is_target(module: str, config: AdapterConfig) -> bool:

@@ -122,7 +122,7 @@ def draft_adapters(
         raise Usage("ckptkit does not quantize adapters", hint="merge them into their base first")
     if options.from_base or options.text_only:
         option = "--text-only" if options.text_only else "--from-base"
-        raise Usage(f"{option} needs a model, found adapters", hint=f"leave {option} out")
+        raise Usage(f"{option} needs a model, found adapters", hint=f"drop {option}")
     if options.changes_names:
         hint = "drop --names, --map and --vocab-size, or merge the adapter into its base first"
         raise Usage("these are adapters: they only fit the names and rows that their model had in training", hint=hint)
@@ -147,7 +147,7 @@ def draft_adapters(
         options=options,
         drafts=drafts,
         made=made,
-        carried={} if options.adapter_config else tokenizer_beside(first.part.path),
+        copied_files={} if options.adapter_config else tokenizer_beside(first.part.path),
         entries=[entries_of(first, drafts, options)],
         wrapper=first.weights.wrapper,
         notes=notes,

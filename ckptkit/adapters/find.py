@@ -11,7 +11,7 @@ from ckptkit.adapters.names import (
     WRAPPER,
     Entry,
     base_name,
-    find_stranger,
+    find_unknown_name,
     is_copy,
     is_unused,
     other_method,
@@ -92,7 +92,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
     if method is not None:
         message = f"expected LoRA or DoRA, found an adapter of {method}"
         raise Unsupported(message, path=layout.root, hint=AS_THEY_ARE)
-    stranger = find_stranger(layout.tensors)
+    stranger = find_unknown_name(layout.tensors)
     if stranger is not None:
         message = "this is not a name that PEFT gives to an adapter's matrix"
         raise Unsupported(message, path=layout.root, tensor=stranger, hint=AS_THEY_ARE)

@@ -55,7 +55,7 @@ def draft_merge(
     return replace(
         conversion,
         made={name: file for name, file in conversion.made.items() if name not in tokenizer},
-        carried=tokenizer,
+        copied_files=tokenizer,
         notes=[*conversion.notes, f"the tokenizer is the adapter's: {', '.join(tokenizer)}"],
     )
 
@@ -182,7 +182,7 @@ def check_experts_layout(merging: Merging, adapters: Sequence[Fitted], options: 
         message = f"--experts-layout: expected one adapter, found {len(adapters)}"
         raise Usage(message, hint="merge one adapter at a time")
     if not merging.has_fused_experts:
-        hint = "leave --experts-layout out"
+        hint = "drop --experts-layout"
         raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
 
 
@@ -226,7 +226,7 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
     if rows == old:
         return model
     if config.get(_VOCABULARY) != old:
-        message = f"it has {rows} rows instead of {old}, and config.json does not have the number of tokens"
+        message = f"expected {old} rows, found {rows}, and config.json does not have the number of tokens"
         raise Mismatch(message, path=model.companions.found_in, tensor=embedding)
     note = f"{_VOCABULARY} in config.json is {rows} instead of {old}"
     return model.with_config({**config, _VOCABULARY: rows}).say(note)

@@ -137,7 +137,7 @@ def other_method(names: Collection[str]) -> str | None:
     return None
 
 
-def find_stranger(names: Collection[str]) -> str | None:
+def find_unknown_name(names: Collection[str]) -> str | None:
     """Return the first of two matrices that are an adapter's as another library than PEFT calls them; None without."""
     for name in names:
         match = _STRANGER.fullmatch(name)

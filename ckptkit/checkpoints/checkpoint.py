@@ -445,4 +445,4 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
         return unread or NotACheckpoint(message, path=path, hint=next(iter(why), None))
     runs = runs_in(path)
     hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint
-    return NotACheckpoint("found no checkpoint in a known format and no run with checkpoints", path=path, hint=hint)
+    return NotACheckpoint("no checkpoint in any known format, and no run with checkpoints", path=path, hint=hint)

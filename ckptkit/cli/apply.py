@@ -86,7 +86,7 @@ def change_in_place(paths: list[Path], others: list[object], *, json: bool) -> N
     if len(paths) != 2:
         raise Usage(f"--in-place: expected LOCAL and ROOT, found {count(len(paths), 'path')}", hint="run with --help")
     if any(others):
-        raise Usage("--in-place takes no other options than --json and --quiet", hint="leave them out")
+        raise Usage("--in-place takes no other options than --json and --quiet", hint="drop them")
     done = apply_in_place(str(paths[0]), paths[1])
     if json:
         print_json(pick(done, "path", "deltas", "tensors", "elements", "unfinished") | {"completed": done.is_completed})

@@ -161,13 +161,13 @@ def remarks(done: Converted) -> list[str]:
     """Return what was changed on the way, what was left out, and what else there is to say."""
     lines = []
     if done.wrapper:
-        lines.append(f"the model was under `{done.wrapper}`")
+        lines.append(f"found the model under the key `{done.wrapper}`")
     dropped = [left for left in done.dropped if left.why != UNKNOWN]
-    lines += [f"left out `{left.name}`: {amount_of(left)} ({left.why})" for left in dropped[:_MOST_LEFT_OUT]]
+    lines += [f"not in the output: `{left.name}`, {amount_of(left)} ({left.why})" for left in dropped[:_MOST_LEFT_OUT]]
     others = dropped[_MOST_LEFT_OUT:]
     if others:
         rest = LeftOut("", sum(left.entries for left in others), sum(left.nbytes for left in others), "")
-        lines.append(f"left out more entries like these: {amount_of(rest)}")
+        lines.append(f"not in the output: more entries like these, {amount_of(rest)}")
     named = [(old, new) for old, new in done.renamed.items() if old.removeprefix(f"{done.wrapper}.") != new]
     if named:
         lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")
@@ -175,7 +175,7 @@ def remarks(done: Converted) -> list[str]:
         lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
     lines += completed(done.completed)
     lines += [f"note: {text}" for text in done.notes]
-    return lines + describe_left([left for left in done.left_behind if left.why != WEIGHTS], "left behind")
+    return lines + describe_left([left for left in done.left_behind if left.why != WEIGHTS], "not copied")
 
 
 def completed(entries: Mapping[str, str]) -> list[str]:

@@ -78,5 +78,5 @@ def report(src: Path, done: CopiedFiles) -> None:
         say(line)
     for text in done.notes:
         say(f"note: {text}")
-    for line in describe_left(done.left_behind, "left behind"):
+    for line in describe_left(done.left_behind, "not copied"):
         say(line)

@@ -74,7 +74,7 @@ def delta(
     """
     if to == "disk-delta":
         if dry_run or jobs is not None:
-            raise Usage("--format disk-delta does not take --dry-run or --jobs", hint="leave them out")
+            raise Usage("--format disk-delta does not take --dry-run or --jobs", hint="drop them")
         with progress_bar("comparing") as progress:
             more = {"encoding": encoding} if encoding else {}
             write_version(

@@ -176,7 +176,7 @@ def report(done: Pruned) -> None:
         say(line)
     if done.deleted or not gone:
         return
-    pin = f"; `ckptkit pin {gone[0].path}` would keep one whatever the rules say"
+    pin = f"; `ckptkit pin {gone[0].path}` keeps one whatever the rules say"
     note(f"hint: run the same command with --yes to do it{pin if len(roots_of(gone[0].path)) == 1 else ''}")
 
 

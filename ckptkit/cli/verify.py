@@ -71,9 +71,9 @@ def verify(
     paths = [with_others(path, also) for path in paths]
     deltas = [path for path in paths if is_any_delta(path)]
     if base and len(deltas) < len(paths):
-        raise Usage("--base is for deltas", hint="leave it out, or use --against")
+        raise Usage("--base is for deltas", hint="drop it, or use --against")
     if deltas and (fast or against or stats):
-        raise Usage("--fast, --against and --stats are for checkpoints", hint="leave them out, or verify deltas alone")
+        raise Usage("--fast, --against and --stats are for checkpoints", hint="drop them, or verify deltas alone")
     found = [check_delta(path, base=base, jobs=jobs) for path in deltas]
     with progress_bar("verify") as progress:
         found += check(

@@ -28,7 +28,7 @@ def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Ite
     remainders = [name for name, master in masters.items() if master.spec.dtype == REMAINDERS]
     if remainders:
         which = f"{count(len(remainders), 'weight')}, such as `{remainders[0]}`"
-        yield f"the optimizer has only remainders of masters of {which}, in {REMAINDERS}: nothing to compare them with"
+        yield f"the optimizer has only remainders of masters of {which}, in {REMAINDERS}: ckptkit cannot compare them"
     narrow = [name for name, dtype in specs.items() if dtype.name in _NARROW and name not in remainders]
     if narrow:
         copies = {name: weights[name] for name in narrow}

@@ -217,7 +217,7 @@ def by_own_names(layout: Layout) -> Side:
     keys = own_keys(layout, found)
     if len(set(keys.values())) < len(keys):
         return Side(layout)
-    return Side(with_keys(layout, keys, cleaner(found)), frozenset(found.came_from), found.wrapper, found.summarise())
+    return Side(with_keys(layout, keys, cleaner(found)), frozenset(found.came_from), found.wrapper, found.summarize())
 
 
 def own_keys(layout: Layout, found: Weights) -> dict[str, KeyPath]:

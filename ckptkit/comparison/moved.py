@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.comparison.matching import by_own_names
-from ckptkit.comparison.plain import Plain
+from ckptkit.comparison.quantized_as_plain import Plain
 from ckptkit.engine.compare import compare
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate

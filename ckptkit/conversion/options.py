@@ -164,16 +164,16 @@ class ConvertOptions:
             parse_part(self.part)
         writer = self.writer
         if self.world_size is not None and not writer.is_sharded:
-            raise Usage(f"`{self.to}` is the same for any number of ranks", hint="leave --world-size out")
+            raise Usage(f"`{self.to}` is the same for any number of ranks", hint="drop --world-size")
         if self.under and writer.is_model_only:
             hint = "rename them with --rename '^=>KEY.'"
             raise Usage("--under: the weights of a Hugging Face model cannot be under a key", hint=hint)
         if self.optimizer_keys not in (None, NAMES, IDS):
             raise Usage(f"expected optimizer keys `{NAMES}` or `{IDS}`, found `{self.optimizer_keys}`")
         if self.optimizer_keys and writer.is_model_only:
-            raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
+            raise Usage("a Hugging Face model has no optimizer", hint="drop --optimizer-keys")
         if self.complete_optimizer and (writer.is_model_only or self.merge):
-            raise Usage("the output is a model without an optimizer", hint="leave --complete-optimizer out")
+            raise Usage("the output is a model without an optimizer", hint="drop --complete-optimizer")
         self.check_shard_size()
         self.check_adapters()
         self.check_text_only()
@@ -182,7 +182,7 @@ class ConvertOptions:
         self.check_salvage()
         needs_config = writer.is_model_only or self.merge or self.changes_names
         if self.base is not None and not needs_config:
-            raise Usage(f"`{self.to}` is not compared with a model's config.json", hint="leave --base out")
+            raise Usage(f"ckptkit does not compare `{self.to}` with a config.json", hint="drop --base")
 
     def check_names_and_dtypes(self) -> None:
         """Raise `Usage` for a rule, a family or a table that is not understood."""
@@ -194,19 +194,19 @@ class ConvertOptions:
     def check_shard_size(self) -> None:
         """Raise `Usage` for a size of safetensors files where none are written."""
         if self.max_shard_size != DEFAULT_SHARD_SIZE and not self.writer.is_model_only:
-            raise Usage(f"`{self.to}` does not write safetensors files", hint="leave --max-shard-size out")
+            raise Usage(f"`{self.to}` does not write safetensors files", hint="drop --max-shard-size")
 
     def check_adapters(self) -> None:
         """Raise `Usage` for what is asked of adapters and contradicts itself."""
         if self.adapter_config and not (self.merge or self.writer.is_model_only):
             raise Usage(f"`{self.to}` keeps adapters as they are", hint="drop --adapter-config, or pass --merge")
         if self.experts_layout is not None and not self.merge:
-            raise Usage("--experts-layout is for a merge", hint="pass --merge, or leave --experts-layout out")
+            raise Usage("--experts-layout is for a merge", hint="pass --merge, or drop --experts-layout")
         if self.experts_layout not in (None, *EXPERTS_LAYOUTS):
             message = f"--experts-layout: expected {' or '.join(EXPERTS_LAYOUTS)}, found `{self.experts_layout}`"
             raise Usage(message)
         if self.merge and self.changes_names:
-            hint = "merge first, and consolidate the result with --names, --map or --vocab-size"
+            hint = "merge first, then consolidate the result with --names, --map or --vocab-size"
             raise Usage("an adapter only fits the names and rows that its model had in training", hint=hint)
 
     def check_text_only(self) -> None:
@@ -214,10 +214,10 @@ class ConvertOptions:
         if not self.text_only:
             return
         if not self.is_for_hub:
-            hint = "run `ckptkit consolidate SRC OUT --text-only` first, and convert OUT"
+            hint = "run `ckptkit consolidate SRC OUT --text-only` first, then convert OUT"
             raise Usage("--text-only writes a Hugging Face model under the Hub's names only", hint=hint)
         if self.merge or self.from_base or self.vocab_size:
-            hint = "consolidate with the other options first, and the result with --text-only"
+            hint = "consolidate with the other options first, then consolidate the result with --text-only"
             raise Usage("--text-only cannot be combined with --from-base, --merge or --vocab-size", hint=hint)
 
     def check_from_base(self) -> None:
@@ -227,11 +227,11 @@ class ConvertOptions:
         if self.base is None:
             raise Usage("--from-base copies tensors of --base, but --base is missing", hint="pass --base MODEL")
         if not self.is_for_hub:
-            hint = "run `ckptkit consolidate SRC OUT --base MODEL --from-base GLOB` first, and convert OUT"
+            hint = "run `ckptkit consolidate SRC OUT --base MODEL --from-base GLOB` first, then convert OUT"
             raise Usage("--from-base writes a Hugging Face model under the Hub's names only", hint=hint)
         if self.merge or self.quantize:
             first, then = ("--merge", "--from-base") if self.merge else ("--from-base", "--quantize")
-            hint = f"consolidate with {first} first, and the result with {then}"
+            hint = f"consolidate with {first} first, then consolidate the result with {then}"
             raise Usage("--from-base cannot be combined with --merge or --quantize", hint=hint)
 
     def check_quantize(self) -> None:
@@ -241,17 +241,17 @@ class ConvertOptions:
                 raise Usage("--exclude-quantize does nothing without --quantize", hint="add --quantize")
             return
         if self.quantize not in QUANTIZATIONS:
-            raise Usage(f"unknown quantization `{self.quantize}`", hint=f"--quantize {' or '.join(QUANTIZATIONS)}")
+            raise Usage(f"unknown quantization `{self.quantize}`", hint=f"use one of {', '.join(QUANTIZATIONS)}")
         if not self.writer.is_model_only:
             raise Usage(
                 f"`{self.to}` is not a model format that can be quantized",
                 hint="run `ckptkit consolidate SRC OUT --quantize` instead",
             )
         if self.merge:
-            hint = "merge first, and consolidate the result with --quantize"
+            hint = "merge first, then consolidate the result with --quantize"
             raise Usage("ckptkit does not merge and quantize in one step", hint=hint)
         if self.names not in (None, HUB):
-            raise Usage("loaders of quantized weights look for the Hub's names", hint="leave --names out")
+            raise Usage("loaders of quantized weights look for the Hub's names", hint="drop --names")
 
     def check_salvage(self) -> None:
         """Raise `Usage` for what is asked of a damaged checkpoint and contradicts itself."""

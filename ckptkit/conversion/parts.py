@@ -258,18 +258,18 @@ def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layou
         dropped, remarks = drop_files_of_ranks(found, world_size)
         notes += remarks
         found = {name: path for name, path in found.items() if name not in dropped}
-    return replace(conversion, carried=found, notes=notes)
+    return replace(conversion, copied_files=found, notes=notes)
 
 
 def with_config_of(conversion: Conversion, rows: int) -> Conversion:
     """Return the conversion with each config.json that goes along made anew, for a vocabulary of so many rows."""
     made = dict(conversion.made)
-    for name, path in conversion.carried.items():
+    for name, path in conversion.copied_files.items():
         config = read_config(path) if Path(name).name == CONFIG else None
         if config is not None and vocabulary_of(config) is not None:
             made[name] = dump_config(with_vocabulary(config, rows))
-    carried = {name: path for name, path in conversion.carried.items() if name not in made}
-    return replace(conversion, made=made, carried=carried)
+    copied_files = {name: path for name, path in conversion.copied_files.items() if name not in made}
+    return replace(conversion, made=made, copied_files=copied_files)
 
 
 def without_copy(conversion: Conversion, root: Path) -> Conversion:
@@ -279,5 +279,5 @@ def without_copy(conversion: Conversion, root: Path) -> Conversion:
     if not copies:
         return conversion
     notes = [*conversion.notes, *(f"skipped `{name}`: another copy of the weights" for name in copies)]
-    kept = {name: path for name, path in conversion.carried.items() if name not in copies}
-    return replace(conversion, carried=kept, notes=notes)
+    kept = {name: path for name, path in conversion.copied_files.items() if name not in copies}
+    return replace(conversion, copied_files=kept, notes=notes)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.conversion.draft import Conversion
-from ckptkit.conversion.made_files import copy_carried, create, seal, write_made
+from ckptkit.conversion.made_files import create, seal, write_copied_files, write_made
 from ckptkit.conversion.options import RANK, parse_part
 from ckptkit.conversion.report import Written
 from ckptkit.conversion.torchrun import rank_and_ranks, wait_for_ranks
@@ -131,7 +131,7 @@ def require_whole(conversion: Conversion, room: Path) -> None:
             path = room / draft.place / file.name
             there = file_size(path) if is_there(path) else 0
             if there != file.nbytes:
-                message = f"{there} bytes remain of {file.nbytes} that were written"
+                message = f"expected {file.nbytes} bytes, as written before, found {there}"
                 raise Corrupt(message, path=path, hint=f"delete {room}, and run all parts again")
 
 
@@ -216,7 +216,7 @@ def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledg
     jobs = conversion.options.jobs
     copied = [check_complete(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
     write_made(conversion, stage.path)
-    copy_carried(conversion, stage.path)
+    write_copied_files(conversion, stage.path)
     seal(conversion, plans, copied)
     for origin in (*conversion.origins, *conversion.also_read):
         origin.check()

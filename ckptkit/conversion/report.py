@@ -137,7 +137,7 @@ def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> l
         for left in dropped
         if left.why == UNKNOWN
     ]
-    return lines + describe_left([left for left in left_behind if left.why == WEIGHTS], "left behind")
+    return lines + describe_left([left for left in left_behind if left.why == WEIGHTS], "not copied")
 
 
 def count_entries(found: Iterable[Entries]) -> dict[str, int]:

@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 from ckptkit.formats import locate
 from ckptkit.formats.archives.locate import ENVELOPE
-from ckptkit.layout import Chunk, Layout
+from ckptkit.layout import Chunk, FileOffset, Layout
 
 _ALL = 20_000  # envelopes that are all opened
 _SAMPLE = 4096  # of more envelopes, those that are opened beside the last one of each file
-
-Place = tuple[str, int]  # the file of a chunk, and its offset
 
 
 class Checked(NamedTuple):
@@ -58,7 +56,7 @@ def locate_sample(layout: Layout) -> Checked:
     return Checked(layout, sample, locate(sample), remark)
 
 
-def last_in_files(places: Iterable[Place]) -> Iterable[Place]:
+def last_in_files(places: Iterable[FileOffset]) -> Iterable[FileOffset]:
     """Return the last place in each file."""
     last: dict[str, int] = {}
     for path, offset in places:

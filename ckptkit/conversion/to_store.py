@@ -228,7 +228,7 @@ class OutputUpload:
         assembly.require_all()
         pairs = zip(self.plans, ledgers, strict=True)
         copied = [check_complete(plan, ledger, jobs=self.jobs) for plan, ledger in pairs]
-        sums = {name: self.send_file(name, path) for name, path in conversion.carried.items()}
+        sums = {name: self.send_file(name, path) for name, path in conversion.copied_files.items()}
         write_made(conversion, self.room)
         files = seal(conversion, self.plans, copied, sums)
         for origin in (*conversion.origins, *conversion.also_read):

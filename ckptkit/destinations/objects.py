@@ -17,9 +17,9 @@ from uuid import uuid4
 
 from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import Check
+from ckptkit.destinations.in_order import Turns
 from ckptkit.destinations.pieces import FilePiece, is_large, piece_bytes
 from ckptkit.destinations.place import UploadPlace
-from ckptkit.destinations.turns import Turns
 from ckptkit.errors import IOFailure, Occupied, Unsupported
 from ckptkit.files.crc32 import combine, crc32
 from ckptkit.files.path import RemotePath, at_once
@@ -135,8 +135,8 @@ class ObjectDestination:
 
     def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
         """Raise `Unsupported`: no file can be made by several processes."""
-        message = "several processes cannot write a file together here: the store takes a file from start to end"
-        hint = "leave out --part, or write the parts to a local directory and copy that with `ckptkit cp`"
+        message = "several processes cannot write one file in this store"
+        hint = "drop --part, or write the parts to a local directory and copy that with `ckptkit cp`"
         raise Unsupported(message, path=self.path, hint=hint)
 
     def notes(self) -> NoReturn:

@@ -14,8 +14,8 @@ from typing import Any
 
 from huggingface_hub import constants
 
+from ckptkit.destinations.in_order import Turns
 from ckptkit.destinations.pieces import FilePiece
-from ckptkit.destinations.turns import Turns
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
 from ckptkit.files.crc32 import combine, crc32
 from ckptkit.files.path import RemotePath

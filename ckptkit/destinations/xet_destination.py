@@ -29,7 +29,7 @@ class XetDestination(ABC):
     def join(self) -> NoReturn:
         """Raise `Unsupported`: one process makes a commit, and nothing keeps processes apart in a bucket."""
         message = "several processes cannot write to hf:// together"
-        hint = "leave --part and torchrun out; or write to a local directory or to s3://, then `ckptkit cp` it there"
+        hint = "drop --part and torchrun; or write to a local directory or to s3://, then `ckptkit cp` it there"
         raise Unsupported(message, path=self.path, hint=hint)
 
     def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002

@@ -64,7 +64,7 @@ def compare_file(layout: Layout, path: str, runs: Iterable[Extent]) -> bool:
     """
     nbytes, recorded = layout.file_sums[path]
     if (size := file_size(layout.root / path)) != nbytes:
-        message = f"expected {nbytes} bytes as in the manifest, found {size}"
+        message = f"expected {nbytes} bytes (manifest), found {size}"
         raise Corrupt(message, path=layout.root / path, hint=RESTORE)
     ordered = sorted(runs, key=lambda run: run.offset)
     ends = [0, *(run.offset + run.length for run in ordered)]

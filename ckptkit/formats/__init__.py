@@ -203,7 +203,7 @@ def one_of_dcp(path: Path) -> NotACheckpoint | None:
         if not has_name([path.name], FORMATS["dcp"].files) or not path.is_file():
             return None
     kind = "one shard" if path.suffix == ".distcp" else "the metadata"
-    hint = f"name the directory: {path.absolute().parent}"
+    hint = f"pass the directory {path.absolute().parent}"
     return NotACheckpoint(f"this file is {kind} of a DCP directory, not a checkpoint", path=path, hint=hint)
 
 

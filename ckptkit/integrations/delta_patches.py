@@ -36,7 +36,7 @@ def check_chain(places: Sequence[str | Path], weights: LoadedWeights) -> tuple[D
     result = LoadedWeights(weights.layout, {**weights.sums, **chain.sums})
     expected, found = chain.deltas[-1].record.new, identify(weights.layout.specs, result.sums)
     if found != expected:
-        message = f"expected the delta to make {expected[:12]}, found that its tensors make {found[:12]}"
+        message = f"expected weights {expected[:12]} after the delta, found {found[:12]}"
         raise Corrupt(message, path=chain.deltas[-1].path)
     return chain, result
 

@@ -71,5 +71,5 @@ class Sizes:
             return width
         hidden, heads = self["hidden"], self["heads"]
         if hidden % heads:
-            raise Mismatch(f"config.json says {heads} heads, which do not divide the hidden size {hidden}")
+            raise Mismatch(f"expected heads that divide the hidden size {hidden} (config.json), found {heads}")
         return hidden // heads

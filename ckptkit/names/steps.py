@@ -125,7 +125,7 @@ def group(sizes: Sizes) -> tuple[int, int, int]:
     """Return how many key heads there are, the query heads of each, and their width."""
     heads, groups = sizes["heads"], sizes["key_heads"]
     if heads % groups:
-        raise Mismatch(f"config.json says {groups} key heads, which do not divide the {heads} heads")
+        raise Mismatch(f"expected key heads that divide {heads} heads (config.json), found {groups}")
     return groups, heads // groups, sizes.head_width
 
 

@@ -62,7 +62,7 @@ def convert(
     """
     own = {"to": to, "world_size": world_size, "under": under, "optimizer_keys": optimizer_keys}
     own["complete_optimizer"] = complete_optimizer
-    return carry_out([src], dst, ConvertOptions.of(options, **own))
+    return run_conversion([src], dst, ConvertOptions.of(options, **own))
 
 
 def has_quantized(model: Model, options: ConvertOptions) -> bool:
@@ -141,7 +141,7 @@ STEPS = (  # the model, or several whose mean it is to be
 )
 
 
-def carry_out(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
+def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
     """Make of a checkpoint, or of the mean of several, what `options` say, or a part of that.
 
     Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
@@ -222,11 +222,11 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
 
         if adapted := [found for part in parts if (found := open_adapters(part, options))]:
             if parts[0].masters is not None:
-                hint = "leave --weights-from out to take the adapter as it was saved"
+                hint = "drop --weights-from to take the adapter as it was saved"
                 raise Unsupported("ckptkit does not take the masters of an adapter", path=parts[0].path, hint=hint)
             return draft_adapters(adapted, remarks, dst, options)
     if options.adapter_config:
-        raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="leave --adapter-config out")
+        raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="drop --adapter-config")
     return draft_model(parts, remarks, dst, options)
 
 
@@ -297,7 +297,7 @@ def require_all_taken(conversion: Conversion) -> None:
         for left in entries.groups():
             if left.why == UNKNOWN:
                 message = f"`{left.name}` would be lost: {count(left.entries, 'tensor')} ({left.why})"
-                hint = f"leave it out with --exclude '{left.name}*', or drop --strict"
+                hint = f"drop it with --exclude '{left.name}*', or drop --strict"
                 raise Mismatch(message, path=conversion.origins[0].path, hint=hint)
     for file in conversion.left_behind:
         if not file.is_known:
@@ -319,15 +319,15 @@ def draft_parts(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> C
         return draft_by_names(checkpoint, dst, options)
     from ckptkit.conversion import parts
 
-    return parts.draft_parts(checkpoint, dst, options, refuse_torn)
+    return parts.draft_parts(checkpoint, dst, options, refuse_separated)
 
 
-def refuse_torn(part: Component, casts: Mapping[str, str]) -> None:
+def refuse_separated(part: Component, casts: Mapping[str, str]) -> None:
     """Raise an error if casts would tear quantized weights from their scales."""
     if casts and may_be_quantized(part.layout.specs):
         from ckptkit.quantized import plain
 
-        plain.refuse_torn(part, casts, {})
+        plain.refuse_separated(part, casts, {})
 
 
 def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:

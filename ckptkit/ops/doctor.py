@@ -92,7 +92,9 @@ def doctor(
         return replace(found, notes=(*notes, f"nothing was fixed: {many if certain else 'no fix is certain to help'}"))
     made = run_fix(certain[0], checkpoint, fix)
     fixed = doctor(fix, model=model, like=like, world_size=world_size)
-    left_out = [f"left out `{one.name}`" for one in made.dropped] + describe_left(made.left_behind, "left behind")
+    left_out = [f"not in the output: `{one.name}`" for one in made.dropped] + describe_left(
+        made.left_behind, "not copied"
+    )
     return replace(found, fixed_by=certain[0], fixed=replace(fixed, notes=(*made.notes, *left_out, *fixed.notes)))
 
 

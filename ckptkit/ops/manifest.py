@@ -27,7 +27,7 @@ def make_manifest(
         raise Usage(
             "expected a directory: a manifest lists the files of one",
             path=checkpoint.path,
-            hint="name the directory that the file is in",
+            hint="pass the directory that the file is in",
         )
     parts = [place for place in checkpoint.places if place.is_dir()]  # a file beside a model is in its manifest
     known = [part for part in parts if (part / NAME).exists()]

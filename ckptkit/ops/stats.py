@@ -108,7 +108,7 @@ def stats(
     """
     if other is not None:
         if include or exclude:
-            raise Usage("--include and --exclude are for one checkpoint", hint="leave them out, or OTHER")
+            raise Usage("--include and --exclude are for one checkpoint", hint="drop them, or drop OTHER")
         return moved(source, other, jobs=jobs, progress=progress)
     checkpoint = Checkpoint.open(source)
     whole = checkpoint.layout
@@ -116,7 +116,7 @@ def stats(
     asked.check_globs([whole])
     layout = locate(edits.select(replace(whole, blobs={}), asked.admit))
     if not layout.tensors and (include or exclude):
-        raise Usage("there is no tensor left to look at", path=checkpoint.path, hint="check --include and --exclude")
+        raise Usage("no tensor is left to measure", path=checkpoint.path, hint="check --include and --exclude")
     found = survey(layout, jobs=jobs, progress=telling(progress, layout.nbytes))
     counters = find_counters(whole)
     specs = layout.specs.items()

@@ -345,7 +345,7 @@ def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
             continue
         known = own.recorded.get(name)
         if known is not None and known.nbytes != sizes[name]:
-            message = f"the file has {sizes[name]} bytes, but the manifest says {known.nbytes}"
+            message = f"expected {known.nbytes} bytes (manifest), found {sizes[name]}"
             problems.add(Corrupt(message, path=path, hint=RESTORE))
     return sizes
 
@@ -385,7 +385,7 @@ def compare_extents(
             continue  # what has no bytes lies where the next extent begins
         is_whole = crc == extent.crc32
         length, offset = extent.length, extent.offset
-        other = f"the {length} bytes at {offset} changed: the manifest recorded CRC-32 {wanted:08x} for them"
+        other = f"expected CRC-32 {wanted:08x} of the {length} bytes at {offset} (manifest), found {extent.crc32:08x}"
         problems.add(
             Corrupt(
                 other if is_whole else tell_damage(length, offset, crc, wanted),

@@ -202,5 +202,5 @@ def shape_of(state: Mapping[str, Shape]) -> Shape | None:
         return (*rows, *columns[-1:])
     others = {shape for name, shape in state.items() if name != "step"}
     if len(others) > 1:
-        raise Unsupported(f"the optimizer holds {', '.join(sorted(state))}: none of them has the parameter's shape")
+        raise Unsupported(f"expected a state with the parameter's shape, found only {', '.join(sorted(state))}")
     return others.pop() if others else None

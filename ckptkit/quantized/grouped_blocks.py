@@ -1,4 +1,4 @@
-"""Compute weights of few bits, whole groups of neighbours at a time: numbers in a stream of bits, times scales.
+"""Compute weights of few bits, whole groups of neighbors at a time: numbers in a stream of bits, times scales.
 
 Names no format. A row of a weight is cut into groups. What all numbers of a group have in common lies in further
 tensors with an element for each group: a scale, a zero point, a bias. A part of a recipe applies one of them. All is
@@ -296,7 +296,7 @@ class Extremes:
 
 
 def peaks_of(values: Array) -> Array:
-    """Return the largest magnitude in each group: neighbours are compared, which takes a sixth of numpy's time."""
+    """Return the largest magnitude in each group: neighbors are compared, which takes a sixth of numpy's time."""
     found, size = np.abs(values).reshape(-1), values.shape[-1]
     while size % 2 == 0:
         found, size = np.maximum(found[::2], found[1::2]), size // 2

@@ -42,7 +42,7 @@ def claiming(root: Path, key: str) -> Iterator[int]:
             lock = acquire(path, patience=_PATIENCE)
         except Occupied as error:
             hint = "wait for it to end, or for the command that it had begun when it was killed"
-            raise Occupied("another watch is doing the same here", path=root, hint=hint) from error
+            raise Occupied("another watch with the same commands handles this run", path=root, hint=hint) from error
     try:
         let_go(lock)
         yield lock

@@ -58,7 +58,7 @@ def own_keys() -> tuple[tuple[re.Pattern[str], ...], ...]:
 
 
 def is_whole(name: str) -> bool:
-    return any(matches("wholes", name))
+    return any(matches("complete_folders", name))
 
 
 def is_exported(name: str) -> bool:
@@ -179,7 +179,7 @@ def find_foreign(names: Iterable[str]) -> Unread | None:
 
 
 def say_opaque(names: Iterable[str]) -> str | None:
-    """Return what tensors among these names are that can only be carried as they are, None if there are none."""
+    """Return what tensors among these names are that can only be copied unchanged, None if there are none."""
     return look_up([trainer.opaque for trainer in TRAINERS.values()], names)
 
 

@@ -166,7 +166,7 @@ PRIME_RL = TrainerFacts(
         Mark("prime-rl", keys=("app/model", "app/optimizers", "app/progress")),
         Mark("prime-rl, a broadcast", place="step_[0-9]+", files=("STABLE",)),
     ),
-    wholes=("trainer",),
+    complete_folders=("trainer",),
     states=(r"rank_[0-9]+\.pt", r"progress\.pt", "STABLE"),
     markers={"broadcasts/step_[0-9]+": "STABLE"},
 )
@@ -183,7 +183,7 @@ DEEPSPEED = TrainerFacts(
         Mark("DeepSpeed", files=(_ZERO,)),
     ),
     steps=(_GLOBAL_STEP, f"{_GLOBAL_STEP}_universal"),
-    wholes=(_GLOBAL_STEP,),
+    complete_folders=(_GLOBAL_STEP,),
     trackers=("latest",),
     ranks=(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt",),
 )

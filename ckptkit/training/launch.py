@@ -35,7 +35,7 @@ def launch(work: Work, nproc: int | None, report: Report) -> None:
     elif nproc is None:
         work(place, report)
     else:
-        raise Usage("`--nproc` under torchrun", hint="torchrun starts the processes: leave `--nproc` out")
+        raise Usage("--nproc cannot be used under torchrun, which starts the processes", hint="drop `--nproc`")
 
 
 def torchrun_place() -> RankPlace | None:

@@ -48,7 +48,7 @@ class WatchCommand:
         except ValueError as error:
             raise Usage(f"`{text}` cannot be split into words: {str(error).lower()}") from error
         if not words:
-            raise Usage("a command without words")
+            raise Usage("expected a command, found nothing")
         made = cls(words, is_ours)
         unknown = sorted(made.places - set(PLACES))
         if unknown:

@@ -312,7 +312,7 @@ def test_configs_that_do_not_fit(
 
 
 def test_what_does_not_fit_the_base(produce: Produce, tmp_path: Path) -> None:
-    """A module that is not there, another width, and quantised weights."""
+    """A module that is not there, another width, and quantized weights."""
     made = produce(lora)
     base = load_file(made.root / "base" / MODEL)
     name = "model.layers.1.self_attn.q_proj.weight"

@@ -89,4 +89,4 @@ def test_one_file_of_a_dcp_directory_is_not_a_checkpoint(name: str, kind: str, t
     for command in (Checkpoint.open, ckptkit.verify, lambda path: ckptkit.consolidate(path, tmp_path / "out")):
         with pytest.raises(NotACheckpoint, match=f"{kind} of a DCP directory") as raised:
             command(root / name)
-        assert raised.value.hint == f"name the directory: {root}"
+        assert raised.value.hint == f"pass the directory {root}"

@@ -156,7 +156,7 @@ def test_inspect_at_a_glance(run: Path) -> None:
     assert max(map(len, lines[1:])) <= max(80, len(lines[1]))
     text = "\n".join(lines)
     for words in (
-        f"note: the latest complete checkpoint of {run}",
+        f"note: showing the latest complete checkpoint of {run}",
         f"{run / 'global_step10'}: dcp checkpoint, step 10, written by 3 ranks",
         "trainer: torch.distributed.checkpoint",
         "no manifest",

@@ -48,7 +48,7 @@ def test_adapters_are_inspected(home: Path) -> None:
         "q_proj",
         "(4 modules)",
         "a trained lm_head.weight",
-        "base beside it",
+        "with its base",
     ):
         assert words in line
     (adapter,) = json.loads(ckptkit("inspect", home / "run", "--json").stdout)["adapters"]

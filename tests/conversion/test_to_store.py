@@ -161,7 +161,7 @@ def test_another_output_is_not_mixed_in(place: Place, source: Path) -> None:
     with pytest.raises(IOFailure):
         ckptkit.consolidate(source, place.url)
     forget()
-    with pytest.raises(Occupied, match="another upload is under way"):
+    with pytest.raises(Occupied, match="another upload has been under way"):
         ckptkit.consolidate(source, place.url, dtype="bfloat16")
     ckptkit.consolidate(source, place.url, dtype="bfloat16", overwrite=True)
     forget()

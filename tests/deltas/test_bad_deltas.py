@@ -61,7 +61,7 @@ def test_a_missing_file(made: tuple[Path, Path]) -> None:
 def test_a_truncated_payload(made: tuple[Path, Path]) -> None:
     path = made[1] / PAYLOAD
     path.write_bytes(path.read_bytes()[:-5])
-    refused(*made, Corrupt, "the header describes")
+    refused(*made, Corrupt, "bytes .header., found")
 
 
 @pytest.mark.parametrize(

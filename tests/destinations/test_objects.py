@@ -232,7 +232,7 @@ def test_another_upload_is_refused_or_abandoned(
         with pytest.raises(IOFailure):
             ckptkit.cp(two_files, place.url)
     assert CLAIM in place.files()
-    with pytest.raises(Occupied, match="another upload is under way since") as refused:
+    with pytest.raises(Occupied, match="another upload has been under way since") as refused:
         ckptkit.cp(source, place.url)
     assert refused.value.exit_code == 5
     ckptkit.cp(source, place.url, overwrite=True)
@@ -376,10 +376,10 @@ def test_a_dropped_connection_is_no_failure(az: Bucket, two_files: Path) -> None
 
 
 def test_shares_are_refused_before_anything_is_written(place: Bucket, source: Path) -> None:
-    with pytest.raises(Unsupported, match="several processes cannot write a file together") as refused:
+    with pytest.raises(Unsupported, match="several processes cannot write one file") as refused:
         ckptkit.consolidate(source, place.url, part="1/2")
     assert refused.value.hint is not None
-    assert "leave out --part" in refused.value.hint
+    assert "drop --part" in refused.value.hint
     assert not place.files()
 
 

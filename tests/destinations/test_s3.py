@@ -315,7 +315,7 @@ def test_another_upload_is_refused_or_abandoned(place: Place, source: Path, tmp_
     other = tmp_path / "ckpt-5"
     other.mkdir()
     save_file({"w": torch.zeros(4)}, other / "model.safetensors")
-    with pytest.raises(Occupied, match="another upload is under way since") as refused:
+    with pytest.raises(Occupied, match="another upload has been under way since") as refused:
         ckptkit.cp(other, place.url)
     assert refused.value.exit_code == 5
     ckptkit.cp(other, place.url, overwrite=True)

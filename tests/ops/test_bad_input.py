@@ -57,9 +57,9 @@ def replace_by_link(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[CkptError], str]] = {
-    "shard cut in half": (lambda p: truncate(p / SHARD, 10_000), Corrupt, "metadata needs"),
-    "shard short of a byte": (lambda p: truncate(p / SHARD, -1), Corrupt, "metadata needs"),
-    "shard empty": (lambda p: truncate(p / SHARD, 0), Corrupt, "metadata needs"),
+    "shard cut in half": (lambda p: truncate(p / SHARD, 10_000), Corrupt, r"bytes \(metadata\), found"),
+    "shard short of a byte": (lambda p: truncate(p / SHARD, -1), Corrupt, r"bytes \(metadata\), found"),
+    "shard empty": (lambda p: truncate(p / SHARD, 0), Corrupt, r"bytes \(metadata\), found"),
     "shards missing": (
         lambda p: remove(p / "__1_0.distcp", p / "__2_0.distcp"),
         Corrupt,

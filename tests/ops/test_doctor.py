@@ -638,4 +638,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["ok"] is False
     assert {"code", "tensor", "message", "fix"} <= found["findings"][0].keys()
     healthy = subprocess.run([*words[:5]], capture_output=True, text=True, check=False)
-    assert (healthy.returncode, healthy.stdout) == (0, f"{tmp_path / 'ckpt-1'}: nothing found that would break\n")
+    assert (healthy.returncode, healthy.stdout) == (0, f"{tmp_path / 'ckpt-1'}: no problem found\n")

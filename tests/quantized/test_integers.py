@@ -60,8 +60,8 @@ GOOD = {W + "_packed": torch.zeros(4, 16, dtype=torch.int32), W + "_scale": torc
 ZEROS, TWO_ZEROS = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
 WAY = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], str]] = {
-    "no scale": ({W + "_scale": None}, {}, Mismatch, "no scales of it"),
-    "no numbers": ({W + "_packed": None}, {}, Mismatch, "these are scales"),
+    "no scale": ({W + "_scale": None}, {}, Mismatch, "found none"),
+    "no numbers": ({W + "_packed": None}, {}, Mismatch, "for these scales"),
     "scales of another shape": ({W + "_scale": torch.ones(4, 5)}, {}, Mismatch, r"found \[4, 5\]"),
     "rows of scales": ({W + "_scale": torch.ones(3, 4)}, {}, Mismatch, r"found \[3, 4\]"),
     "a group that does not divide": ({}, {"group_size": 48}, Mismatch, "a scale for 48"),

@@ -321,7 +321,7 @@ def test_an_upload_and_a_deletion_keep_apart(place: Place, fill: Fill, produce: 
     fill(place, 1, 2)
     source = produce(producers.under_model).root
     leave_deletion(place)
-    with pytest.raises(Occupied, match="another deletion is under way since"):
+    with pytest.raises(Occupied, match="another deletion has been under way since"):
         ckptkit.cp(source, f"{url_of(place)}/ckpt-1")
     prune(url_of(place), keep_last=1, yes=True)
     place.server.fail("PUT .*ckpt-0/.metadata", status=403)
@@ -340,7 +340,7 @@ def test_an_upload_and_a_deletion_keep_apart(place: Place, fill: Fill, produce: 
     before = keys(place)
     done = prune(url_of(place), keep_last=1, yes=True)
     assert (steps(done.keep), done.delete) == ([2, 1], ())
-    assert all(entry.reason.startswith("an upload is under way since") for entry in (done.keep[1], *done.other))
+    assert all(entry.reason.startswith("an upload has been under way since") for entry in (done.keep[1], *done.other))
     assert keys(place) == before
 
 
@@ -356,7 +356,7 @@ def test_an_upload_that_comes_after_the_plan_is_left_alone(place: Place, fill: F
     done = prune(url_of(place), keep_last=1, yes=True)
     assert [entry.reason for entry in done.keep] == [
         "one of the last 1",
-        "an upload is under way since now, from there",
+        "an upload has been under way since now, from there",
     ]
     assert visible(place) == [1, 2]
 

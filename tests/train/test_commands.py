@@ -110,4 +110,4 @@ def test_smoke_exits_with_1_when_a_check_fails(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     rows = [line.split("  ")[0] for line in done.stdout.splitlines() if " FAILED " in line]
     assert rows == list(CHECKS)
-    assert "`--nproc` under torchrun" in done.stdout
+    assert "--nproc cannot be used under torchrun" in done.stdout

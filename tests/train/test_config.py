@@ -38,8 +38,8 @@ def test_every_setting_says_what_it_means() -> None:
     [
         ("stepps = 1", "unknown setting `stepps`"),
         ("run = 'elsewhere'", "unknown setting `run`"),
-        ("steps = '1'", "steps is '1', of the wrong type"),
-        ("steps = true", "steps is True, of the wrong type"),
+        ("steps = '1'", "steps: expected a whole number, found '1'"),
+        ("steps = true", "steps: expected a whole number, found True"),
         ("untied = 1", "untied is 1"),
         ("lr = 'high'", "lr is 'high'"),
         ("freeze = 'a'", "freeze is 'a'"),

@@ -74,7 +74,7 @@ def make_envelope(pickle: bytes, storages: Mapping[str, int | bytes], *, instead
 def describe_tensor(spec: Spec, key: str) -> Record:
     """Return the call by which torch makes a row-major tensor of storage `key`. Raises `Unsupported` if quantized."""
     if spec.dtype.kind == "quantized":
-        raise Unsupported(f"a tensor of dtype {spec.dtype} has its scales beside its bytes", hint="leave it out")
+        raise Unsupported(f"a tensor of dtype {spec.dtype} has its scales beside its bytes", hint="drop it")
     hooks = Record(Global("collections", "OrderedDict"), ())
     strides = row_major(tuple(max(1, n) for n in spec.shape))
     typed = _TYPED.get(spec.dtype.name)

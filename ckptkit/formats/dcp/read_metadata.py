@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.files.file import check_name, names_in, read_small, recognise
+from ckptkit.files.file import check_name, names_in, read_small, recognize
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global
@@ -87,12 +87,12 @@ def read_metadata(path: Path) -> Attributes:
         value, _ = inert_pickle.load(data, _NAMES, is_flat=True)
         metadata = attributes_of(value)
     except CkptError as error:
-        error.hint = error.hint or recognise(data[:512])
+        error.hint = error.hint or recognize(data[:512])
         raise error.blame(path=path) from None
     except (TypeError, ValueError):
         metadata = {}
     if "planner_data" not in metadata or not isinstance(metadata.get("state_dict_metadata"), dict):
-        raise Corrupt("expected DCP metadata, found another pickle", path=path, hint=recognise(data[:512]))
+        raise Corrupt("expected DCP metadata, found another pickle", path=path, hint=recognize(data[:512]))
     return metadata
 
 

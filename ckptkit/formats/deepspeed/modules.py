@@ -81,7 +81,7 @@ def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master:
     if copy.spec.shape == master.spec.shape:
         gathering.put_twin((MODEL, name), copy)
     elif copy.spec.shape != (0,):
-        message = f"`module` has {list(copy.spec.shape)}, `param_shapes` {list(master.spec.shape)}"
+        message = f"expected {list(master.spec.shape)} (`param_shapes`), found {list(copy.spec.shape)} in `module`"
         raise Corrupt(message, tensor=name)
 
 
@@ -118,7 +118,7 @@ def frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
             return fragment
         needed = share_of(prod(shape), len(part.models))
         if fragment.spec.shape != (needed,) or chunk.strides is not None:
-            message = f"`{model.path}` has {list(fragment.spec.shape)} of a frozen parameter, should have [{needed}]"
+            message = f"expected [{needed}] of a frozen parameter in `{model.path}`, found {list(fragment.spec.shape)}"
             raise Corrupt(message, tensor=name)
         buffers.append(chunk)
     return join(shape, runs_of_each(0, prod(shape), len(buffers)), buffers)

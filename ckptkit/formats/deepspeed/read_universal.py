@@ -140,7 +140,7 @@ def shaped(stored: StoredTensor, shape: Shape, *, is_free: bool = False) -> Stor
         return stored
     (chunk,) = stored.chunks
     if stored.spec.shape != (prod(shape),) or chunk.strides is not None:
-        raise Corrupt(f"a tensor of shape {list(stored.spec.shape)}, and `param_shapes` has {list(shape)}")
+        raise Corrupt(f"expected [{prod(shape)}] (`param_shapes`), found {list(stored.spec.shape)}")
     return StoredTensor(Spec(stored.spec.dtype, shape), (chunk._replace(box=whole(shape)),))
 
 
@@ -193,7 +193,9 @@ def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Seq
             settings: Settings = as_dict(group, "param_groups")
             numbers = [as_count(number, "params") for number in as_kind(settings.get("params"), list, "params")]
             if any(number >= len(shapes) for number in numbers):
-                raise Corrupt(f"the parameter groups list buffers {numbers[:8]}, and {len(shapes)} are named")
+                raise Corrupt(
+                    f"expected {len(shapes)} buffers (`param_shapes`), found {numbers[:8]} in the parameter groups"
+                )
             gathering.put_group(flattening, i, settings, [name for number in numbers for name in shapes[number]])
         for number, named in enumerate(shapes):
             step = as_dict(states[number], "state").get(STEP) if number in states else None

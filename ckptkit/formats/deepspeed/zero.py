@@ -51,7 +51,7 @@ def parameters_of(
     first = partitions[0]
     for partition in partitions:
         if len(partition.groups) != len(shapes) or partition.cuts_each != first.cuts_each:
-            message = f"{len(partition.groups)} groups of parameters, and {len(shapes)} are named"
+            message = f"expected {len(shapes)} groups of parameters (`param_shapes`), found {len(partition.groups)}"
             raise Corrupt(message, path=root / partition.path, hint=_HINT)
     if first.cuts_each and experts is not None:
         raise Unsupported("experts with ZeRO 3", path=root / first.path)
@@ -77,10 +77,13 @@ def check_alike(groups: Sequence[PartitionedGroup], partitions: Sequence[Partiti
     for group, partition in zip(groups, partitions, strict=True):
         path = root / partition.path
         if group.ranks != len(groups):
-            message = f"a group of parameters is cut for {group.ranks} ranks, and {len(groups)} have files here"
+            message = f"expected files of {group.ranks} ranks for a group of parameters, found {len(groups)}"
             raise Unsupported(message, path=path, hint=_HINT)
         if group.moments.keys() != first.moments.keys() or group.values.keys() != first.values.keys():
-            message = f"the optimizer's state is not that of `{partitions[0].path}`: {sorted(group.moments)}"
+            message = (
+                f"expected the optimizer states {sorted(first.moments)} as in `{partitions[0].path}`, "
+                f"found {sorted(group.moments)}"
+            )
             raise Corrupt(message, path=path, hint=_HINT)
         if (group.paddings, group.settings) != (first.paddings, first.settings):
             raise Corrupt(
@@ -95,7 +98,7 @@ def cut_row(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root
     """Yield the parameters of a group of ZeRO 1 or 2."""
     paddings = groups[0].paddings or (0,) * len(named)
     if len(paddings) != len(named):
-        message = f"`param_alignment_paddings` is of {len(paddings)} parameters, and {len(named)} are named"
+        message = f"`param_alignment_paddings`: expected {len(named)} parameters, found {len(paddings)}"
         raise Corrupt(message, path=root / groups[0].masters.path)
     size = groups[0].masters.box.numel
     at = end = 0
@@ -113,10 +116,12 @@ def check_row(buffers: Sequence[Chunk], needed: int, root: Path) -> None:
     for buffer in buffers[1:]:
         numel = buffer.box.numel
         if numel > size or (numel < size and buffer is not buffers[-1]):
-            message = f"a buffer of {numel} elements, where `{buffers[0].path}` has one of {size}"
+            message = f"expected a buffer of {size} elements as in `{buffers[0].path}`, found {numel}"
             raise Corrupt(message, path=root / buffer.path, hint=_HINT)
     if not needed <= total < needed + _ALIGNMENT * len(buffers):
-        message = f"the named parameters have {needed} elements, the buffers of {len(buffers)} ranks {total}"
+        message = (
+            f"expected {needed} elements of the named parameters, found {total} in the buffers of {len(buffers)} ranks"
+        )
         raise Corrupt(message, path=root / buffers[0].path, hint=_HINT)
 
 
@@ -126,7 +131,7 @@ def cut_each(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], roo
     needed = sum(share_of(prod(shape), ranks) for shape in named.values())
     for buffer in (buffer for buffers in buffers_of(groups) for buffer in buffers):
         if buffer.box.numel != needed:
-            message = f"one of {ranks} ranks has {needed} elements of the named parameters, here are {buffer.box.numel}"
+            message = f"expected {needed} elements on each of {ranks} ranks, found {buffer.box.numel}"
             hint = f"{_HINT}; ckptkit does not read MiCS, which shards among fewer ranks"
             raise Corrupt(message, path=root / buffer.path, hint=hint)
     at = 0

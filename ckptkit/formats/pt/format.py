@@ -132,5 +132,7 @@ def choose_file(path: Path) -> Path:
         return files[0]
     names = ", ".join(file.name for file in files[:8])
     raise Unsupported(
-        f"{len(files)} torch.save files and no `{MAIN}`: {names}", path=path, hint="pass the file that you want"
+        f"expected one torch.save file, or `{MAIN}`, found {len(files)}: {names}",
+        path=path,
+        hint="pass the file that you want",
     )

@@ -179,7 +179,7 @@ class RankStorages(Storages):
         grid = self.writing.grid
         held, pieces = place(stored.spec.shape, grid.shape, self.where, placements)
         if len(pieces) > 1:
-            raise Unsupported(f"rank {self.rank} would hold {len(pieces)} pieces of it")
+            raise Unsupported(f"expected one piece of the tensor on rank {self.rank}, found {len(pieces)}")
         local = Spec(stored.spec.dtype, held)
         place_of = stored.chunks or name
         if place_of not in self._local:

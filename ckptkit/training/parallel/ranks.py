@@ -58,7 +58,7 @@ def choose_device(device: str, place: RankPlace) -> torch.device:
     enough = gpus >= place.local_world_size
     if device == "cuda" and not enough:
         raise Usage(
-            f"{place.local_world_size} ranks need a GPU each; this machine has {gpus}",
+            f"expected {place.local_world_size} GPUs, one for each rank, found {gpus}",
             hint="use `--nproc` with the number of GPUs, or `--device cpu`",
         )
     if device == "cpu" or not enough:

@@ -109,14 +109,14 @@ FAULTS: list[tuple[str, Damage, str]] = [
     (
         "another shape",
         lambda root: change(root, slice(1, 2), lambda state: state.update({"norm.weight": torch.ones(4)})),
-        "the copies of the ranks differ",
+        "as on another rank, found",
     ),
     (
         "another dtype",
         lambda root: change(root, slice(1, 2), lambda state: state.update({"output.weight": torch.ones(16)})),
         "do not fit together",
     ),
-    ("a file of several", lambda _: "consolidated.01.pth", "this is one of 2 ranks' files"),
+    ("a file of several", lambda _: "consolidated.01.pth", "this is the file of one of 2 ranks"),
 ]
 
 

@@ -269,7 +269,7 @@ def test_a_numbered_file_may_be_read_alone(tmp_path: Path) -> None:
 def test_files_that_nothing_holds_together_are_not_complete(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_file({name: counted(2)}, tmp_path / f"{name}.safetensors")
-    assert_refused(tmp_path, "2 safetensors files and no index")
+    assert_refused(tmp_path, "expected an index of the 2 safetensors files")
 
 
 def assert_refused(root: Path, words: str) -> None:

@@ -77,7 +77,7 @@ def test_files_of_two_runs_are_refused(good: Path, produce: Produce) -> None:
 
 def test_a_renamed_file_is_refused(good: Path, produce: Produce) -> None:
     shutil.copy(good / "model_world_size_2_rank_0.pt", good / FILE)
-    assert re.search("named for rank 1|the rank at .* should hold", error_of(good).message)
+    assert re.search("mesh of rank 1|on the rank at .* of a mesh", error_of(good).message)
 
 
 def test_a_file_of_another_mesh_is_refused(good: Path, produce: Produce) -> None:
@@ -163,7 +163,7 @@ def test_plain_tensors_that_differ_by_rank_are_refused(good: Path) -> None:
     state = torch.load(path, weights_only=False)
     state["freqs"] += 1
     torch.save(state, path)
-    assert "other numbers under this name" in error_of(good).message
+    assert "the values differ between ranks" in error_of(good).message
 
 
 def test_many_models_in_one_directory_are_refused(produce: Produce, tmp_path: Path) -> None:

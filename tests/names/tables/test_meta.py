@@ -73,7 +73,7 @@ def test_the_formula_of_the_scripts(model_type: str, tmp_path: Path) -> None:
 
 
 def release(model: Titan, place: Path) -> None:
-    """A model that turns neighbours, as Meta releases it: cut over two ranks, with the frequencies on each."""
+    """A model that turns neighbors, as Meta releases it: cut over two ranks, with the frequencies on each."""
     place.mkdir()
     names = {name.replace("qkv_linear.", "").replace("lm_head", "output"): t for name, t in model.state_dict().items()}
     for rank in range(2):

@@ -20,7 +20,7 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
-from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.parallel.shard import ShardedModel, shard
 from ckptkit.training.start import with_adapters
@@ -121,7 +121,7 @@ def plain(shape: ModelConfig, config: TrainConfig) -> tuple[Any, Any, list[tuple
     """What a model in one process starts from, ends with, and its losses and norms."""
     blueprint = blueprint_of(config, shape)
     model = blueprint.build()
-    initialise(blueprint, model, RUN.seed)
+    initialize(blueprint, model, RUN.seed)
     for name, parameter in model.named_parameters():
         if config.freeze and (".mlp." in name or name == "model.norm.weight"):
             parameter.requires_grad_(False)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ckptkit.destinations import pieces
 from ckptkit.destinations.assembly import Assembly, Gap
+from ckptkit.destinations.in_order import Turns
 from ckptkit.destinations.pieces import FilePiece, cut_file
-from ckptkit.destinations.turns import Turns
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, IOFailure
 from ckptkit.files.crc32 import crc32
