@@ -17,7 +17,7 @@ from ckptkit.adapters.draft import Fitted
 from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, Asked, Pair, find_form, read_pairs
 from ckptkit.adapters.experts import find_layout
 from ckptkit.adapters.find import Adapter
-from ckptkit.adapters.names import Entry, expert_place
+from ckptkit.adapters.names import WRAPPER, Entry, expert_place
 from ckptkit.conversion.options import FLAT, PEFT, PER_EXPERT, ConvertOptions
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
@@ -167,8 +167,8 @@ def flattened(pair: Pair) -> tuple[StoredTensor, StoredTensor]:
 
 
 def entries_of(module: str, inner: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Entry, StoredTensor]]:
-    yield Entry("A", None, module, int(bool(inner)), f"{module}{inner}.lora_A.weight"), a
-    yield Entry("B", None, module, int(bool(inner)), f"{module}{inner}.lora_B.weight"), b
+    yield Entry("A", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_A.weight"), a
+    yield Entry("B", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_B.weight"), b
 
 
 def with_pairs(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> Adapter:
