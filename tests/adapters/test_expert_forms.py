@@ -14,11 +14,11 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import CkptError
+from ckptkit.names.moe import SEPARATE, experts_of
 from tests.adapters.test_experts import BLOCKS, COUNT, FIXED, in_blocks, of_experts, record
 from tests.adapters.test_merge import ADAPTER, EXPERTS, MODEL, SAID, Made, assert_merged, edit, tiny_mixtral
 
 peft = pytest.importorskip("peft", reason="PEFT is the judge of adapters")
-from ckptkit.names.moe import SEPARATE, experts_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
