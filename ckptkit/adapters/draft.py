@@ -129,6 +129,11 @@ def draft_adapters(
     notes = list(remarks)
     for adapter in first.adapted.adapters:
         fitted = first.fitted(adapter, options.adapter_config)
+        if options.experts:
+            from ckptkit.adapters.expert_forms import with_form  # few adapters are asked for in another form
+
+            fitted, remark = with_form(fitted, options.experts, options)
+            notes.append(remark)
         config, place = fitted.config, "" if adapter.name == DEFAULT else adapter.name
         drafts.append(draft_adapter(fitted, options, place))
         made[str(Path(place, CONFIG))] = config.content if first.adapted.is_saved else without_training(config)
@@ -139,7 +144,7 @@ def draft_adapters(
             notes.append(f"training modified the base before the first step ({said}): the adapter only fits that base")
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
     notes.append(f"loaders put an adapter onto its base; pass --merge to write the merged model instead ({base})")
-    if options.base is not None:
+    if options.base is not None and not options.experts:
         notes.append("--base only gives the number of tokens; adapters keep their config")
     return Conversion(
         origins=[Origin.of(first.part.path)],
@@ -164,7 +169,8 @@ def draft_adapter(fitted: Fitted, options: ConvertOptions, place: str) -> Draft:
     chosen = edits.select(adapter.layout, names.__contains__)
     layout, casts = options.edits.cast(edits.rename(chosen, lambda name: new_name(names[name])), lambda _: True)
     came_from = fitted.opened.weights.came_from
-    renamed = {came_from[name]: saved for name, saved in names.items() if came_from[name] != saved}
+    known = {name: saved for name, saved in names.items() if name in came_from}  # others are made of several
+    renamed = {came_from[name]: saved for name, saved in known.items() if came_from[name] != saved}
     return Draft.of([layout], options, 1, file=WEIGHTS, place=place, renamed=renamed, cast=casts)
 
 

@@ -252,7 +252,7 @@ VLLM = TrainerFacts(
     name="vllm",
     unread={
         r"model-rank-[0-9]+-part-[0-9]+\.safetensors": Unread(
-            "this is a sharded_state of vLLM, which does not say how its ranks share a tensor",
+            "this is a sharded_state of vLLM or SGLang, which does not say how its ranks share a tensor",
             "take the model that it was made of",
         )
     },
