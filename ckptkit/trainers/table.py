@@ -153,8 +153,22 @@ VERL = TrainerFacts(
     steps=("global_step_([0-9]{1,18})",),
     trackers=("latest_checkpointed_iteration.txt",),
     companions=("huggingface", "lora_adapter"),
-    own_keys=((".*", r"rank_(\d+)", ".*"),),  # random states and others: `rng.rank_3`
+    own_keys=((".*", r"rank_(\d+)"),),  # random states and others: `rng.rank_3`
     ranks=(r"(?:model|optim|extra_state)_world_size_[0-9]+_rank_([0-9]+)\.pt",),
+    states=(r"data\.pt",),
+)
+
+# skyrl/backends/skyrl_train/distributed/{fsdp,megatron}_strategy.py and skyrl/train/*trainer.py of SkyRL a956457
+# (August 2026): `global_step_N/{policy,critic}` with verl's files or Megatron's `torch_dist`, the adapters of
+# Megatron's ranks in files of their own, and the states of loader and trainer beside these directories.
+SKYRL = TrainerFacts(
+    name="skyrl",
+    marks=(
+        Mark("SkyRL", files=(r"model_world_size_[0-9]+_rank_[0-9]+\.pt",), json=("fsdp_config.json", "fsdp_strategy")),
+        Mark("SkyRL", files=(r"model_world_size_[0-9]+_rank_[0-9]+\.pt",), keys=("fsdp_strategy",)),
+    ),
+    trackers=("latest_ckpt_global_step.txt",),
+    states=(r"(?:trainer|fully_async)_state\.pt",),
 )
 
 # prime_rl/{trainer,orchestrator}/ckpt.py and transports/weights/filesystem.py of prime-rl 559b447 (August 2026):
@@ -288,8 +302,8 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
 _ALL = (
-    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, PRIME_RL),
-    *(AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
+    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
+    *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
     *(RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})
