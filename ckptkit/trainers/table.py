@@ -185,6 +185,19 @@ PRIME_RL = TrainerFacts(
     markers={"broadcasts/step_[0-9]+": "STABLE"},
 )
 
+# slime/backends/megatron_utils of slime 624b824 and miles/backends of miles 31f1ca9 (August 2026): Megatron's `iter_N`
+# with the place in the data in `rollout` beside them; of FSDP in miles, `iter_N` with DCP in each of three directories,
+# and random state and counts beside these.
+SLIME = TrainerFacts(
+    name="slime",
+    marks=(
+        Mark("slime or miles, by Megatron", place="iter_[0-9]+", json=("metadata.json", "sharded_backend"), beside="rollout"),
+        Mark("miles", place="model", keys=("model_state/model",)),
+    ),
+    others=("lr_scheduler",),
+    states=(r"rng\.pt", r"meta\.json", r"global_dataset_state_dict_[0-9]+\.pt"),
+)
+
 # deepspeed/runtime/engine.py: `global_stepN` with the states of models and optimizers by rank, and `latest`, a file
 # with the name of the directory that is meant. transformers' Trainer puts both into its own `checkpoint-N`.
 _ZERO = r"(?:(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_)?mp_rank_[0-9]{2,}_(?:model|optim)_states\.pt|latest_universal"
@@ -302,7 +315,7 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
 _ALL = (
-    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
+    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
     *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
     *(RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
