@@ -85,8 +85,8 @@ MEGATRON = TrainerFacts(
         )
     },
     opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
-    companions=("tokenizer",),
-    states=(r"train_state\.pt",),
+    companions=("tokenizer", "hf"),
+    states=(r"train_state\.pt", r"metadata\.json", r"run_config\.yaml"),
     beside={r"common\.pt": ""},
     step_keys=(("", ("iteration",)), ("", ("common_state/shard_0_1", 0, "iteration"))),
     own_keys=(("rank_state", r"\[([0-9]+)\]"),),  # as the legacy format is read
@@ -169,6 +169,12 @@ SKYRL = TrainerFacts(
     ),
     trackers=("latest_ckpt_global_step.txt",),
     states=(r"(?:trainer|fully_async)_state\.pt",),
+    unread={
+        r"adapter_tp[0-9]+_pp[0-9]+.*\.pt": Unread(
+            "adapters of Megatron's ranks, which do not say how the ranks share a tensor",
+            "export the adapter with SkyRL; if one rank had the whole model, pass its file",
+        )
+    },
 )
 
 # prime_rl/{trainer,orchestrator}/ckpt.py and transports/weights/filesystem.py of prime-rl 559b447 (August 2026):
@@ -196,6 +202,7 @@ SLIME = TrainerFacts(
     ),
     others=("lr_scheduler",),
     states=(r"rng\.pt", r"meta\.json", r"global_dataset_state_dict_[0-9]+\.pt"),
+    own_state=(r"(?:adapter_megatron|training_state)_rank([0-9]+)\.pt",),
 )
 
 # deepspeed/runtime/engine.py: `global_stepN` with the states of models and optimizers by rank, and `latest`, a file
