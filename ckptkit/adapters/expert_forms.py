@@ -41,10 +41,10 @@ def with_form(fitted: Fitted, form: str, options: ConvertOptions) -> tuple[Fitte
     found = find_form(adapter)
     if found is None:
         message = "the adapter has no matrices of experts"
-        raise Usage(message, path=fitted.path, hint="leave --experts and --experts-layout out")
+        raise Usage(message, path=fitted.path, hint="drop --experts and --experts-layout")
     if options.experts_layout is not None and found != FLAT:
         message = f"--experts-layout is for experts in one matrix; this adapter stores them as {found}"
-        raise Usage(message, path=fitted.path, hint="leave --experts-layout out")
+        raise Usage(message, path=fitted.path, hint="drop --experts-layout")
     base = base_config(fitted, options)
     asked = Asked(options.experts_layout, whole(base, "hidden_size"), whole(base, *_COUNTS))
     names = names_of(base, fitted) if form == PER_EXPERT else None

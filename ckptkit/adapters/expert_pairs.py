@@ -240,7 +240,7 @@ class Reading:
         return {depth: leaf}, other == self.asked.hidden
 
     def unknown(self, message: str, name: str) -> CkptError:
-        hint = "leave --experts out to keep the matrices as they are"
+        hint = "drop --experts to keep the matrices as they are"
         return Unsupported(message, path=self.adapter.layout.root, tensor=name, hint=hint)
 
 

@@ -227,7 +227,7 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
                 raise Unsupported("ckptkit does not take the masters of an adapter", path=parts[0].path, hint=hint)
             return draft_adapters(adapted, remarks, dst, options)
     if options.to == ADAPTER or options.experts:
-        hint = "pass --to hf, and leave --experts out, to write the model"
+        hint = "pass --to hf and drop --experts to write the model"
         raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint=hint)
     if options.adapter_config:
         raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="drop --adapter-config")
