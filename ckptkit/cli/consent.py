@@ -33,6 +33,6 @@ def noted(done: Done, *, yes: bool) -> Done:
         return done
     from ckptkit.destinations.hub_places import describe_place
 
-    note = f"would go to {describe_place(done.output)}"
+    note = f"would write to {describe_place(done.output)}"
     note += "" if yes else "; nothing was sent yet: pass --yes to send it"
     return replace(done, notes=(*done.notes, note))

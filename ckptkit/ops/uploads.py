@@ -45,7 +45,7 @@ class PrunedUploads(Summarized):
         elif self.aborted:
             yield f"aborted {what}, {nbytes} of parts freed"
         else:
-            yield f"to be aborted: {what}, which frees {nbytes} of parts; nothing was aborted yet"
+            yield f"would abort {what} and free {nbytes} of parts; nothing was aborted yet"
 
 
 def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> PrunedUploads:
