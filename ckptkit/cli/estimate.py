@@ -125,9 +125,9 @@ def report(found: Estimated, *, in_detail: bool) -> None:
     model, setup = found.model, found.budgets[0].setup
     say(
         f"{model.model_type}: {format_count(model.numel)} parameters, {count(model.layers, 'block')} of "
-        f"{format_count(model.block)} and {format_count(model.root)} in the root unit"
+        f"{format_count(model.block)} and {format_count(model.root)} outside the blocks"
     )
-    say(f"largest transient unit: {format_bytes(found.largest_unit)} in {setup.param_dtype}")
+    say(f"largest unit that is gathered at once: {format_bytes(found.largest_unit)} in {setup.param_dtype}")
     say(
         f"on each of {count(setup.world_size, 'GPU')}: {count(setup.micro_batch_size, 'sequence')} of "
         f"{count(setup.sequence_length, 'token')}, {recomputed(setup)}, stored in {setup.master_dtype}"
@@ -157,7 +157,7 @@ def recomputed(setup: Setup) -> str:
 def print_strategies(found: Estimated) -> None:
     """Print a row for each strategy, with a column for the host's memory if any is used."""
     host = ["host"] if found.budgets[0].host else []
-    say("states: parameters, gradients, optimizer; units: parameters gathered and gradients to be reduced")
+    say("columns: states are parameters, gradients and optimizer; units are gathered parameters and their gradients")
     header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "at")
     print_table([row(budget) for budget in found.budgets], header)
 

@@ -172,7 +172,7 @@ def describe_quantized(found: InspectedQuantized) -> str:
         return f"quantized: {found.refusal}"
     sizes = ", ".join(" x ".join(map(str, size)) or "a weight" for size in found.sizes)
     weights = f"{count(found.weights, 'weight')}, {count_parameters(found.parameters)}, a scale for each {sizes}"
-    return f"quantized: {found.method}, {weights}; --dtype bf16 makes them plain"
+    return f"quantized: {found.method}, {weights}; --dtype bf16 dequantizes them"
 
 
 def some(names: Sequence[str]) -> str:
