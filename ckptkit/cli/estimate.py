@@ -63,10 +63,12 @@ def estimate(
         bool, typer.Option("--cpu-offload", help="Keep shards, gradients and optimizer in host memory.")
     ] = False,
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", help="Vocabulary, if the model is a size; by default bytes of text.")
+        int | None,
+        typer.Option("--vocab-size", help="Vocabulary size, if MODEL is a size such as 8b; by default that of bytes."),
     ] = None,
     untied: Annotated[
-        bool, typer.Option("--untied", help="Do not share embedding and output weights, if the model is a size.")
+        bool,
+        typer.Option("--untied", help="Do not share embedding and output weights, if the model is a size such as 8b."),
     ] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,

@@ -30,9 +30,7 @@ _MOST_KEYS = 8
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(
-            parser=to_path, metavar="PATH", help="A checkpoint, or a run: then its latest complete checkpoint."
-        ),
+        typer.Argument(parser=to_path, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."),
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     chunks: Annotated[bool, typer.Option("--chunks", help="List every chunk with its file and offset.")] = False,

@@ -26,7 +26,7 @@ def prove(
         Path, typer.Option(parser=to_path, metavar="SRC", help="The checkpoint or run that OUT was exported from.")
     ],
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json that SRC is run with.")
+        str | None, typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json to use for SRC.")
     ] = None,
     tokens: Annotated[
         str | None, typer.Option(metavar="FILE|1,2,3", help="Tokens to compute with; by default 64 random ones.")

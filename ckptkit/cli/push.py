@@ -24,7 +24,7 @@ def push(
     src: Annotated[
         Path,
         typer.Argument(
-            parser=to_path, metavar="SRC", help="A model or checkpoint, or a run: then its latest complete one."
+            parser=to_path, metavar="SRC", help="A model or checkpoint, or a run (its latest complete checkpoint)."
         ),
     ],
     repository: Annotated[
@@ -45,10 +45,10 @@ def push(
 ) -> None:
     """Push a model or checkpoint to the Hugging Face Hub.
 
-    ckptkit verifies it, sends it, and compares the copy on the Hub with it.
+    ckptkit verifies the checkpoint, sends it, and compares the copy on the Hub with it.
 
-    It appears on the Hub as a whole, in one commit. After an interruption, run the same command again: it does not send
-    large files twice. ckptkit writes a model card if there is none. Log in with `hf auth login` first.
+    The checkpoint appears on the Hub as a whole, in one commit. After an interruption, run the same command again: it
+    does not send large files twice. ckptkit writes a model card if there is none. Log in with `hf auth login` first.
 
     Example: ckptkit push out org/model --yes
 
