@@ -1,4 +1,4 @@
-"""Hold what two checkpoints were found not to have in common, that which matters most first. Reads nothing."""
+"""Hold what two checkpoints were found not to have in common, that which matters most first."""
 
 from __future__ import annotations
 

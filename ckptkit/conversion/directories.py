@@ -1,7 +1,4 @@
-"""Look around in the directories of source and destination: what collides, what goes along, what stays behind.
-
-Writes nothing.
-"""
+"""Look around in the directories of source and destination: what collides, what goes along, what stays behind."""
 
 from __future__ import annotations
 

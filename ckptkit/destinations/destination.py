@@ -1,4 +1,4 @@
-"""Define what a place in an object store must do to be written to. Opens nothing."""
+"""Define what a place in an object store must do to be written to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rearrange elements from the order and dtype they are stored in to those that are wanted. Opens no file."""
+"""Rearrange elements from the order and dtype they are stored in to those that are wanted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define what a format must do to be read, and what besides to be written. Opens no file."""
+"""Define what a format must do to be read, and what besides to be written."""
 
 from __future__ import annotations
 

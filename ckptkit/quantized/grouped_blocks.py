@@ -1,8 +1,8 @@
 """Compute weights of few bits, whole groups of neighbors at a time: numbers in a stream of bits, times scales.
 
-Names no format. A row of a weight is cut into groups. What all numbers of a group have in common lies in further
-tensors with an element for each group: a scale, a zero point, a bias. A part of a recipe applies one of them. All is
-computed in float32; products that a library rounds to another dtype are rounded to it.
+A row of a weight is cut into groups. Further tensors have an element for each group: a scale, a zero point, a bias. A
+part of a recipe applies one of them. All is computed in float32; products that a library rounds to another dtype are
+rounded to it.
 """
 
 from __future__ import annotations

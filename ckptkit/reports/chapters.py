@@ -1,4 +1,4 @@
-"""Choose what the chapters of a run's report show, of what was found out before. Reads nothing.
+"""Choose what the chapters of a run's report show, of what was found out before.
 
 Each function returns the values of one chapter for `report.html`, None for a chapter with nothing to show.
 """

@@ -1,4 +1,4 @@
-"""Tell how far the numbers of one tensor are from those of another. Knows no bytes; measures nothing itself."""
+"""Tell how far the numbers of one tensor are from those of another."""
 
 from __future__ import annotations
 

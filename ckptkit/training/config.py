@@ -1,4 +1,4 @@
-"""Configure a run: its settings, validated once, written as TOML and read back. Imports no torch.
+"""Configure a run: its settings, validated once, written as TOML and read back.
 
 Each field of `TrainConfig` is a key of the TOML file and an option of `ckptkit train`; nothing else needs to know it.
 """

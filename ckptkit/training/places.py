@@ -1,4 +1,4 @@
-"""Say what a run takes where it lies, in a local directory or in a store. Imports no torch."""
+"""Say what a run takes where it lies, in a local directory or in a store."""
 
 from __future__ import annotations
 

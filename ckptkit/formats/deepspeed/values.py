@@ -1,4 +1,4 @@
-"""Take values of the expected kinds out of what was pickled; anything else is the files' fault. Opens no file."""
+"""Take values of the expected kinds out of what was pickled; anything else is the files' fault."""
 
 from __future__ import annotations
 

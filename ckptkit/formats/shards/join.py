@@ -1,4 +1,4 @@
-"""Join what the ranks hold of each tensor to the whole of it. Opens no file."""
+"""Join what the ranks hold of each tensor to the whole of it."""
 
 from __future__ import annotations
 
