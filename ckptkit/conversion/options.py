@@ -1,4 +1,4 @@
-"""Hold all that a conversion may be asked for: the one list of options, of the commands and of the public functions."""
+"""All options of a conversion: one list for the commands and the public functions."""
 
 from __future__ import annotations
 

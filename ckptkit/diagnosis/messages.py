@@ -1,4 +1,4 @@
-"""List the messages that failed loads end with: what each means, what to do, and what to look for in the checkpoint.
+"""The messages of failed loads: what each means, what to do, and what to look for in the checkpoint.
 
 The words are those of torch, transformers, Accelerate, DeepSpeed and safetensors; `…` stands for what differs. A page
 of the documentation is written from this.

@@ -1,4 +1,4 @@
-"""List the unfinished uploads to a store, and abort those that died."""
+"""List the unfinished uploads to a store, and abort the stale ones."""
 
 from __future__ import annotations
 
