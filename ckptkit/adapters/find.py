@@ -1,4 +1,4 @@
-"""Find the adapters in a checkpoint, whatever else is in it, by the names and shapes of its tensors."""
+"""Find the adapters in a checkpoint by the names and shapes of its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tell what a tensor of a model with adapters is, by its name.
+"""Parse the names of an adapter's tensors: the module, the role and the adapter's name.
 
 In training a name holds that of the adapter (`q_proj.lora_A.default.weight`), and the model's own parameters lie in a
 `base_layer`; PEFT saves the adapter without its name. Source: peft/tuners/lora/layer.py, and the table of what is saved

@@ -1,4 +1,4 @@
-"""Turn adapters into the recipes of the tensors that they change, and say what does not fit. Reads no tensor."""
+"""Turn adapters into the recipes of the tensors that they change, and say what does not fit."""
 
 from __future__ import annotations
 

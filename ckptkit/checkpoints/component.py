@@ -1,4 +1,4 @@
-"""Hold one directory or file of a checkpoint, with its layout and manifest; join several to one layout."""
+"""One directory or file of a checkpoint, with its layout and manifest; join several to one layout."""
 
 from __future__ import annotations
 

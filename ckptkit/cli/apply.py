@@ -20,7 +20,7 @@ def apply(
         typer.Argument(
             parser=to_path,
             metavar="BASE DELTA... OUT",
-            help="The base checkpoint, one or more deltas, and the directory to make.",
+            help="The base checkpoint, one or more deltas, and the directory to write.",
         ),
     ],
     dtype: Annotated[
@@ -40,8 +40,9 @@ def apply(
 ) -> None:
     """Apply deltas to their base, and write the result.
 
-    OUT becomes a Hugging Face model. It has the shards, config and tokenizer of BASE, and the weights that
-    `consolidate` would make of the newest checkpoint, which the last delta leads to.
+    OUT becomes a Hugging Face model with the config and tokenizer of BASE, and with the same shards if BASE is a
+    Hugging Face model. It has the weights that `consolidate` would write for the checkpoint that the last delta was
+    made from.
 
     Example: ckptkit apply policy-100 delta-110 delta-120 policy-120
 
@@ -49,9 +50,9 @@ def apply(
     before, and that no delta is damaged. It compares the CRC-32 of every tensor of OUT with the CRC-32 in the delta.
 
     `ckptkit apply LOCAL ROOT --in-place` updates LOCAL, a local Hugging Face model, to the newest state in ROOT: it
-    applies the deltas or versions (weight_v000007) that follow the state of LOCAL. A journal makes that safe: after a
-    crash the same command completes the update. A server that has mapped the files sees a mixture meanwhile: pause it
-    first.
+    applies the deltas or versions (weight_v000007) that continue from the state of LOCAL. A journal makes that safe:
+    after a crash the same command completes the update. A server that has mapped the files sees a mixture meanwhile:
+    pause it first.
 
     Exit codes: 0 done; 2 usage; 3 another base, a gap between deltas, or a damaged delta; 4 an I/O failure, OUT is
     unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.

@@ -20,7 +20,11 @@ from ckptkit.files.path import to_path
 def average(
     sources: Annotated[
         list[Path],
-        typer.Argument(parser=to_path, metavar="SRC", help="At least two checkpoints; of a run, its latest."),
+        typer.Argument(
+            parser=to_path,
+            metavar="SRC",
+            help="At least two checkpoints or runs (their latest), or one run with --last.",
+        ),
     ],
     out: Out,
     weights: Annotated[

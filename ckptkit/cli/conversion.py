@@ -36,9 +36,9 @@ _MOST_LEFT_OUT = 8  # lines
 
 Source = Annotated[
     Path,
-    typer.Argument(parser=to_path, metavar="SRC", help="A checkpoint, or a run: then its latest complete checkpoint."),
+    typer.Argument(parser=to_path, metavar="SRC", help="A checkpoint, or a run (its latest complete checkpoint)."),
 ]
-Out = Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="The directory to make, or its URL.")]
+Out = Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="The directory to write, or a URL.")]
 if TYPE_CHECKING:
     Writable = WritableOrAdapter = str
 else:

@@ -22,7 +22,9 @@ DeltaFormat = Literal["ckptkit-delta", "disk-delta"]
 Encoding = Literal["xor", "overwrite"]
 Base = Annotated[
     Path,
-    typer.Argument(parser=to_path, metavar="BASE", help="The old checkpoint, or a run: then its latest."),
+    typer.Argument(
+        parser=to_path, metavar="BASE", help="The old checkpoint, or a run (its latest complete checkpoint)."
+    ),
 ]
 
 
@@ -32,7 +34,7 @@ def delta(
     out: Annotated[
         Path,
         typer.Argument(
-            parser=to_destination, metavar="OUT", help="The directory to make, or its URL: s3://, gs://, az://."
+            parser=to_destination, metavar="OUT", help="The directory to write, or a URL: s3://, gs://, az://."
         ),
     ],
     dtype: Annotated[
@@ -60,14 +62,14 @@ def delta(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Write what changed between two policies.
+    """Write what changed between two versions of a model.
 
     Both may have any format and world size. ckptkit compares the bits of both as `consolidate` would write them.
 
     Example: ckptkit delta policy-100 run/ckpt-110 delta-110
 
     `ckptkit apply BASE DELTA OUT` restores the new model. Reinforcement learning changes few elements, because its
-    learning rate is small. Other trainings change most elements, and then ckptkit refuses to write a delta.
+    learning rate is small. Other training changes most elements, and then ckptkit refuses to write a delta.
 
     Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, the two do not belong to one model, or too much changed; 4
     an I/O failure; 5 OUT exists, or a path is unsafe; 130 interrupted.

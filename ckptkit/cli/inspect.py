@@ -30,9 +30,7 @@ _MOST_KEYS = 8
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(
-            parser=to_path, metavar="PATH", help="A checkpoint, or a run: then its latest complete checkpoint."
-        ),
+        typer.Argument(parser=to_path, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."),
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     chunks: Annotated[bool, typer.Option("--chunks", help="List every chunk with its file and offset.")] = False,
@@ -172,7 +170,7 @@ def describe_quantized(found: InspectedQuantized) -> str:
         return f"quantized: {found.refusal}"
     sizes = ", ".join(" x ".join(map(str, size)) or "a weight" for size in found.sizes)
     weights = f"{count(found.weights, 'weight')}, {count_parameters(found.parameters)}, a scale for each {sizes}"
-    return f"quantized: {found.method}, {weights}; --dtype bf16 makes them plain"
+    return f"quantized: {found.method}, {weights}; --dtype bf16 dequantizes them"
 
 
 def some(names: Sequence[str]) -> str:

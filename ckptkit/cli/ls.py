@@ -103,7 +103,7 @@ def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
         note(f"hint: `ckptkit prune {found.root} --keep-last N --yes` finishes an interrupted deletion")
     for one in found.checkpoints:
         if not one.is_complete and one.claim is None:
-            note(f"hint: `ckptkit verify {one.path}` lists its problems")
+            note(f"hint: `ckptkit verify {one.path}` lists the problems")
             return
 
 

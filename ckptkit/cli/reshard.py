@@ -35,7 +35,7 @@ def reshard(
     out: Annotated[
         Path | None,
         typer.Argument(
-            parser=to_destination, metavar="[OUT]", help="The directory to make, or a URL; by default SRC-toN."
+            parser=to_destination, metavar="[OUT]", help="The directory to write, or a URL; by default SRC-toN."
         ),
     ] = None,
     also: Also = None,

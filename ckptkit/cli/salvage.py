@@ -1,4 +1,4 @@
-"""Show what of a damaged checkpoint was lost, and what was taken from elsewhere."""
+"""Print which tensors of a damaged checkpoint were lost, and which came from another checkpoint."""
 
 from __future__ import annotations
 

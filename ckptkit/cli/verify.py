@@ -28,7 +28,7 @@ _ABOUT_PART = ("path", "format", "tensors", "nbytes", "has_manifest", "proved_fi
 def verify(
     paths: Annotated[
         list[Path],
-        typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs: then all checkpoints in them."),
+        typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs (all their checkpoints)."),
     ],
     fast: Annotated[
         bool,
@@ -105,7 +105,7 @@ def manifest(
     path: Annotated[
         Path,
         typer.Argument(
-            parser=to_local, metavar="PATH", help="A checkpoint, or a run: then its latest complete checkpoint."
+            parser=to_local, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."
         ),
     ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing manifest.")] = False,

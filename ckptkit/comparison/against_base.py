@@ -1,4 +1,4 @@
-"""Compare the weights that a conversion writes with those of the base: names and shapes, both ways."""
+"""Compare the weights that a conversion writes with the weights of the base: names and shapes, both ways."""
 
 from __future__ import annotations
 

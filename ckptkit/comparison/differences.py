@@ -1,4 +1,4 @@
-"""Hold what two checkpoints were found not to have in common, that which matters most first. Reads nothing."""
+"""List the differences between two checkpoints, the most important first."""
 
 from __future__ import annotations
 

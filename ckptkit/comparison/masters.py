@@ -1,4 +1,4 @@
-"""Compare the masters of weights, rounded, with the weights: those of a trainer's format, and those in an optimizer."""
+"""Compare rounded master weights with the weights, for masters in a trainer's format or in an optimizer."""
 
 from __future__ import annotations
 

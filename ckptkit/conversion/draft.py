@@ -1,4 +1,4 @@
-"""Hold a conversion that is thought through, and of which nothing has been written: all that a dry run needs."""
+"""A conversion that is planned but not yet written: everything that a dry run needs."""
 
 from __future__ import annotations
 

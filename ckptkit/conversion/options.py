@@ -1,4 +1,4 @@
-"""Hold all that a conversion may be asked for: the one list of options, of the commands and of the public functions."""
+"""All options of a conversion: one list for the commands and the public functions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class ConvertOptions:
     dtype: Annotated[
         tuple[str, ...],
         About(
-            "Dtype of weights: keep, bf16, fp16, fp32, fp64, like:MODEL; 'GLOB=DTYPE' for matches; repeatable.",
+            "Dtype of weights: keep, bf16, fp16, fp32, fp64, or like:MODEL (the dtypes of MODEL); "
+            "'GLOB=DTYPE' for matches; repeatable.",
             "DTYPE",
         ),
     ] = ()
@@ -70,7 +71,7 @@ class ConvertOptions:
     base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
     from_base: Annotated[
         tuple[str, ...],
-        About("Copy tensors that only --base has, matched by their names there; repeatable.", "GLOB"),
+        About("Also copy the tensors of --base that match and that SRC does not have; repeatable.", "GLOB"),
     ] = ()
     text_only: Annotated[bool, About("Write only the text model of a vision-language model, with its own config.")] = (
         False
@@ -91,19 +92,21 @@ class ConvertOptions:
     ] = None
     experts_layout: Annotated[
         str | None,
-        About("With merge or --experts: the layout of lora_B of fused experts, if no file says it.", "peft|blocks"),
+        About("With merge or --experts: the layout of lora_B of fused experts, if no file records it.", "peft|blocks"),
     ] = None
     experts: Annotated[
         str | None,
         About("Write the matrices of experts of an adapter in this form.", "flat|per-expert|3d"),
     ] = None
-    include: Annotated[tuple[str, ...], About("Write only matching entries; repeatable.", "GLOB")] = ()
-    exclude: Annotated[tuple[str, ...], About("Drop matching entries; repeatable.", "GLOB")] = ()
+    include: Annotated[tuple[str, ...], About("Use only matching entries; repeatable.", "GLOB")] = ()
+    exclude: Annotated[tuple[str, ...], About("Skip matching entries; repeatable.", "GLOB")] = ()
     rename: Annotated[
         tuple[str, ...], About("Rename parameters, also in the optimizer; repeatable.", "'REGEX=>TEXT'")
     ] = ()
     allow_unmatched: Annotated[bool, About("Allow globs and regexes that match nothing.")] = False
-    names: Annotated[str | None, About("Names to write: hub, a family, or keep (the source's names).", "FAMILY")] = None
+    names: Annotated[
+        str | None, About("Names to write: hub, keep (the source's names), or a family such as megatron.", "FAMILY")
+    ] = None
     map: Annotated[str | None, About("Your own table of names, used before the built-in ones.", "TOML")] = None
     vocab_size: Annotated[
         int | None, About("Rows of embedding and head: add zero rows, or drop the last rows.", "N", least=1)
@@ -111,13 +114,17 @@ class ConvertOptions:
     weights_from: Annotated[
         str | None,
         About(
-            "master: fp32 weights, also from the optimizer's masters or remainders; module: the 16-bit copy.",
+            "Which copy of the weights: master (fp32, also from the optimizer's masters or "
+            "remainders), or module (16 bits).",
             "master|module",
         ),
     ] = None
     strict: Annotated[
         bool,
-        About("Fail if config.json is missing or does not describe a tensor, or if unknown tensors or files get lost."),
+        About(
+            "Fail if config.json is missing or does not describe a tensor, or if unknown tensors or "
+            "files would be lost."
+        ),
     ] = False
     salvage: Annotated[
         bool,
@@ -128,7 +135,9 @@ class ConvertOptions:
     fill_from: Annotated[str | None, About("With --salvage: take lost tensors from another checkpoint.", "OTHER")] = (
         None
     )
-    overwrite: Annotated[bool, About("Replace OUT if it is one checkpoint and contains no other files.")] = False
+    overwrite: Annotated[bool, About("Replace an existing OUT, if it is one checkpoint and contains nothing else.")] = (
+        False
+    )
     dry_run: Annotated[bool, About("Show what ckptkit would do, and write nothing.")] = field(
         default=False, metadata=_OF_THIS_PROCESS
     )

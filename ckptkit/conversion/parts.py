@@ -1,4 +1,4 @@
-"""Draft a checkpoint with all its parts, optimizer and all, and the files that lie beside them, in another form."""
+"""Draft a checkpoint with all its parts, the optimizer and the other files, in another format."""
 
 from __future__ import annotations
 

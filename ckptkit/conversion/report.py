@@ -206,7 +206,11 @@ def headline(done: Converted, verb: str) -> str:
             f"{'would average' if done.dry_run else verb} {count(len(done.sources), 'checkpoint')} into {done.output}"
         )
     ranks = f" for {count(done.world_size, 'rank')}" if done.world_size else ""
-    return f"{'would make' if done.dry_run else verb} {done.source} into {done.output}{ranks}"
+    return (
+        f"would write {done.output} from {done.source}{ranks}"
+        if done.dry_run
+        else f"{verb} {done.source} into {done.output}{ranks}"
+    )
 
 
 def amounts(done: Converted) -> Iterator[str]:

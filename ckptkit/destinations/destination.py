@@ -1,4 +1,4 @@
-"""Define what a place in an object store must do to be written to. Opens nothing."""
+"""The protocol of a destination in a store: claim, write, complete."""
 
 from __future__ import annotations
 

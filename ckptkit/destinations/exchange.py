@@ -1,4 +1,4 @@
-"""Name the hidden siblings of a destination while it is made, and move what was made into its place.
+"""Name the hidden siblings of a destination, and move the finished output into its place.
 
 The move is one step where the system can do that.
 """

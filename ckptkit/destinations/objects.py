@@ -150,7 +150,7 @@ class ObjectDestination:
 
     def remarks(self) -> list[str]:
         """Return what the store does not do."""
-        words = "this store compared no checksums, and ckptkit compared the sizes of the files"
+        words = "this store does not compare checksums, so ckptkit compared only the sizes of the files"
         return [f"{words}: `ckptkit verify {self.path}` reads every byte back"]
 
     def _begin(self, *, overwrite: bool, check: Check) -> None:

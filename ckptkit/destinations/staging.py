@@ -1,6 +1,6 @@
 """Stage output in a hidden directory beside its destination, and rename it into place when whole.
 
-At every moment the destination is absent, old and whole, or new and whole. Knows files and renames; no tensor.
+At every moment the destination is absent, old and whole, or new and whole.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hold a checkpoint and where it is to be loaded: all that the kinds of findings look at. Each part is found once."""
+"""A checkpoint and the model, job or checkpoint to compare it with. Each fact is computed once."""
 
 from __future__ import annotations
 

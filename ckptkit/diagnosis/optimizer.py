@@ -1,4 +1,4 @@
-"""Find what a loader misses in an optimizer: states of parameters without a gradient, and groups as it has them."""
+"""Find what a loader misses in an optimizer: missing states, and other parameter groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold a checkpoint against another one that loads: names, shapes and dtypes of all that is in both."""
+"""Compare a checkpoint with another one that loads: names, shapes and dtypes of all common entries."""
 
 from __future__ import annotations
 

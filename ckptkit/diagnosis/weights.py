@@ -1,4 +1,4 @@
-"""Find checkpoints that do not hold plain weights of one model: none, several, adapters, quantized or extra state."""
+"""Find checkpoints without plain weights of one model: none, several, adapters, quantized or extra state."""
 
 from __future__ import annotations
 

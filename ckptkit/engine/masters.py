@@ -1,4 +1,4 @@
-"""Compute the fp32 masters of weights, of these and of what an optimizer keeps of their masters. Names no format.
+"""Compute the fp32 masters of weights, of these and of what an optimizer keeps of their masters.
 
 Source: transformer_engine/common/multi_tensor/adam.cu, `AdamFunctorMasterParamRemainder`. A master's lower 16 bits are
 the remainder, in int16. The weight is the upper 16 bits; one more if the remainder is negative, which rounds up. So the

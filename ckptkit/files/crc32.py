@@ -1,4 +1,4 @@
-"""Compute CRC-32: of bytes, of a whole from its pieces in any order, of a whole that many ranks wrote. Reads no file.
+"""Compute CRC-32: of bytes, of a whole from its pieces in any order, of a whole that many ranks wrote.
 
 But for the inversions at its two ends a CRC is linear: that of a whole is the XOR of those of its parts, each taken as
 though all other bytes were 0. So a rank that wrote ten thousand columns of a tensor has one number to tell.

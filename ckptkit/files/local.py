@@ -1,4 +1,4 @@
-"""Open local files that a stranger may have named, and read and write ranges of their bytes. Knows no tensor."""
+"""Open local files that a stranger may have named, and read and write ranges of their bytes."""
 
 from __future__ import annotations
 

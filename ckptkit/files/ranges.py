@@ -1,7 +1,7 @@
 """Read ranges of remote files with few requests. Small reads are answered from pages that were read before.
 
 A small read brings the bytes around it; ranges that will be needed can be named beforehand, and are then fetched in few
-large ones at once. Large reads are a request each, and kept nowhere. Knows offsets and lengths; no format.
+large ones at once. Large reads are a request each, and kept nowhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parse JSON that a stranger wrote, strictly. Opens no file, and knows nothing of what it says."""
+"""Parse JSON that a stranger wrote, strictly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read and make the header of a safetensors file: which tensors it holds, and where. Touches no tensor data.
+"""Read and make the header of a safetensors file: which tensors it holds, and where.
 
 Source: https://github.com/huggingface/safetensors#format. A file is 8 bytes of header length, a JSON header, and the
 tensors without a gap. `HuggingFaceStorageWriter` of torch.distributed.checkpoint notes beside them where in its tensor

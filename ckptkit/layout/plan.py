@@ -1,4 +1,4 @@
-"""Plan the byte copies that fill one layout from another, or from several. Opens no file."""
+"""Plan the byte copies that fill one layout from another, or from several."""
 
 from __future__ import annotations
 

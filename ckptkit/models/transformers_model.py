@@ -1,4 +1,4 @@
-"""Build a model by transformers' own classes, without memory, for what it says of its tensors. Runs no model's code.
+"""Build a model of transformers without memory, to learn about its tensors. Runs no model's code.
 
 Known are the classes of the installed transformers; code that lies beside a model's config.json is never run. Importing
 transformers takes seconds, so that it is asked only of types of models that ckptkit has no table for.

@@ -1,4 +1,4 @@
-"""Check that a model under the Hub's names has the layers and experts that its config calls for, and no others."""
+"""Check that a model under the Hub's names has exactly the layers and experts of its config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a table of one's own: rules as those of the families, in a file of TOML. Its errors say the line and the key.
+"""Read a table of rules from a TOML file. Errors name the line and the key.
 
 A step is a word, or a table of a word with what belongs to it.
 

@@ -1,4 +1,4 @@
-"""Give a model's tensors the names that are asked for: the Hub's, those of a family, or their own."""
+"""Give a model's tensors the requested names: the Hub's, a family's, or their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold the numbers of a model that the maps between names need, as config.json gives them."""
+"""The sizes from config.json that the rules between names need."""
 
 from __future__ import annotations
 

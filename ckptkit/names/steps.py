@@ -1,4 +1,4 @@
-"""Take the steps that lead from the tensors of one family to those of the Hub, each of which has a way back.
+"""The steps that turn tensors of a family into tensors of the Hub, each with its inverse.
 
 A step is given the tensors that one rule brings together and returns those that they become. Nothing is computed:
 chunks move, by the arithmetic in `ckptkit.layout.axes`.

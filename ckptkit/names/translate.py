@@ -1,4 +1,4 @@
-"""Turn tensors of one family into those of the Hub, or back, by a table of rules. No bytes move."""
+"""Translate tensors of a family to the Hub's names, or back, by a table of rules. No bytes move."""
 
 from __future__ import annotations
 

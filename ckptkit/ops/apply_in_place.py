@@ -66,7 +66,7 @@ class Update(NamedTuple):
 
 
 def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
-    """Apply the deltas in `root` that follow its state to the Hugging Face model in directory `local`.
+    """Apply to the Hugging Face model in `local` the deltas in `root` that continue from its state.
 
     `root` is a delta, or a directory of deltas or versions. A journal in `local` makes this safe: after a crash the
     model is old or new, or the same call completes it. A server that has mapped the files sees a mixture meanwhile.

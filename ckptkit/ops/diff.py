@@ -1,4 +1,4 @@
-"""Say what is not the same in two checkpoints, whatever their formats, world sizes and dtypes."""
+"""Compare two checkpoints of any formats, world sizes and dtypes."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Pruned(Summarized):
         elif self.deleted:
             yield f"{verb}d {what}, {freed} freed"
         else:
-            yield f"to be {verb}d: {what}, which frees {freed}; nothing was {verb}d yet"
+            yield f"would {verb} {what} and free {freed}; nothing was {verb}d yet"
 
 
 def prune(
@@ -177,7 +177,7 @@ def judge(saved: SavedCheckpoint, entry: PruneEntry, keeper: Keeper, *, demote: 
     freed = entry.nbytes - demotion.nbytes
     if freed <= 0:
         return replace(entry, reason="its weights alone are not smaller")
-    reason = f"nothing keeps all of it; deletes {', '.join(demotion.deletes[:6])}{and_more(len(demotion.deletes) - 6)}"
+    reason = f"only its weights stay; deletes {', '.join(demotion.deletes[:6])}{and_more(len(demotion.deletes) - 6)}"
     return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 
 
@@ -221,11 +221,11 @@ def examine(path: Path) -> SavedCheckpoint | str:
         return checkpoint.unreadable.message if checkpoint.unreadable else "no checkpoint in any known format"
     problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]
     if problems:
-        return f"not whole: {describe(problems[0], path)}"
+        return f"incomplete or damaged: {describe(problems[0], path)}"
     try:
         return SavedCheckpoint(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only)
     except (Corrupt, Unsafe) as error:
-        return f"not whole: {describe(error, path)}"
+        return f"cannot be read: {describe(error, path)}"
 
 
 def describe(problem: CkptError, checkpoint: Path) -> str:

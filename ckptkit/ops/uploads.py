@@ -1,4 +1,4 @@
-"""List the unfinished uploads to a store, and abort those that died."""
+"""List the unfinished uploads to a store, and abort the stale ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PrunedUploads(Summarized):
         elif self.aborted:
             yield f"aborted {what}, {nbytes} of parts freed"
         else:
-            yield f"to be aborted: {what}, which frees {nbytes} of parts; nothing was aborted yet"
+            yield f"would abort {what} and free {nbytes} of parts; nothing was aborted yet"
 
 
 def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> PrunedUploads:

@@ -1,4 +1,4 @@
-"""Cut flat parameters into those that they were made of, by names and shapes from an optimizer or a config.json.
+"""Cut flat parameters into the original ones, by names and shapes from an optimizer or a config.json.
 
 Source: torch/distributed/fsdp/_flat_param.py. FSDP1's local state has one flat tensor for each wrapped module, and no
 file says what is in it: its name says which module, whose parameters follow one another in the order of the model's

@@ -1,4 +1,4 @@
-"""Draw the shard map as text: characters and who owns each, for a terminal to color. Knows no colors, no screen."""
+"""Draw the shard map as text: characters and who owns each, for a terminal to color."""
 
 from __future__ import annotations
 

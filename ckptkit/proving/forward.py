@@ -1,4 +1,4 @@
-"""Run a model of transformers with the tensors of a checkpoint, of which no more than one block is in memory."""
+"""Run a model of transformers with the tensors of a checkpoint, one block in memory at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read what a config.json says of how a model was quantized. Believes nothing that could not be so.
+"""Read from config.json how a model was quantized, and check that it is possible.
 
 Sources: transformers/utils/quantization_config.py, compressed_tensors/quantization/quant_args.py, and
 mlx_lm/utils.py. The blocks of DeepSeek's models are 128 x 128 where nothing says otherwise.

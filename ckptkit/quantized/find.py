@@ -1,4 +1,4 @@
-"""Find the quantized weights of a checkpoint, and what goes with each, by names, dtypes, shapes and a config.json.
+"""Find the quantized weights of a checkpoint and their scales, by names, dtypes, shapes and config.json.
 
 How each way of storing them looks, `stored` says, a module each.
 """

@@ -1,4 +1,4 @@
-"""Keep a run on S3, where nothing can be locked or renamed: by objects that claim, pin and hold a checkpoint.
+"""Keep a run on S3, without locks or renames: objects claim, pin and protect a checkpoint.
 
 A deletion claims the checkpoint as an upload does, so that neither works on what the other does. Then it looks for pins
 and watches; whoever pins or holds looks for a claim afterwards: of two that come at the same time one sees the other.

@@ -1,4 +1,4 @@
-"""Hold the checkpoint that a watch is handling, so that nobody deletes or demotes it meanwhile.
+"""Protect the checkpoint that a watch is handling from deletion.
 
 A watch has one file in the run, `.ckptkit-watch/KEY.lock`. It is locked as long as the watch lives, or a command that
 the watch started and that outlived it. The file holds the name of the checkpoint that is being handled; without the

@@ -1,4 +1,4 @@
-"""Say what a checkpoint lacks of what is to be loaded, and which dtypes differ: errors, unless they are allowed.
+"""What a load may miss or convert: missing entries and other dtypes are errors, unless they are allowed.
 
 torch's planner ends with the first name that is missing, or with `allow_partial_load` leaves out all that are without
 a word; and it never looks at dtypes: values are cast to those of the tensors that they are read into.

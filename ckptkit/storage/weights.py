@@ -1,4 +1,4 @@
-"""Load the weights of a checkpoint of any format into the tensors of a model, of which only the names are known."""
+"""Load the weights of a checkpoint of any format into the tensors of a model."""
 
 from __future__ import annotations
 

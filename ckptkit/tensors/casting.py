@@ -1,4 +1,4 @@
-"""Cast the numbers of a block from one float dtype to another. Opens no file, and needs no torch.
+"""Cast the numbers of a block from one float dtype to another.
 
 bfloat16 is the upper half of float32 (https://en.wikipedia.org/wiki/Bfloat16_floating-point_format), so shifts and an
 addition on integers round it to nearest, ties to even, as torch does. Everything goes through float32, as in torch.

@@ -1,4 +1,4 @@
-"""Measure how far stored elements are from others, of any two dtypes. Reads no file, and needs no torch."""
+"""Measure how far stored elements are from others, of any two dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List the files of other programs that hold a model but are no checkpoint of PyTorch: what they are, and what to do.
+"""Files of other programs that contain a model but are not a PyTorch checkpoint: what they are, and what to do.
 
 Only where nothing else is a checkpoint: such files also lie beside one.
 """

@@ -1,4 +1,4 @@
-"""What is known of a trainer: the names that it leaves on disk, as one record."""
+"""The facts about a trainer: the names that it gives to directories, files and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configure a run: its settings, validated once, written as TOML and read back. Imports no torch.
+"""Configure a run: its settings, validated once, written as TOML and read back.
 
 Each field of `TrainConfig` is a key of the TOML file and an option of `ckptkit train`; nothing else needs to know it.
 """
@@ -34,7 +34,7 @@ class TrainConfig:
     run: Path
     # the model
     model: Annotated[str, "A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id."] = "tiny"
-    untied: Annotated[bool, "Do not share embedding and output weights, if the model is a size."] = False
+    untied: Annotated[bool, "Do not share embedding and output weights, if the model is a size such as 8b."] = False
     weights: Annotated[Path | None, "Start from the weights of this checkpoint; any format."] = None
     freeze: Annotated[tuple[str, ...], "Do not train parameters that match this glob; repeatable."] = ()
     lora_rank: Annotated[int | None, "Train LoRA adapters of this rank instead of the model."] = None
@@ -46,7 +46,7 @@ class TrainConfig:
     sequence_length: Annotated[int, "Tokens per sequence."] = 256
     batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
     micro_batch_size: Annotated[
-        int, "Sequences that a rank computes at once; gradients add up. 0: all of the rank's."
+        int, "Sequences that a rank computes at once; gradients add up. 0: all sequences of the rank."
     ] = 0
     # the optimizer
     steps: Annotated[int, "Steps of the whole run."] = 100

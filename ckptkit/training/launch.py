@@ -1,4 +1,4 @@
-"""Launch as many ranks as asked, or be the rank that torchrun made of this process. Knows no work by name."""
+"""Launch as many ranks as asked, or be the rank that torchrun made of this process."""
 
 from __future__ import annotations
 

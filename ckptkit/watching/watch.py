@@ -86,7 +86,7 @@ def watch(
     once: bool = False,
     tell: Listener | None = None,
 ) -> Watched:
-    """Handle every checkpoint of the run at `run` once, the oldest first: those that are there, and those that come.
+    """Handle every checkpoint of the run at `run` once, the oldest first: existing and new ones.
 
     `do` are commands of ckptkit and `exec` other programs, one or several, each a line that is split as a shell splits
     it, or a list of words. They run one after the other, in processes of their own and without a shell. The

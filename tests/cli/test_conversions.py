@@ -88,7 +88,7 @@ def test_a_dry_run(run: Path, tmp_path: Path) -> None:
         assert done.keys() == KEYS | {"copies", "free_bytes"}
         assert done["source"] == str(run / "ckpt-2")
         said = ckptkit(*command, "--dry-run").stdout
-        assert said.startswith(f"would make {run / 'ckpt-2'} into {done['output']}")
+        assert said.startswith(f"would write {done['output']} from {run / 'ckpt-2'}")
         assert f"{done['copies']} chunks to read" in said
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -52,9 +52,9 @@ def test_demoting_is_shown_and_then_done(tmp_path: Path) -> None:
         save_alone({"model": {"w": torch.ones(9)}, "optimizer": {"w": torch.ones(9000)}}, tmp_path / f"ckpt-{step}")
     ckptkit("pin", tmp_path / "ckpt-2")
     shown = ckptkit("prune", tmp_path, "--keep-last", "1", "--demote")
-    assert [line.split()[0] for line in shown.stdout.splitlines()[1:]] == ["ckpt-2", "ckpt-1", "to"]
+    assert [line.split()[0] for line in shown.stdout.splitlines()[1:]] == ["ckpt-2", "ckpt-1", "would"]
     assert "pinned" in shown.stdout
-    frees = shown.stdout.partition("which frees ")[2].partition(";")[0]
+    frees = shown.stdout.partition(" and free ")[2].partition(";")[0]
     done = ckptkit("prune", tmp_path, "--keep-last", "1", "--demote", "--yes")
     assert done.stdout.splitlines()[-1] == f"demoted 1 checkpoint, {frees} freed"
     assert (tmp_path / "ckpt-1" / "model.safetensors").is_file()

@@ -138,7 +138,7 @@ def test_hybrid_shard_is_left_out_only_where_nobody_asked_for_it() -> None:
         ({"micro_batch_size": 0}, "micro_batch_size: expected 1 or more, found 0"),
         ({"recompute_every": -1}, "recompute_every: expected 0 or more, found -1"),
         ({"strategy": "zero1"}, "unknown strategy `zero1`"),
-        ({"strategy": "ddp", "replicas": 2}, "2 replicas under ddp"),
+        ({"strategy": "ddp", "replicas": 2}, "expected hybrid_shard for 2 replicas, found ddp"),
         ({"param_dtype": "int8"}, "param_dtype is int8"),
         ({"master_dtype": "float8_e5m2"}, "master_dtype is float8_e5m2"),
         ({"sequence_length": 8193}, r"at most 8192 \(max_position_embeddings\)"),

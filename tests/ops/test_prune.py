@@ -127,7 +127,7 @@ def test_one_damaged_part_is_enough(produce: Produce, tmp_path: Path, part: str)
     (tmp_path / "checkpoint-3" / part / "__1_0.distcp").unlink()
     done = prune(tmp_path, keep_last=1)
     assert (steps(done.keep), steps(done.delete)) == ([2], [1])
-    assert reasons(done)["checkpoint-3"].startswith(f"not whole: {part}")
+    assert reasons(done)["checkpoint-3"].startswith(f"incomplete or damaged: {part}")
 
 
 @pytest.mark.parametrize("form", ["sharded", "full"])

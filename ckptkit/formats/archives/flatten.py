@@ -1,4 +1,4 @@
-"""Flatten a pickled state dict into tensors and other entries, under the names that DCP would give. Opens no file.
+"""Flatten a pickled state dict into tensors and other entries, under the names that DCP would give.
 
 Dicts are entered, and lists with a dict or a tensor in them; all else is an entry with a pickle of its own. Unlike DCP,
 a tuple with a tensor in it is entered as a list is, and a dict with nothing in it is an entry.

@@ -1,4 +1,4 @@
-"""Find the bytes of chunks that lie inside envelopes, each an archive of torch.save.
+"""Find the bytes of chunks inside envelopes: each is an archive of torch.save.
 
 ckptkit reads both ends of each archive. Most archives differ from one before in the tensor and its checksums only: a
 template of that one locates them quickly.

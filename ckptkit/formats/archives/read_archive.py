@@ -1,4 +1,4 @@
-"""Read the archive that torch.save writes of one tensor: where its bytes lie. Never reads tensor data."""
+"""Find the bytes of the tensor in an archive of torch.save, without reading them."""
 
 from __future__ import annotations
 

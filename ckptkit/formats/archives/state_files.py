@@ -1,4 +1,4 @@
-"""Open files of torch.save, new or old, and read inertly what is pickled in them. Reads no tensor data."""
+"""Open files of torch.save, new or old, and read their pickles inertly."""
 
 from __future__ import annotations
 

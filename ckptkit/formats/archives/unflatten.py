@@ -1,4 +1,4 @@
-"""Unflatten the names of a checkpoint into the nested dicts and lists that they came from. Opens no file.
+"""Unflatten the names of a checkpoint into the nested dicts and lists that they came from.
 
 A step of a key path that is a string leads into a dict, a number into a list or tuple, in which a missing member is
 None.

@@ -1,4 +1,4 @@
-"""Make the archive that torch.save makes, around tensors whose bytes are still to come. Writes no file.
+"""Write the archive that torch.save would write, around tensors whose bytes come later.
 
 Source: torch/serialization.py and caffe2/serialize/inline_container.cc; the zip fields are those of PKWARE's
 APPNOTE.TXT. All is known before but the tensors' bytes and their CRC-32, which stands in two places.

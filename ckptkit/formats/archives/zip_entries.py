@@ -1,4 +1,4 @@
-"""Read the zip that torch.save writes: which entries it has, where their content lies, whether it is as recorded.
+"""Read the zip archive that torch.save writes: its entries, their positions and their checksums.
 
 Source: caffe2/serialize/inline_container.cc; the fields are those of PKWARE's APPNOTE.TXT. Local headers carry no sizes
 (flag bit 3), so everything is found from the central directory. Reads a kilobyte or two per archive.

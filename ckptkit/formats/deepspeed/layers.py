@@ -1,4 +1,4 @@
-"""Read the files of a pipeline's layers: copies of trained parameters, and what is not trained."""
+"""Read the files of a pipeline's layers: copies of trained parameters, and untrained entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put a model together: trained parameters with their rounded copies, buffers, frozen and tied ones. Opens no file."""
+"""Put a model together: trained parameters with their rounded copies, buffers, frozen and tied ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Take values of the expected kinds out of what was pickled; anything else is the files' fault. Opens no file."""
+"""Take values of the expected types out of a pickle, or raise an error that names the file."""
 
 from __future__ import annotations
 

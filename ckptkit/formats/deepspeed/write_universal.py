@@ -1,4 +1,4 @@
-"""Arrange the files of a universal checkpoint, with room for the data of its tensors. Writes no file.
+"""Arrange the files of a universal checkpoint, with room for the data of its tensors.
 
 ZeRO 1 and 2 look for other model states than ZeRO 3, and read hyperparameters and step elsewhere in the optimizer's
 file: both are made.

@@ -1,4 +1,4 @@
-"""Join the ranks' partitions of ZeRO to parameters by name, each with its master and its moments. Opens no file.
+"""Join the ranks' partitions of ZeRO to parameters by name, each with its master and its moments.
 
 ZeRO 1 and 2: the ranks' buffers of a group make up one row, in which the parameters follow one another in the order of
 `param_shapes`; the row is padded at its end, and the masters are saved without that padding. ZeRO 3: of each parameter

@@ -1,4 +1,4 @@
-"""Read the headers of llm.c's files: 256 integers of 32 bits, of which the first says what follows.
+"""Read the headers of llm.c's files: 256 integers of 32 bits.
 
 Source: karpathy/llm.c, train_gpt2.cu, gpt2_write_to_checkpoint and save_state; train_gpt2.py, write_model.
 """

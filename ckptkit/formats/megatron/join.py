@@ -1,4 +1,4 @@
-"""Join what all ranks have saved into the tensors of one model, and of its optimizer where that is certain."""
+"""Join the files of all ranks into the tensors of one model, and of its optimizer where that is certain."""
 
 from __future__ import annotations
 

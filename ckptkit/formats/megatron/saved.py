@@ -1,4 +1,4 @@
-"""Hold one rank's file of torch.save: its arguments, its model by name, its optimizer, and all else that is in it."""
+"""One rank's file of torch.save: its arguments, model, optimizer and other entries."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Source: torch/serialization.py. A pickle nests dicts and lists down to tensors, each a view of a storage that lies
 uncompressed in the same file: an archive, or what torch wrote before version 1.6. The pickle is read and written
-inertly: what it would import or call is never more than a name, so any name may occur in it. Reads no tensor data.
+inertly: what it would import or call is never more than a name, so any name may occur in it.
 """
 
 from __future__ import annotations

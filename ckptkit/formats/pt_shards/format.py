@@ -1,4 +1,4 @@
-"""Read torch.save files of which there are several, by the index beside them: a model, or an optimizer by numbers.
+"""Read several files of torch.save by their index: a model, or an optimizer by numbers.
 
 Source: transformers' `save_pretrained(safe_serialization=False)`, `pytorch_model.bin.index.json`; and of optimizers
 colossalai/checkpoint_io/general_checkpoint_io.py, `pytorch_optim.bin.index.json`, whose metadata name a file with the

@@ -1,4 +1,4 @@
-"""Take from the files of one rank how files of ranks are to be written: their names, the mesh, and what is spread."""
+"""Take from the files of one rank how to write files of ranks: names, mesh, and placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Know what the files of ranks are called: which hold the model, which the optimizer and which the rest. Opens none."""
+"""Parse the names of the files of ranks: model, optimizer and the rest."""
 
 from __future__ import annotations
 

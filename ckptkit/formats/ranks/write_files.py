@@ -1,4 +1,4 @@
-"""Write the files of ranks: arrange what each holds of every tensor, with room for the data, and seal them after it.
+"""Write the files of ranks: arrange each rank's part of every tensor, and seal the files after the data.
 
 Each rank's file has DTensors for what is spread, and whole copies of what is not. Of an optimizer that numbers its
 parameters they are numbered through its groups again. What several ranks have alike is filled in one file, and copied

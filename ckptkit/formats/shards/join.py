@@ -1,4 +1,4 @@
-"""Join what the ranks hold of each tensor to the whole of it. Opens no file."""
+"""Join the parts of each tensor from all ranks."""
 
 from __future__ import annotations
 

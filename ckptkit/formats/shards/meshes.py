@@ -1,4 +1,4 @@
-"""Read device meshes as torch pickles them: which ranks stand where. Reads no tensor but the mesh itself.
+"""Read device meshes as torch pickles them: which ranks stand where.
 
 Source: torch/distributed/device_mesh.py. Until torch 2.8 a mesh is an integer tensor of ranks, with the list of them
 beside it; since then a layout, the shape and stride of each axis, over a map of ranks.

@@ -1,4 +1,4 @@
-"""Read what one rank holds in a file: plain tensors, and its part of those that are spread over ranks."""
+"""Read the tensors in one rank's file: plain tensors, and its parts of sharded ones."""
 
 from __future__ import annotations
 

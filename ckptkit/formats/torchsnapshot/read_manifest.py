@@ -1,4 +1,4 @@
-"""Read `.snapshot_metadata`: what each rank saved, and where in which file it lies. Opens no other file.
+"""Read `.snapshot_metadata`: the entries of each rank, with their files and positions.
 
 Source: torchsnapshot/{manifest,flatten}.py, 0.1.0. The manifest is JSON; versions before wrote YAML. Each entry has a
 path, the rank and then the steps to it, with `/` and `%` in a step written as `%2F` and `%25`.

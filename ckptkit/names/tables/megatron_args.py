@@ -1,4 +1,4 @@
-"""Hold the arguments of a Megatron job, where its checkpoint has them, against the config of the model.
+"""Compare the arguments in a Megatron checkpoint with the config of the model.
 
 Source: megatron/training/arguments.py. They lie in `common.pt` beside the shards, or in the checkpoint itself: as an
 entry of their own, or since core 0.20 in `common_state` (`save` in megatron/core/dist_checkpointing/serialization.py).

@@ -1,4 +1,4 @@
-"""Read the documents of text, JSONL files and directories, part by part. Knows no tokenizer, no sequence.
+"""Read the documents of text, JSONL files and directories, part by part.
 
 A text file is one document, or several with a NUL byte between them. A line of a JSONL file is one document: its
 `text`, or its token ids under `input_ids` or `tokens`. A directory holds the documents of its files, hidden ones left

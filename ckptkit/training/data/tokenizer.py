@@ -1,4 +1,4 @@
-"""Turn text into token ids, by bytes or with a Hugging Face tokenizer. Opens no text and packs nothing."""
+"""Turn text into token ids, by bytes or with a Hugging Face tokenizer."""
 
 from __future__ import annotations
 

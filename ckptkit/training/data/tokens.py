@@ -1,4 +1,4 @@
-"""Write a corpus as one file of token ids, made once for all ranks and then mapped. Knows no sequences and no order.
+"""Write a corpus as one file of token ids, made once for all ranks and then mapped.
 
     run/
     ├── tokens.bin   the ids of all documents, each ended by the tokenizer's `end`; raw, no wider than needed

@@ -1,4 +1,4 @@
-"""Describe a model that is not built yet, as the loop needs to know it; chosen by name. Knows no ranks, no steps."""
+"""Describe a model that is not built yet, as the loop needs to know it; chosen by name."""
 
 from __future__ import annotations
 

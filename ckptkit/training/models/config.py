@@ -1,4 +1,4 @@
-"""Configure the shape of the built-in Llama, by size name or config.json. Imports no torch."""
+"""Configure the shape of the built-in Llama, by size name or config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build Llama in plain torch: Hugging Face's tensor names, and its logits bit for bit. Knows no ranks, no files."""
+"""Build Llama in plain torch: Hugging Face's tensor names, and its logits bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initialize each module from the seed and its name, however sharded. Knows no files and no steps."""
+"""Initialize each module from the seed and its name, however sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Join the ranks of a run. Knows no model, no files and no steps."""
+"""Join the ranks of a run."""
 
 from __future__ import annotations
 

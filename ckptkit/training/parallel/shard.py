@@ -1,4 +1,4 @@
-"""Build a model from a blueprint, spread over the ranks and never whole on any. Knows no files and no steps."""
+"""Build a model from a blueprint, spread over the ranks and never whole on any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Take the state of a model, its optimizer and the rest for a checkpoint, and give it back. Knows no files.
+"""Take the state of a model, its optimizer and the rest for a checkpoint, and give it back.
 
 model           {name: tensor}
 optim

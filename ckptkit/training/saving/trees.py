@@ -1,4 +1,4 @@
-"""Change the nested dicts and lists of a state dict, which have tensors as leaves. Knows no ranks and no files."""
+"""Change the nested dicts and lists of a state dict, which have tensors as leaves."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def merges_adapters(runs: SmokeRuns) -> str:
     apart, changed = (float((expected - other).abs().max()) for other in (found, before))
     if not apart < min(_ROUNDING, changed):
         raise Failed(f"logits differ by up to {apart:.3g}; the adapters have changed them by up to {changed:.3g}")
-    return f"changed by up to {changed:.2g}, merged differ by {apart:.1g}"
+    return f"adapters change logits by up to {changed:.2g}; merged, they differ by {apart:.1g}"
 
 
 def opens_in_peft(runs: SmokeRuns) -> str:

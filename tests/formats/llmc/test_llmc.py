@@ -130,15 +130,15 @@ def cut(file: Path, by: int) -> None:
 
 
 FAULTS: list[tuple[str, Damage, str]] = [
-    ("short model", lambda root: cut(root / MODEL, 4), "bytes (header)"),
-    ("old version", lambda root: rewrite(root / MODEL, 1, 1), "version 1 of llm.c's models"),
+    ("short model", lambda root: cut(root / MODEL, 4), "bytes .header., found"),
+    ("old version", lambda root: rewrite(root / MODEL, 1, 1), "expected version 3 or 5 of llm.c's models, found 1"),
     ("negative size", lambda root: rewrite(root / MODEL, 4, -3), "are impossible"),
     ("huge size", lambda root: rewrite(root / MODEL, 6, 2**31 - 1), "are impossible"),
-    ("other layers", lambda root: rewrite(root / MODEL, 4, 2), "bytes (header)"),
+    ("other layers", lambda root: rewrite(root / MODEL, 4, 2), "bytes .header., found"),
     ("missing rank", lambda root: (root / f"{STATE}1.bin").unlink(), f"missing: {STATE}1.bin"),
     ("not done", lambda root: (root / f"DONE_{STEP:08d}").unlink(), "the save did not finish"),
     ("short state", lambda root: cut(root / f"{STATE}1.bin", 8), "the moments of"),
-    ("other step", lambda root: rewrite(root / f"{STATE}1.bin", 10, 7), "at step 7"),
+    ("other step", lambda root: rewrite(root / f"{STATE}1.bin", 10, 7), "found 2 at 7"),
     ("other rank", lambda root: rewrite(root / f"{STATE}1.bin", 3, 0), "found 2 at .*rank 0"),
     ("other number of ranks", lambda root: rewrite(root / f"{STATE}0.bin", 2, 3), "of 3 ranks"),
     ("many ranks", lambda root: rewrite(root / f"{STATE}0.bin", 2, 2**27), "missing: "),

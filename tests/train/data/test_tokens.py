@@ -155,7 +155,7 @@ def test_token_files_are_mapped_where_they_lie(tmp_path: Path, name: str) -> Non
         (np.array([5, 256, 7]), Usage, "the tokens of tokenizer `bytes`; found id 256 at place 1"),
         (np.array([5, 6, -1]), Usage, "id -1 at place 2"),
         (np.array([1.0, 2.0]), Unsupported, "found float64 in 1"),
-        (np.array([[1, 2]]), Unsupported, "2 dimensions of int64"),
+        (np.array([[1, 2]]), Unsupported, "found int64 in 2"),
         (np.array([True, False]), Unsupported, "bool"),
         (np.array([], dtype=np.uint16), Usage, "no text to train on"),
         (np.array([5]), Usage, "no text to train on"),
