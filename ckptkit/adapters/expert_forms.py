@@ -20,6 +20,7 @@ from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Entry, expert_place
 from ckptkit.conversion.options import FLAT, PEFT, PER_EXPERT, ConvertOptions
 from ckptkit.errors import Unsupported, Usage
+from ckptkit.formats import locate, unpack
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
 from ckptkit.models.companions import CONFIG, find_companions, read_config
 from ckptkit.names.moe import SEPARATE, ExpertNames, experts_of
@@ -37,7 +38,8 @@ def with_form(fitted: Fitted, form: str, options: ConvertOptions) -> tuple[Fitte
 
     Raises `Usage` for an adapter without such matrices, or if the base has to be known and is not.
     """
-    adapter, config = fitted.adapter, fitted.config
+    config = fitted.config
+    adapter = replace(fitted.adapter, layout=locate(unpack(fitted.adapter.layout)))
     found = find_form(adapter)
     if found is None:
         message = "the adapter has no matrices of experts"
