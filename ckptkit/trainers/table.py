@@ -285,6 +285,10 @@ ORBAX = TrainerFacts(
     states=(r"_CHECKPOINT_METADATA|commit_success\.txt|orbax\.checkpoint",),
 )
 
+# google/grain, checkpoint/handler.py of 0.2.18: beside what orbax saves, `iter/process_R-of-N.json` with the place of
+# each process in the data.
+GRAIN = TrainerFacts(name="grain", own_state=(r"process_([0-9]+)-of-[0-9]+\.json",))
+
 # vllm/model_executor/model_loader/sharded_state_loader.py: `model-rank-R-part-P.safetensors` has what a rank of the
 # engine holds, under its own names of fused tensors, after they were processed. Nothing says how ranks share them.
 VLLM = TrainerFacts(
@@ -328,7 +332,7 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 # libraries whose files lie beside its own.
 _ALL = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
-    *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
+    *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM),
     *(RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})
