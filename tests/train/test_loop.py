@@ -321,8 +321,10 @@ def refuse(cases: list[tuple[TrainConfig, type[CkptError], str]], place: RankPla
 def test_what_cannot_be_trained_is_refused_before_it_starts(config: TrainConfig, tmp_path: Path) -> None:
     resumed = replace(config, run=tmp_path / "run", resume=str(config.run / "ckpt-3"))
     (tmp_path / "other").write_bytes(bytes(range(200)))
+    (tmp_path / "half" / "ckpt-2").mkdir(parents=True)
     cases = [
         (config, Occupied, "has checkpoints already"),
+        (replace(config, run=tmp_path / "half", resume="auto"), Occupied, "only unfinished checkpoints: ckpt-2"),
         (replace(config, run=tmp_path / "new", batch_size=1), Usage, "batch_size: expected at least 2"),
         (replace(resumed, seed=1), Mismatch, "trained with seed 0, not 1"),
         (replace(resumed, sequence_length=40), Mismatch, "trained with sequence_length 48, not 40"),
