@@ -75,8 +75,10 @@ class Commands(PlainGroup):
 
 def usage(error: Any) -> Usage:
     """Return an error of click as one of ours."""
-    lines = error.format_message().replace("Value error, ", "").removesuffix(".")  # pydantic's words
-    message = " ".join(lines.split())
+    lines = (
+        error.format_message().replace("Value error, ", "").replace("Input should be", "expected a value")
+    )  # pydantic's words
+    message = " ".join(lines.removesuffix(".").split())
     command = error.ctx.command_path if error.ctx else "ckptkit"
     return Usage(message[:1].lower() + message[1:], hint=f"run `{command} --help`")
 
