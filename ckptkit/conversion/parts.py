@@ -275,7 +275,7 @@ def with_config_of(conversion: Conversion, rows: int) -> Conversion:
 def without_copy(conversion: Conversion, root: Path) -> Conversion:
     """Return the conversion without a model that lies beside the parts, and would be taken for all there is."""
     reader = detect_format(root)
-    copies = sorted(name for name in conversion.carried if reader and reader.owns(name))
+    copies = sorted(name for name in conversion.copied_files if reader and reader.owns(name))
     if not copies:
         return conversion
     notes = [*conversion.notes, *(f"skipped `{name}`: another copy of the weights" for name in copies)]

@@ -181,6 +181,6 @@ def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:
     if earlier is None:
         return conversion
     note = f"the source was {describe_account(earlier)}; {NAME} lists them"
-    is_apart = conversion.is_file or NAME in conversion.carried
+    is_apart = conversion.is_file or NAME in conversion.copied_files
     made = conversion.made if is_apart else {**conversion.made, NAME: read_small(source / NAME, LIMIT)}
     return replace(conversion, made=made, notes=[*conversion.notes, note])
