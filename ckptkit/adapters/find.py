@@ -11,6 +11,7 @@ from ckptkit.adapters.names import (
     WRAPPER,
     Entry,
     base_name,
+    expert_place,
     find_unknown_name,
     is_copy,
     is_unused,
@@ -42,10 +43,15 @@ class Adapter:
 
     @property
     def rows(self) -> Counter[int]:
-        """Return the rows that its first matrices have, and how many have them; those of experts have all theirs."""
-        specs = self.layout.specs
+        """Return the rows that its first matrices have, and how many have them.
+
+        A matrix of all experts has the rows of all, unless the experts have an axis of their own.
+        """
+        shapes = {name: self.layout.specs[name].shape for name, entry in self.entries.items() if entry.kind in _RANKED}
         return Counter(
-            specs[name].shape[0] for name, entry in self.entries.items() if entry.kind in _RANKED and specs[name].shape
+            shape[-2] if len(shape) == 3 and expert_place(self.entries[name].module) else shape[0]
+            for name, shape in shapes.items()
+            if shape
         )
 
     @property

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.adapters.draft import Fitted, describe, open_adapters
+from ckptkit.adapters.expert_pairs import find_form
 from ckptkit.adapters.in_memory import in_memory, to_files
 from ckptkit.adapters.recipes import Merging, Source
 from ckptkit.adapters.tied import choose_ties
@@ -17,7 +18,7 @@ from ckptkit.checkpoints.manifest import source_of
 from ckptkit.conversion.directories import require_separate_destination
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model
-from ckptkit.conversion.options import ConvertOptions
+from ckptkit.conversion.options import FLAT, PER_EXPERT, ConvertOptions
 from ckptkit.conversion.steps import cast, fit_config, give_names, unwrap
 from ckptkit.conversion.steps import describe as describe_config
 from ckptkit.errors import Mismatch, Unsupported, Usage
@@ -67,9 +68,27 @@ def merge(
     *before, last = parts
     adapters = [the_adapter(part, options) for part in (*before[1:], last)]
     base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
+    adapters = [with_fused_experts(one, base.layout, options) for one in adapters]
     merged = merge_all(base.say(*remarks), adapters, options)
     check_globs(merged, adapters, options)
     return finish(merged, options), base.part, adapters
+
+
+def with_fused_experts(adapter: Fitted, base: Layout, options: ConvertOptions) -> Fitted:
+    """Return an adapter with the matrices of experts as those of fused experts, unless the base fits them as they are.
+
+    A base that has a tensor for each expert takes matrices for each expert.
+    """
+    form = find_form(adapter.adapter)
+    if form in (None, FLAT) or (form == PER_EXPERT and not has_fused(base)):
+        return adapter
+    from ckptkit.adapters.expert_forms import with_form  # few adapters need it
+
+    return with_form(adapter, FLAT, options)[0]
+
+
+def has_fused(base: Layout) -> bool:
+    return any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in base.tensors)
 
 
 def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> None:

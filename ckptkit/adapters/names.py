@@ -84,6 +84,25 @@ class Entry(NamedTuple):
     saved: str
 
 
+class ExpertPlace(NamedTuple):
+    """Where the matrices of experts lie: the module of all experts, the parameter, and the number of one expert."""
+
+    module: str
+    leaf: str
+    expert: int | None
+
+
+def expert_place(module: str) -> ExpertPlace | None:
+    """Return which matrices of experts a module of an adapter has; None for any other module."""
+    above, found, below = f".{module}.".rpartition(".experts.")
+    if not found:
+        return None
+    number, _, leaf = below.rstrip(".").rpartition(".")
+    if number and not number.isdecimal():
+        return None
+    return ExpertPlace(f"{above}.experts".lstrip("."), leaf, int(number) if number else None)
+
+
 def read_entry(name: str) -> Entry | None:
     """Return what a tensor of an adapter is, by its name; None for any other."""
     own = own_name(name)

@@ -9,11 +9,11 @@ from functools import partial
 
 from ckptkit.adapters.changes import Change, changes_of, is_saved_module, trained_biases
 from ckptkit.adapters.config import AdapterConfig
-from ckptkit.adapters.experts import HINT, find_layout
+from ckptkit.adapters.experts import choose_layout, find_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
 from ckptkit.adapters.merged_blocks import ChangeStep, Directed, Merge, Rows, ScaledAddition
-from ckptkit.conversion.options import BLOCKS, PEFT
+from ckptkit.conversion.options import BLOCKS
 from ckptkit.engine.recipes import Taken, working_dtype
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
@@ -201,21 +201,14 @@ class Merging:
                         yield own, partial(kind, is_in_blocks=self.layout_of(source, change, own, rank) == BLOCKS)
 
     def layout_of(self, source: Source, change: Change, own: str, rank: int) -> str:
-        """Return the layout of lora_B of fused experts: the one you pass, or else the one that the files tell.
-
-        Of one expert, or of rank 1, both are the same. Raises `Unsupported` if nothing tells.
-        """
-        count = self.tensors[own].spec.shape[0]
-        if 1 in (count, rank):
-            return PEFT
-        found, given = find_layout(source.config, own), source.experts_layout
-        if found is None and given is None:
-            message = f"no file says how lora_B packs {count} experts of rank {rank}: peft or blocks"
-            raise Unsupported(message, path=source.config.path, tensor=change.b, hint=HINT)
+        """Return the layout of lora_B of fused experts, with a note if you pass another one than the files tell."""
+        count, given = self.tensors[own].spec.shape[0], source.experts_layout
+        layout = choose_layout(source.config, own, count, rank, given, change.b)
+        found = find_layout(source.config, own) if given and 1 not in (count, rank) else None
         note = f"ckptkit reads lora_B of experts as {given}, as you asked; but {source.config.path} says {found}"
-        if found and given and found != given and note not in self.notes:
+        if found and found != given and note not in self.notes:
             self.notes.append(note)
-        return given or found or PEFT
+        return layout
 
     def directed(self, source: Source, change: Change, own: str, product: Product) -> Directed:
         """Return the step of DoRA, with what it needs at hand: all weights of each output."""

@@ -16,7 +16,7 @@ from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
 
 
-@with_options(OPTIONS, leave_out=(*OF_ONE, "adapter_config", "experts_layout"))
+@with_options(OPTIONS, leave_out=(*OF_ONE, "adapter_config", "experts_layout", "experts"))
 def average(
     sources: Annotated[
         list[Path],

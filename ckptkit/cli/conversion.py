@@ -14,7 +14,7 @@ from ckptkit.checkpoints.find_components import WEIGHTS, describe_left
 from ckptkit.cli.output import be_quiet, note, pick, plain, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
-from ckptkit.conversion.options import RANK, ConvertOptions
+from ckptkit.conversion.options import ADAPTER, RANK, ConvertOptions
 from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
@@ -40,10 +40,14 @@ Source = Annotated[
 ]
 Out = Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="The directory to write, or a URL.")]
 if TYPE_CHECKING:
-    Writable = str
+    Writable = WritableOrAdapter = str
 else:
     Writable = Literal[writable_formats()]
+    WritableOrAdapter = Literal[(*writable_formats(), ADAPTER)]
 To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
+ToOrAdapter = Annotated[
+    WritableOrAdapter, typer.Option(help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC, as PEFT loads it.")
+]
 OPTIONS = settings_of(ConvertOptions)
 # options of a conversion of one checkpoint: those that make one model of several have them not
 OF_ONE = (

@@ -16,6 +16,7 @@ from ckptkit.pictures.numbers import format_bytes, per_cent
 
 if TYPE_CHECKING:
     from ckptkit.ops.delta import WrittenDelta
+    from ckptkit.ops.delta_version import WrittenVersion
     from ckptkit.ops.inspect_delta import InspectedDelta
 
 DeltaFormat = Literal["ckptkit-delta", "disk-delta"]
@@ -123,9 +124,15 @@ def write_version(base: Path, new: Path, root: Path, *, json: bool, **options: A
         names = ("base", "new", "output", "version", "encoding", "checksum", "tensors", "changed_bytes", "nbytes")
         print_json(pick(done, *names, "whole_nbytes", "seconds"))
         return
+    show_files(done)
+
+
+def show_files(done: WrittenDelta | WrittenVersion) -> None:
+    """Print the result, and the files that were written."""
     first, *others = done.summary()
     say(first)
-    print_table([(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()], ("  file", "size"))
+    if done.files:
+        print_table([(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()], ("  file", "size"))
     for line in others:
         say(line)
 
@@ -149,11 +156,7 @@ def to_json(done: WrittenDelta) -> dict[str, Any]:
 
 def report(done: WrittenDelta) -> None:
     """Print the result for a reader."""
-    first, *others = done.summary()
-    say(first)
-    print_table([(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()], ("  file", "size"))
-    for line in others:
-        say(line)
+    show_files(done)
     for text in done.notes:
         note(f"note: {text}")
 

@@ -17,7 +17,7 @@ from ckptkit.files.path import to_path
 
 _OTHERS = (
     *("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict", "merge", "adapter_config"),
-    *("quantize", "exclude_quantize", "experts_layout"),
+    *("quantize", "exclude_quantize", "experts_layout", "experts"),
 )
 
 

@@ -13,6 +13,7 @@ from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_problem, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
+from ckptkit.files.file import absent
 from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
@@ -56,22 +57,28 @@ def verify(
 ) -> None:
     """Check that a checkpoint is whole and undamaged.
 
-    Checks its structure, and every byte that has a recorded checksum. PATH may also be a delta.
+    Checks its structure, and every byte that has a recorded checksum. PATH may also be a delta or a directory of
+    deltas.
 
     Example: ckptkit verify run/ckpt-500
 
     Exit codes: 0 no problems; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
-    from ckptkit.deltas.find import is_any_delta
+    from ckptkit.deltas.find import is_any_delta, members_of
     from ckptkit.ops.verify import verify as check
     from ckptkit.ops.verify_delta import verify_delta as check_delta
 
     if also and len(paths) > 1:
         raise Usage("--also is for one checkpoint", hint="verify them one by one")
     paths = [with_others(path, also) for path in paths]
+    if base is None:
+        paths = [member for path in paths for member in members_of(path)]
     deltas = [path for path in paths if is_any_delta(path)]
-    if base and len(deltas) < len(paths):
-        raise Usage("--base is for deltas", hint="drop it, or use --against")
+    if base and (others := [path for path in paths if path not in deltas]):
+        if not others[0].exists():
+            raise absent(others[0])
+        hint = "pass deltas only, or use --against for a checkpoint"
+        raise Usage(f"--base is for deltas: {others[0]} is not one", hint=hint)
     if deltas and (fast or against or stats):
         raise Usage("--fast, --against and --stats are for checkpoints", hint="drop them, or verify deltas alone")
     found = [check_delta(path, base=base, jobs=jobs) for path in deltas]
@@ -156,6 +163,8 @@ def to_json(found: Sequence[Verified]) -> dict[str, Any]:
 
 def report(found: Sequence[Verified], *, fast: bool) -> None:
     """Say what was found: a line for each part, and below all problems."""
+    from ckptkit.deltas.find import is_any_delta
+
     rows = [
         (
             "ok" if part.is_ok else count(len(part.problems), "problem"),
@@ -177,7 +186,7 @@ def report(found: Sequence[Verified], *, fast: bool) -> None:
             print_problem(problem)
     if fast and not all(part.proved_files for part in found):
         note("only the structure was checked: without --fast every byte is read")
-    elif any(part.unchecked_bytes and not part.has_manifest for part in found):
+    elif any(part.unchecked_bytes and not part.has_manifest and not is_any_delta(part.path) for part in found):
         note("unchecked bytes have no checksum: `ckptkit manifest` records one for later")
 
 

@@ -125,12 +125,12 @@ def seal(
 
 
 def require_sums(draft: Draft, made: Layout, checksums: Mapping[FileOffset, int]) -> None:
-    """Raise `Corrupt` if a tensor did not become what it was known to become."""
+    """Raise `Corrupt` without a path if a tensor did not become what it was known to become."""
     found = sums_of_tensors(made, checksums) if draft.sums else {}
     for name, crc in found.items():
         if (expected := draft.sums.get(name, crc)) != crc:
             message = f"expected CRC-32 {expected:08x} in the output, found {crc:08x}"
-            raise Corrupt(message, path=draft.wanted.root, tensor=name)
+            raise Corrupt(message, tensor=name)
 
 
 def copy_file(src: Path, dst: Path) -> None:

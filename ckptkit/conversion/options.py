@@ -27,6 +27,8 @@ DEFAULT_SHARD_SIZE = 5 * 10**9
 MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
 QUANTIZATIONS = ("fp8-block", "fp8-channel", "fp8-block-ue8m0")  # the schemes of `quantized.schemes`
 PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # of lora_B of fused experts, see `adapters.experts`
+FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = ("flat", "per-expert", "3d")  # of adapters, see `adapters.expert_pairs`
+ADAPTER = "adapter"  # what to write: the adapter in the checkpoint, as Hugging Face files
 RANK = "rank"  # the part of a process that torchrun started
 
 _AT_LEAST_ONE = ("world_size", "vocab_size", "jobs")
@@ -90,7 +92,11 @@ class ConvertOptions:
     ] = None
     experts_layout: Annotated[
         str | None,
-        About("For a merge: the layout of lora_B of fused experts, if no file records it.", "peft|blocks"),
+        About("With merge or --experts: the layout of lora_B of fused experts, if no file records it.", "peft|blocks"),
+    ] = None
+    experts: Annotated[
+        str | None,
+        About("Write the matrices of experts of an adapter in this form.", "flat|per-expert|3d"),
     ] = None
     include: Annotated[tuple[str, ...], About("Use only matching entries; repeatable.", "GLOB")] = ()
     exclude: Annotated[tuple[str, ...], About("Skip matching entries; repeatable.", "GLOB")] = ()
@@ -161,8 +167,8 @@ class ConvertOptions:
     def check(self) -> None:
         """Raise `Usage` for what is not understood, and for what the format has no use for."""
         require_least(self)
-        if self.to not in FORMATS:
-            raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join(FORMATS)}")
+        if self.to not in (*FORMATS, ADAPTER):
+            raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*FORMATS, ADAPTER))}")
         if self.weights_from not in (None, MASTER, MODULE):
             raise Usage(
                 f"expected `{MASTER}` or `{MODULE}`, found `{self.weights_from}`",
@@ -209,8 +215,15 @@ class ConvertOptions:
         """Raise `Usage` for what is asked of adapters and contradicts itself."""
         if self.adapter_config and not (self.merge or self.writer.is_model_only):
             raise Usage(f"`{self.to}` keeps adapters as they are", hint="drop --adapter-config, or pass --merge")
-        if self.experts_layout is not None and not self.merge:
-            raise Usage("--experts-layout is for a merge", hint="pass --merge, or drop --experts-layout")
+        if self.to == ADAPTER and self.merge:
+            raise Usage("a merged model is not an adapter", hint="drop --merge, or pass --to hf")
+        if self.experts is not None and (self.merge or not self.writer.is_model_only):
+            raise Usage("--experts is for an adapter as output", hint="pass --to adapter, or drop --experts")
+        if self.experts not in (None, *EXPERT_FORMS):
+            raise Usage(f"--experts: expected {', '.join(EXPERT_FORMS)}, found `{self.experts}`")
+        if self.experts_layout is not None and not (self.merge or self.experts):
+            hint = "pass --merge or --experts, or drop --experts-layout"
+            raise Usage("--experts-layout is for a merge, or for --experts", hint=hint)
         if self.experts_layout not in (None, *EXPERTS_LAYOUTS):
             message = f"--experts-layout: expected {' or '.join(EXPERTS_LAYOUTS)}, found `{self.experts_layout}`"
             raise Usage(message)
@@ -292,7 +305,7 @@ class ConvertOptions:
     @property
     def writer(self) -> FormatWriter:
         """Return the format to write."""
-        return get_writer(self.to)
+        return get_writer("hf" if self.to == ADAPTER else self.to)
 
     @property
     def table(self) -> Family | None:
@@ -323,6 +336,7 @@ class Keywords(TypedDict, total=False):
     merge: bool
     adapter_config: str | Path | None
     experts_layout: str | None
+    experts: str | None
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: str | Sequence[str]

@@ -26,7 +26,7 @@ from ckptkit.conversion.report import Written
 from ckptkit.destinations.allocation import create_file, make_folder
 from ckptkit.destinations.assembly import AssembledFiles, Assembly, Gap, PieceKey
 from ckptkit.destinations.destination import Destination
-from ckptkit.destinations.pieces import FilePiece, cut_file, is_large
+from ckptkit.destinations.pieces import FilePiece, cut_file, is_large, new_piece
 from ckptkit.destinations.stores import keeping, open_destination
 from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.copy import check_complete, copy, copy_unit
@@ -157,7 +157,7 @@ class OutputUpload:
     plans: Sequence[Plan]
     there: Destination
     marks: Sequence[str]
-    held: dict[str, bytearray] = field(default_factory=dict)
+    held: dict[str, memoryview] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -189,7 +189,7 @@ class OutputUpload:
             gaps |= {(str(Path(draft.place, name)), offset): gap for (name, offset), gap in own.items()}
         return Assembly(self.room, self.sizes, gaps, self, only)
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece, or hold it if it is the whole of a mark."""
         if self.is_small_mark(piece.name):
             self.held[piece.name] = data
@@ -256,7 +256,8 @@ class OutputUpload:
             make_folder((self.room / name).parent)
             create_file(self.room / name, size, (), is_sparse=True)
             for piece in cut_file(name, size):
-                data = bytearray(read_at(file, piece.length, piece.start))
+                data = new_piece(piece.length)
+                file.read_into(data, piece.start)
                 crc = crc32(data)
                 self.put(piece, data, crc)
                 whole = combine(whole, crc, piece.length)

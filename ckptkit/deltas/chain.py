@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from ckptkit.deltas.changes import Changes
+from ckptkit.deltas.find import RECORD
 from ckptkit.deltas.identity import identify
 from ckptkit.deltas.open_delta import Delta
 from ckptkit.deltas.patch import load_changes, merge_changes
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Layout, Spec
 
+WRITE_AGAIN = "copy the delta again, or write it again with `ckptkit delta`"
 _SHOWN = 12  # digits of an identity in a message
 
 
@@ -53,17 +56,33 @@ class DeltaChain:
         found = [load_changes(delta, name) for delta in later if name in delta.record.tensors]
         return merge_changes(found) if found else None
 
+    def file_of(self, name: str) -> Path:
+        """Return the file of the last delta that changes a tensor."""
+        return next(delta.file_of(name) for delta in reversed(self.deltas) if name in delta.record.tensors)
+
     def check_base(self, base: Layout, sums: Mapping[str, int]) -> None:
-        """Raise `Mismatch` unless a model with these sums is the base of the first delta."""
+        """Raise `Mismatch` unless a model with these sums is the base of the first delta.
+
+        Raises `Corrupt` if a delta does not lead to the model that it names.
+        """
         self.check_specs(base)
         first, found = self.deltas[0].record, identify(base.specs, sums)
         if found == first.base:
+            self._check_results(base, sums)
             return
         message = f"expected base {short(first.base)}, found {short(found)}{self._why(sums)}"
         hint = f"pass the checkpoint that {self.deltas[0].path} was made from"
         if found == self.deltas[-1].record.new:
             message, hint = "the delta is applied already: this is its result", "pass its base"
         raise Mismatch(message, path=base.root, hint=hint)
+
+    def _check_results(self, base: Layout, sums: Mapping[str, int]) -> None:
+        after = dict(sums)
+        for delta in self.deltas:
+            after |= {name: tensor.crc32_new for name, tensor in delta.record.tensors.items()}
+            if (found := identify(base.specs, after)) != delta.record.new:
+                message = f"expected weights {short(delta.record.new)} after the delta, found {short(found)}"
+                raise Corrupt(message, path=delta.path / RECORD, hint=WRITE_AGAIN)
 
     def _why(self, sums: Mapping[str, int]) -> str:
         tensors = self.deltas[0].record.tensors

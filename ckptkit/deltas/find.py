@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ckptkit.files.file import is_there, names_in
+from ckptkit.files.file import folders, is_there, names_in
+from ckptkit.files.path import RemotePath
+from ckptkit.formats import detect_format
 from ckptkit.formats.change_marks import INDEX, index_has_changes, manifest_has_changes
 from ckptkit.formats.indices import read_index
 
@@ -15,8 +17,16 @@ _PAYLOAD = re.compile(r"delta-[0-9]+-of-[0-9]+\.safetensors")
 
 
 def is_any_delta(path: Path) -> bool:
-    """Return whether a directory has a delta of any format."""
-    return is_delta(path) or is_any_byte_delta(path)
+    """Return whether a directory has a delta of any format, finished or not."""
+    return is_delta(path) or is_any_byte_delta(path) or is_unfinished(path)
+
+
+def members_of(path: Path) -> list[Path]:
+    """Return what lies in a local directory of deltas, whole models among them; for any other path, the path itself."""
+    if isinstance(path, RemotePath) or not path.is_dir() or is_any_delta(path) or detect_format(path) is not None:
+        return [path]
+    found = [folder for folder in folders(path) if not folder.name.startswith(".")]
+    return found if any(map(is_any_delta, found)) else [path]
 
 
 def is_any_byte_delta(path: Path) -> bool:
@@ -31,7 +41,7 @@ def is_delta(path: Path) -> bool:
 
 def is_unfinished(path: Path) -> bool:
     """Return whether a directory has files of a delta of ckptkit's own format, and no `delta.json`."""
-    return not is_there(path / RECORD) and any(map(_PAYLOAD.fullmatch, names_in(path)))
+    return path.is_dir() and not is_there(path / RECORD) and any(map(_PAYLOAD.fullmatch, names_in(path)))
 
 
 def is_byte_delta(path: Path) -> bool:

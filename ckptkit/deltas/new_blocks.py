@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-from ckptkit.deltas.chain import DeltaChain
+from ckptkit.deltas.chain import WRITE_AGAIN, DeltaChain
 from ckptkit.deltas.patched_blocks import put_into
 from ckptkit.deltas.payload import WHOLE
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.engine.read import read
+from ckptkit.errors import Corrupt
+from ckptkit.files.crc32 import crc32
 from ckptkit.layout import Layout, Spec
 from ckptkit.tensors.blocks import cut
 from ckptkit.tensors.box import whole
@@ -54,7 +56,8 @@ class ChainSuccessor:
         return self._chain.specs
 
     def blocks(self, name: str) -> Iterator[NewBlock]:
-        """Yield the blocks of a tensor."""
+        """Yield the blocks of a tensor. Raises `Corrupt` at its end if its CRC-32 is not that of the last delta."""
+        expected, found = self._chain.sums[name], 0
         last, changes = self._chain.last_whole(name), self._chain.load(name)
         delta = None if last is None else self._chain.deltas[last].layout
         wholes = None if delta is None else blocks_of(delta, name + WHOLE)
@@ -62,4 +65,8 @@ class ChainSuccessor:
             new = bytearray(old) if wholes is None else next(wholes)[1]
             if changes is not None:
                 put_into(memoryview(new), first, changes, self.specs[name].dtype.itemsize)
+            found = crc32(new, found)
             yield NewBlock(first, memoryview(old), memoryview(new))
+        if found != expected:
+            message = f"expected CRC-32 {expected:08x} after the change, found {found:08x}"
+            raise Corrupt(message, path=self._chain.file_of(name), tensor=name, hint=WRITE_AGAIN)

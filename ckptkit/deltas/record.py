@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from ckptkit.deltas.find import RECORD
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsupported
-from ckptkit.files.file import check_name, is_there, read_small
+from ckptkit.files.file import absent, check_name, is_there, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Spec
 from ckptkit.tensors.dtypes import DTYPES
@@ -85,9 +86,14 @@ def tensor_json(tensor: DeltaTensor) -> dict[str, Any]:
 
 
 def read_record(root: Path) -> DeltaRecord:
-    """Return what the delta in directory `root` says of itself. Raises `Incomplete` if it does not say anything."""
+    """Return what the delta in directory `root` says of itself. Raises `Incomplete` if it does not say anything.
+
+    Raises `NotACheckpoint` if there is no such directory.
+    """
     path = root / RECORD
     if not is_there(path):
+        if not root.exists():
+            raise absent(root)
         hint = "pass a complete output of `ckptkit delta`: it writes this file last"
         raise Incomplete(f"`{RECORD}` is missing: this is not a delta, or an unfinished one", path=root, hint=hint)
     value = parse_json(read_small(path, _LIMIT), path)
@@ -99,7 +105,7 @@ def read_record(root: Path) -> DeltaRecord:
     try:
         tensors = {name: read_tensor(name, found) for name, found in value["tensors"].items()}
         numbers = (int(value[key]) for key in ("unchanged", "elements", "nbytes"))
-        record = DeltaRecord(str(value["base"]), str(value["new"]), tensors, *numbers)
+        record = DeltaRecord(read_identity(value["base"]), read_identity(value["new"]), tensors, *numbers)
     except CkptError as error:
         raise error.blame(path=path) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -107,6 +113,13 @@ def read_record(root: Path) -> DeltaRecord:
     for file in {tensor.file for tensor in tensors.values()}:
         check_name(file, root)
     return record
+
+
+def read_identity(value: object) -> str:
+    """Return the identity of a model. Raises ValueError for anything else."""
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError(f"no SHA-256: {value!r}")
+    return value
 
 
 def read_tensor(name: str, value: Mapping[str, Any]) -> DeltaTensor:

@@ -44,7 +44,7 @@ class Destination(Protocol):
         `Unsupported` if the store lets only one process write.
         """
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece of a file, whose CRC-32 is `crc`, unless the store has it.
 
         It may keep `data`, and wait for the pieces before it where a store takes a file from start to end.
@@ -53,13 +53,13 @@ class Destination(Protocol):
     def stop(self, error: BaseException) -> None:
         """End what is under way, since no more is put. Raises the error to the threads that wait in `put`."""
 
-    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file that is no mark, unless the store has it."""
 
     def complete(self, name: str, crc: int) -> None:
         """End a file of which all pieces have been put; `crc` is of the whole. Raises `IOFailure` if it differs."""
 
-    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file that is a mark. Raises `Occupied` if another one is there."""
 
     def note(self, name: str, data: bytes) -> None:

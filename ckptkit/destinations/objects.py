@@ -88,7 +88,7 @@ class ObjectDestination:
             raise self._place.is_not_begun()
         self._owner = begun[0].owner
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece of a file when those before it are sent; a small file at once."""
         if piece.count == 1:
             self.put_small(piece.name, data, crc)
@@ -103,7 +103,7 @@ class ObjectDestination:
         for stream in streams:
             stream.stop(error)
 
-    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002 - nobody compares it
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002 - nobody compares it
         """Send a whole file."""
         self._bucket.put(self._place.key(name), data)
         self._count(name, len(data), len(data))
@@ -123,7 +123,7 @@ class ObjectDestination:
             message = f"the file that was sent before differs: expected CRC-32 {crc:08x}, found {sent.crc32:08x}"
             raise IOFailure(message, path=self.path / name, hint="run the same command again: it sends this file again")
 
-    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002 - nobody compares it
+    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002 - nobody compares it
         """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
         self._require_sizes()
         self._require_claim()
@@ -188,7 +188,7 @@ class ObjectDestination:
             self._bucket.delete([self._place.key(name)])
         self._bucket.delete([self._place.key(name) for name in there])
 
-    def _write(self, piece: FilePiece, data: bytearray) -> None:
+    def _write(self, piece: FilePiece, data: memoryview) -> None:
         """Add the next piece to the stream of its file. A mark is not shown before it is complete."""
         name = piece.name
         if piece.number == 1:

@@ -104,7 +104,7 @@ class S3Destination:
         hint = "delete this object, then start all processes again"
         raise Occupied("no process began the upload that is claimed", path=self._place.claim_path, hint=hint)
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece of a file."""
         if piece.count > 1:
             self.put_part(piece, data, crc)
@@ -114,7 +114,7 @@ class S3Destination:
     def stop(self, error: BaseException) -> None:
         """Do nothing: no part waits for another, and the store keeps all of them."""
 
-    def put_part(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put_part(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a part of a large file, unless the store has it."""
         if piece.name in self.whole:
             return
@@ -150,7 +150,7 @@ class S3Destination:
                 return
         self._require_same(name, self.sizes[name], crc)
 
-    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file, unless the store has it. Raises `Occupied` if another upload has sent one by now."""
         if self._has(name, len(data), crc):
             return
@@ -163,7 +163,7 @@ class S3Destination:
                 raise
             self._require_same(name, len(data), crc, error)
 
-    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
         if self._has(name, len(data), crc):
             return
@@ -230,7 +230,7 @@ class S3Destination:
         self._create(name)
         self._put_claim(self._uploads, {})
 
-    def _count(self, data: bytes | bytearray) -> None:
+    def _count(self, data: bytes | bytearray | memoryview) -> None:
         with self._lock:
             self.sent_bytes += len(data)
 
@@ -403,7 +403,7 @@ class S3Destination:
         return {} if crc is None or not self.has_checksums else {"ChecksumCRC32": encode_crc(crc)}
 
 
-def is_same(part: SentPart, data: bytearray, crc: int) -> bool:
+def is_same(part: SentPart, data: memoryview, crc: int) -> bool:
     """Return whether a part that the store has is made of these bytes, by its CRC-32, or else by its MD5."""
     if part.crc32 is not None:
         return part.crc32 == crc

@@ -40,7 +40,7 @@ class XetDestination(ABC):
         """Raise `Unsupported`, as `join` does."""
         self.join()
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece of a file."""
         if piece.count > 1:
             self._files.put(piece, data)
@@ -48,7 +48,7 @@ class XetDestination(ABC):
             self.put_small(piece.name, data, crc)
 
     @abstractmethod
-    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file to the storage."""
 
     def stop(self, error: BaseException) -> None:

@@ -278,7 +278,7 @@ def recognize(head: bytes) -> str | None:
 def children(path: Path) -> list[Path]:
     """Return everything that lies in a directory, by name."""
     with translate_os_errors(path):
-        return sorted(path / name for name in names_in(path))
+        return [path / name for name in sorted(names_in(path))]
 
 
 def absent(path: Path) -> NotACheckpoint:

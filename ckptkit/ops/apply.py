@@ -17,7 +17,7 @@ from ckptkit.conversion.options import Keywords
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, complete, report
 from ckptkit.deltas.find import is_any_byte_delta, is_delta
-from ckptkit.errors import Usage
+from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_path
 from ckptkit.layout import Layout, WriterOptions
@@ -64,11 +64,17 @@ def apply(
     with ExitStack() as stack:
         found = [to_path(one) for one in given]
         own = found if all(map(is_own, found)) else [as_own_delta(opened, found, jobs, stack)]
-        conversion = draft_apply(opened, own, jobs)
+        chain = open_chain(own)
+        conversion = draft_apply(opened, chain, jobs)
         prospect = report(conversion, time.perf_counter() - began)
         if dry_run:
             return prospect
-        return complete(conversion, prospect, write(conversion), time.perf_counter() - began)
+        try:
+            written = write(conversion)
+        except Corrupt as error:  # a tensor did not become what the deltas say
+            is_changed = error.tensor in chain.specs
+            raise error.blame(path=chain.file_of(str(error.tensor)) if is_changed else opened.path) from error.__cause__
+        return complete(conversion, prospect, written, time.perf_counter() - began)
 
 
 def is_own(path: Path) -> bool:
@@ -90,24 +96,27 @@ def as_own_delta(base: ConsolidatedView, deltas: Sequence[Path], jobs: int | Non
     return room
 
 
-def draft_apply(base: ConsolidatedView, deltas: Sequence[Path], jobs: int | None) -> Conversion:
-    """Draft the result of deltas, each of which is read whole and checked, on a base, which must be theirs."""
+def open_chain(deltas: Sequence[Path]) -> DeltaChain:
     from ckptkit.deltas.chain import DeltaChain
-    from ckptkit.deltas.check_delta import check_delta
-    from ckptkit.deltas.identity import sums_of
     from ckptkit.deltas.open_delta import open_delta
 
-    opened = [open_delta(path) for path in deltas]
-    chain = DeltaChain.of(opened)
+    return DeltaChain.of([open_delta(path) for path in deltas])
+
+
+def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> Conversion:
+    """Draft the result of deltas, each of which is read whole and checked, on a base, which must be theirs."""
+    from ckptkit.deltas.check_delta import check_delta
+    from ckptkit.deltas.identity import sums_of
+
     chain.check_specs(base.layout)
-    for delta in opened:
+    for delta in chain.deltas:
         check_delta(delta)
     sums = sums_of(base.layout, jobs=jobs)
     chain.check_base(base.layout, sums)
     conversion = replace(
         base.conversion,
         drafts=[draft_changed(base, chain, sums)],
-        origins=[*base.conversion.origins, *(Origin.of(delta.path) for delta in opened)],
+        origins=[*base.conversion.origins, *(Origin.of(delta.path) for delta in chain.deltas)],
     )
     return with_left_behind(conversion, [base.checkpoint])
 

@@ -117,7 +117,7 @@ def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
     found = [place for place in places if is_delta(place)]
     if not found:
         raise NotACheckpoint("expected deltas, found none", path=root, hint="`ckptkit delta BASE NEW OUT` writes one")
-    unfinished = tuple(place for place in places if place.is_dir() and is_unfinished(place))
+    unfinished = tuple(filter(is_unfinished, places))
     return update_by_deltas(model, sums, found, root)._replace(unfinished=unfinished)
 
 
@@ -143,7 +143,8 @@ def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], 
         at = chain[-1].record.new
         check_delta(chain[-1])
     whole = DeltaChain.of(chain)
-    whole.check_specs(model)
+    if chain:
+        whole.check_base(model, sums)
     return Update(tuple(delta.path for delta in chain), ChainSuccessor(model, whole))
 
 

@@ -20,7 +20,7 @@ from ckptkit.collector import collector_paused
 from ckptkit.conversion.directories import check_free, files_taken, require_separate_destination, to_output
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take
-from ckptkit.conversion.options import MASTER, MODULE, ConvertOptions, Keywords, spell_out
+from ckptkit.conversion.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
@@ -53,7 +53,8 @@ def convert(
     """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
 
     "dcp" and "pt" keep everything, also the optimizer and the other files of the checkpoint. If `dst` is a name like
-    `model.pt`, the result is one file, without other files. "hf" writes only the model, as `consolidate` does. `under`
+    `model.pt`, the result is one file, without other files. "hf" writes only the model, as `consolidate` does, and
+    "adapter" only the adapter. `under`
     puts everything under a key, such as `model`. "dcp" is written for `world_size` ranks, by default as many as in the
     source. `optimizer_keys` writes the optimizer's parameters by "names" or "ids". By default, an optimizer in one file
     gets names when it becomes shards, if the names are certain. With `complete_optimizer`, parameters without a state,
@@ -225,6 +226,9 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
                 hint = "drop --weights-from to take the adapter as it was saved"
                 raise Unsupported("ckptkit does not take the masters of an adapter", path=parts[0].path, hint=hint)
             return draft_adapters(adapted, remarks, dst, options)
+    if options.to == ADAPTER or options.experts:
+        hint = "pass --to hf and drop --experts to write the model"
+        raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint=hint)
     if options.adapter_config:
         raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="drop --adapter-config")
     return draft_model(parts, remarks, dst, options)

@@ -99,6 +99,8 @@ def delta(
     pair = ComparedPair(sides, jobs, telling(progress, 2 * sides[0].layout.nbytes))
     if dry_run:
         made = pair.measure(output)
+        if not force:
+            require_small(made)
     elif isinstance(output, RemotePath):
         made = pair.send(output, force=force)
     else:

@@ -16,14 +16,15 @@ from ckptkit.deltas.check_delta import check_delta
 from ckptkit.deltas.find import RECORD, is_any_byte_delta
 from ckptkit.deltas.identity import sums_of
 from ckptkit.deltas.nan import say_nan
+from ckptkit.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.deltas.open_bytes import open_byte_delta
 from ckptkit.deltas.open_delta import Delta, open_delta
 from ckptkit.deltas.record import FORMAT
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.files.crc32 import RESTORE
-from ckptkit.files.file import file_size
+from ckptkit.files.file import absent, file_size
 from ckptkit.files.path import to_path
-from ckptkit.ops.as_consolidated import as_consolidated
+from ckptkit.ops.as_consolidated import ConsolidatedView, as_consolidated
 from ckptkit.ops.verify import Verified
 
 
@@ -32,21 +33,26 @@ def verify_delta(
 ) -> Verified:
     """Look for damage in the delta in directory `path`, and for anything that prevents applying it to `base`.
 
-    ckptkit uses `base` as `consolidate` would write it, in `dtype` if you pass one. Everything wrong is in the problems
-    of the result.
+    ckptkit uses `base` as `consolidate` would write it, in `dtype` if you pass one. Everything wrong with the delta is
+    in the problems of the result. Raises `NotACheckpoint` if there is nothing at `path` or `base`, and any `CkptError`
+    if `base` cannot be opened.
     """
     root = to_path(path)
+    if not root.exists():
+        raise absent(root)
+    opened = None if base is None else as_consolidated(base, {"dtype": dtype} if dtype else {}, root)
     problems = Problems()
     found = Verified(root, FORMAT)
     try:
         if is_any_byte_delta(root):
-            found = verify_bytes(open_byte_delta(root), base, dtype)
+            found = verify_bytes(open_byte_delta(root), opened, problems)
             return replace(found, problems=problems.list())
         delta = open_delta(root)
         found = look_into(delta, problems)
-        if base is not None:
-            opened = as_consolidated(base, {"dtype": dtype} if dtype else {}, root)
-            DeltaChain.of([delta]).check_base(opened.layout, sums_of(opened.layout, jobs=jobs))
+        if opened is not None:
+            chain = DeltaChain.of([delta])
+            chain.check_base(opened.layout, sums_of(opened.layout, jobs=jobs))
+            check_blocks(ChainSuccessor(opened.layout, chain), problems)
     except CkptError as error:
         problems.add(error.blame(path=root))
     return replace(found, problems=problems.list())
@@ -73,16 +79,12 @@ def look_into(delta: Delta, problems: Problems) -> Verified:
     )
 
 
-def verify_bytes(delta: ByteDelta, base: Source | None, dtype: str | Sequence[str]) -> Verified:
+def verify_bytes(delta: ByteDelta, base: ConsolidatedView | None, problems: Problems) -> Verified:
     """Read all of a delta of bytes. With a base compare the digest of each tensor that it makes."""
     if base is None:
         check_frames(delta)
     else:
-        opened = as_consolidated(base, {"dtype": dtype} if dtype else {}, delta.path)
-        successor = ByteSuccessor(opened.layout, [delta])
-        for name in successor.specs:
-            for _ in successor.blocks(name):
-                pass
+        check_blocks(ByteSuccessor(base.layout, [delta]), problems)
     files = {tensor.chunk.path for tensor in delta.tensors.values()}
     return Verified(
         delta.path,
@@ -95,6 +97,16 @@ def verify_bytes(delta: ByteDelta, base: Source | None, dtype: str | Sequence[st
         unchecked_bytes=0 if base else delta.nbytes,
         looked_at=frozenset(delta.path / name for name in files),
     )
+
+
+def check_blocks(successor: Successor, problems: Problems) -> None:
+    """Make every tensor that changes, and note each one that is not what the delta says."""
+    for name in successor.specs:
+        try:
+            for _ in successor.blocks(name):
+                pass
+        except CkptError as error:
+            problems.add(error)
 
 
 def compare_with_manifest(root: Path, manifest: Manifest, files: Iterable[str], problems: Problems) -> None:

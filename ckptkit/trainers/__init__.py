@@ -138,9 +138,16 @@ def step_keys() -> tuple[tuple[str, KeyPath], ...]:
 
 
 def is_tracker(name: str) -> bool:
-    return any(name in trainer.trackers for trainer in TRAINERS.values()) or name in json_trackers()
+    return name in plain_trackers() or name in json_trackers()
 
 
+@cache
+def plain_trackers() -> frozenset[str]:
+    """Return the names of trackers that contain the name of the checkpoint and nothing else."""
+    return frozenset(name for trainer in TRAINERS.values() for name in trainer.trackers)
+
+
+@cache
 def json_trackers() -> dict[str, tuple[str, ...]]:
     """Return the trackers in JSON, each with the keys that lead to the name of the checkpoint."""
     return {name: keys for trainer in TRAINERS.values() for name, keys in trainer.json_trackers.items()}

@@ -94,7 +94,7 @@ def test_versions(pair: tuple[Path, Path], tmp_path: Path) -> None:
         (("delta", "a", "b", "c", "--encoding", "xor"), "--encoding and --version are for --format disk-delta"),
         (("delta", "a", "b", "c", "--format", "disk-delta", "--dry-run"), "does not take --dry-run or --jobs"),
         (("delta", "a", "b", "c", "--format", "zip"), "zip"),
-        (("verify", "a", "--base", "b"), "--base is for deltas"),
+        (("verify", ".", "--base", "."), "--base is for deltas: . is not one"),
     ],
 )
 def test_usage(args: tuple[str, ...], words: str) -> None:
@@ -136,3 +136,27 @@ def test_much_changed(pair: tuple[Path, Path], tmp_path: Path, form: str) -> Non
     done = ckptkit("delta", pair[0], new, tmp_path / "out", "--format", form)
     assert (done.returncode, "% of the model" in done.stderr, "--force" in done.stderr) == (3, True, True)
     assert not list(tmp_path.glob("out/*"))
+    if form == "ckptkit-delta":
+        tried = ckptkit("delta", pair[0], new, tmp_path / "out", "--dry-run")
+        assert (tried.returncode, tried.stdout, tried.stderr) == (3, "", done.stderr)
+        tried = ckptkit("delta", pair[0], new, tmp_path / "out", "--dry-run", "--force")
+        assert (tried.returncode, len(tried.stdout.splitlines())) == (0, 3)
+
+
+def test_a_directory_of_deltas(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each of them is verified, and one that is unfinished is found; whole versions among them are checkpoints."""
+    root = tmp_path / "root"
+    for name in ("a", "b"):
+        assert ckptkit("delta", *pair, root / name).returncode == 0
+    as_hf(root / "weight_v000001", policy())
+    done = ckptkit("verify", root)
+    assert (done.returncode, [line.split()[0] for line in done.stdout.splitlines()[1:]]) == (0, ["ok"] * 3)
+    (root / "b" / "delta.json").unlink()
+    for place in (root, root / "b"):
+        done = ckptkit("verify", place)
+        assert (done.returncode, "b: `delta.json` is missing" in done.stderr) == (1, True)
+    done = ckptkit("inspect", root / "b")
+    assert (done.returncode, "b: `delta.json` is missing" in done.stderr) == (3, True)
+    for words in (("verify", root / "a", "--base", tmp_path / "none"), ("verify", tmp_path / "none", "--base", root)):
+        done = ckptkit(*words)
+        assert (done.returncode, "none: no such file or directory" in done.stderr) == (3, True)

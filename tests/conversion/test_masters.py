@@ -201,7 +201,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     bare = save(tmp_path / "bare", dict(weights))
     with pytest.raises(Mismatch, match="no optimizer in the checkpoint lists master weights"):
         consolidated(bare, tmp_path / "out", weights_from="master")
-    with pytest.raises(Usage, match="for a model alone"):
+    with pytest.raises(Usage, match="needs an output that is a model"):
         ckptkit.convert(root, tmp_path / "out", to="dcp", weights_from="master")
     with pytest.raises(Usage, match="does not work with `average`"):
         consolidated(root, tmp_path / "out", weights_from="master", salvage=True)

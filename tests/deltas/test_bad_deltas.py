@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckptkit
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Mismatch, Unsupported
-from tests.deltas.models import as_hf, policy, step, updated
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Mismatch, NotACheckpoint, Unsupported
+from ckptkit.ops.apply_in_place import apply_in_place
+from tests.deltas.models import as_hf, files, policy, step, updated
 
 PAYLOAD = "delta-00001-of-00001.safetensors"
 
@@ -49,8 +50,19 @@ def rewrite(delta: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 def test_no_delta_json(made: tuple[Path, Path]) -> None:
     (made[1] / "delta.json").unlink()
     refused(*made, Incomplete, "`delta.json` is missing: this is not a delta, or an unfinished one")
+    with pytest.raises(Incomplete, match=r"`delta\.json` is missing"):
+        ckptkit.inspect_delta(made[1])
     with pytest.raises(Unsupported, match="expected a checkpoint, found a delta"):
         ckptkit.inspect(made[1])
+
+
+def test_nothing_is_there(made: tuple[Path, Path], tmp_path: Path) -> None:
+    base, delta = made
+    for one, other in ((base, tmp_path / "nowhere"), (tmp_path / "nowhere", delta)):
+        with pytest.raises(NotACheckpoint, match="nowhere: no such file or directory"):
+            ckptkit.apply(one, other, tmp_path / "out")
+        with pytest.raises(NotACheckpoint, match="nowhere: no such file or directory"):
+            ckptkit.verify_delta(other, base=one)
 
 
 def test_a_missing_file(made: tuple[Path, Path]) -> None:
@@ -70,6 +82,14 @@ def test_a_truncated_payload(made: tuple[Path, Path]) -> None:
         ("delta.json", b"{", "not valid JSON"),
         ("delta.json", b"{}", "expected format `ckptkit-delta`"),
         ("delta.json", b'{"format": "ckptkit-delta", "version": 1}', "not a `delta.json` of version 1"),
+        (
+            "delta.json",
+            (
+                b'{"format": "ckptkit-delta", "version": 1, "tensors": {}, "unchanged": 0, "elements": 0, '
+                b'"nbytes": 0, "base": null}'
+            ),
+            "no SHA-256: None",
+        ),
     ],
 )
 def test_another_delta_json(made: tuple[Path, Path], name: str, value: bytes, words: str) -> None:
@@ -178,16 +198,31 @@ def test_other_contents(made: tuple[Path, Path], change: Callable[[dict[str, Ten
     refused(*made, Corrupt, words)
 
 
-def test_other_values_are_found_before_the_output_appears(made: tuple[Path, Path], tmp_path: Path) -> None:
-    """Without a manifest only the CRC-32 of the result tells."""
+def test_another_result(made: tuple[Path, Path]) -> None:
+    """A delta must lead to the model that it names: known before anything is written."""
+    base, delta = made
+    path = delta / "delta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"new": "0" * 64}))
+    refused(base, delta, Corrupt, "delta.json: expected weights 000000000000 after the delta, found")
+    before = files(base)
+    with pytest.raises(Corrupt, match="expected the delta to make 000000000000"):
+        apply_in_place(base, delta)
+    assert files(base) == before
+
+
+def test_other_values_are_found_before_the_output_appears(made: tuple[Path, Path]) -> None:
+    """Without a manifest only the CRC-32 of the result tells; the error names the file of the delta."""
 
     def change(held: dict[str, Tensor]) -> None:
         held["embed.weight.values"][0] += 1
 
     rewrite(made[1], change)
-    with pytest.raises(Corrupt, match=r"expected CRC-32 .* in the output, found"):
-        ckptkit.apply(*made, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refused(*made, Corrupt, rf"{PAYLOAD}: tensor `embed.weight`: expected CRC-32 .* in the output, found")
+    before = files(made[0])
+    with pytest.raises(Corrupt, match=rf"{PAYLOAD}: tensor `embed.weight`: expected CRC-32 .* after the change, found"):
+        apply_in_place(*made)
+    assert files(made[0]) == before
+    assert {path.name for path in made[0].iterdir()} == {"model.safetensors"}
 
 
 def test_a_flipped_bit_with_a_manifest(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def test_of_two_processes_of_one_upload_the_later_goes_on(place: Bucket) -> None
 
 def send(there: ObjectDestination, name: str, data: bytearray) -> None:
     for piece in cut_file(name, len(data)):
-        part = data[piece.start : piece.start + piece.length]
+        part = memoryview(data)[piece.start : piece.start + piece.length]
         there.put(piece, part, crc32(part))
     there.complete(name, crc32(data))
 

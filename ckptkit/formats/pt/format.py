@@ -36,7 +36,8 @@ _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # what trainers leave beside the model, and is none
 _BESIDE = re.compile(
     r"(optim|distrib_optim|(lr_)?scheduler|scaler|sampler|rng_state|random_states|training_args|dl_state_dict|meta\."
-    r"|(latest_)?train_state|common\.pt$|data\.pt$)"
+    r"|(latest_)?train_state|(trainer|fully_async)_state\.pt$|(common|data|rng)\.pt$|global_dataset_state_dict"
+    r"|(adapter_megatron|training_state)_rank)"
 )
 
 
