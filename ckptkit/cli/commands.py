@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -13,6 +14,16 @@ from ckptkit.errors import Usage
 from ckptkit.version import __version__
 
 UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of it that newer versions of typer contain
+
+# What pydantic says of a value that an option cannot take, in our words.
+_PYDANTIC = (
+    ("Value error, ", ""),
+    ("Input should be a valid integer, unable to parse string as an integer", "expected a whole number"),
+    ("Input should be a valid number, unable to parse string as a number", "expected a number"),
+    (r"Input should be greater than or equal to (\S+)", r"expected \1 or more"),
+    (r"Input should be greater than (\S+)", r"expected more than \1"),
+    (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
+)
 
 # As `ckptkit --help` groups and orders them; a command is the function of its name in this module of `ckptkit.cli`.
 GROUPS = {
@@ -28,7 +39,7 @@ GROUPS = {
     "Check and fix": {"verify": "verify", "manifest": "verify", "doctor": "doctor", "prove": "prove"},
     "Manage runs": {"ls": "ls", "pin": "pin", "unpin": "pin", "prune": "prune", "watch": "watch"},
     "Train": {"estimate": "estimate", "train": "train", "smoke": "train"},
-    "Ship what changed": {"delta": "delta", "apply": "apply"},
+    "Send what changed": {"delta": "delta", "apply": "apply"},
     "Share": {"cp": "cp", "push": "push", "pull": "pull"},
 }
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
@@ -37,6 +48,52 @@ COMMANDS = {name: module for group in GROUPS.values() for name, module in group.
 def load(name: str) -> Any:
     """Return a command, made out of its function."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name, cls=PlainCommand)(getattr(import_module(f"ckptkit.cli.{COMMANDS[name]}"), name))
+    return get_command(app)
+
+
+class Commands(PlainGroup):
+    """All commands, of which only the names are known at first."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings | {"commands": dict.fromkeys(COMMANDS)})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """Return a command, None if there is none of this name."""
+        return load(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write a section of the help for each group, with the whole summary of each command."""
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), load(name).help.partition("\n")[0]) for name in group])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a command line as far as the command; print the help if there is none."""
+        if not args and not ctx.resilient_parsing:  # as a shell asks for completions
+            typer.echo(ctx.get_help(), err=True)
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        """Run a command. Raises `Usage` where click found an error in the command line."""
+        try:
+            return super().main(*args, **settings)
+        except UsageError as error:
+            raise usage(error) from error
+
+
+def usage(error: Any) -> Usage:
+    """Return an error of click as one of ours."""
+    message = " ".join(error.format_message().removesuffix(".").split())
+    for theirs, ours in _PYDANTIC:
+        message = re.sub(theirs, ours, message)
+    command = error.ctx.command_path if error.ctx else "ckptkit"
+    return Usage(message[:1].lower() + message[1:], hint=f"run `{command} --help`")
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(name, cls=PlainCommand)(getattr(import_module(f"ckptkit.cli.{COMMANDS[name]}"), name))
     return get_command(app)
 
@@ -101,7 +158,10 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help=(
+        "Show the version and "
+        ""
+        "exit."))] = False,
 ) -> None:
     """Convert and check checkpoints of PyTorch distributed training: consolidate, reshard, inspect, verify, train.
 

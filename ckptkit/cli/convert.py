@@ -22,7 +22,7 @@ def convert(
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Turn any readable checkpoint into any writable format.
+    """Convert a checkpoint to another format.
 
     dcp and pt keep the optimizer and everything else.
 

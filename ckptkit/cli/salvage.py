@@ -26,7 +26,7 @@ def report_salvage(found: Account, output: Path, *, dry_run: bool) -> None:
     if found.filled:
         report_filled(found.filled)
     if found.is_whole:
-        note(f"note: nothing is lost that belongs in {output}")
+        note(f"note: nothing was lost: {output} is complete")
     if found.lost:
         report_lost(found, output, dry_run=dry_run)
     if found.lost and not found.filled:

@@ -96,7 +96,7 @@ class Salvage:
 
     def say_unused(self, filled: Sequence[Filled]) -> list[str]:
         """Return a note if another checkpoint was named to fill this one from, and nothing was taken from it."""
-        return [] if self.other is None or filled else [f"--fill-from: nothing was taken from {self.other}"]
+        return [] if self.other is None or filled else [f"--fill-from: took no tensor from {self.other}"]
 
     def readable(self, copied_files: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
         """Return the readable other files that do not belong to a lost part, and an account of the unreadable ones."""

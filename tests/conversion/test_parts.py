@@ -151,9 +151,12 @@ def test_a_changed_source_is_begun_anew(large: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dtype": "bf16", "part": "2/2"}, "parts 1/2 were made with another --dtype: expected [], found ['bf16']"),
-        ({"part": "2/3"}, "parts 1/2 were made with another --part: expected 2, found 3"),
-        ({}, "parts 1/2 were made with another --part: expected 2, found 1"),
+        (
+            {"dtype": "bf16", "part": "2/2"},
+            "parts 1/2 were made with other options: --dtype: expected [], found ['bf16']",
+        ),
+        ({"part": "2/3"}, "parts 1/2 were made with other options: --part: expected 2, found 3"),
+        ({}, "parts 1/2 were made with other options: --part: expected 2, found 1"),
     ],
 )
 def test_parts_are_not_discarded_for_other_options(

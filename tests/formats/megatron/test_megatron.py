@@ -78,7 +78,7 @@ def test_it_says_what_it_is(made: Produced) -> None:
 
 def test_it_consolidates_and_verifies(made: Produced, tmp_path: Path) -> None:
     done = consolidate(made.root / "swiglu" / "legacy", tmp_path / "out", names="keep")
-    assert any("the names are the checkpoint's own" in note for note in done.notes)
+    assert any("the output has the checkpoint's own names" in note for note in done.notes)
     assert_same(below(ckptkit.open(tmp_path / "out"), ""), whole(made, "swiglu"))
     assert done.unchecked_bytes == 0
     (found,) = verify(made.root / "swiglu" / "legacy")
