@@ -93,53 +93,6 @@ def usage(error: Any) -> Usage:
     return Usage(message[:1].lower() + message[1:], hint=f"run `{command} --help`")
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, cls=PlainCommand)(getattr(import_module(f"ckptkit.cli.{COMMANDS[name]}"), name))
-    return get_command(app)
-
-
-class Commands(PlainGroup):
-    """All commands, of which only the names are known at first."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings | {"commands": dict.fromkeys(COMMANDS)})
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a command, None if there is none of this name."""
-        return load(cmd_name) if cmd_name in COMMANDS else None
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
-        """Write a section of the help for each group, with the whole summary of each command."""
-        width = max(map(len, COMMANDS))
-        for title, group in GROUPS.items():
-            with formatter.section(title):
-                formatter.write_dl([(name.ljust(width), load(name).help.partition("\n")[0]) for name in group])
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a command line as far as the command; print the help if there is none."""
-        if not args and not ctx.resilient_parsing:  # as a shell asks for completions
-            typer.echo(ctx.get_help(), err=True)
-            raise typer.Exit(2)
-        return super().parse_args(ctx, args)
-
-    def main(self, *args: Any, **settings: Any) -> Any:
-        """Run a command. Raises `Usage` where click found an error in the command line."""
-        try:
-            return super().main(*args, **settings)
-        except UsageError as error:
-            raise usage(error) from error
-
-
-def usage(error: Any) -> Usage:
-    """Return an error of click as one of ours."""
-    lines = (
-        error.format_message().replace("Value error, ", "").replace("Input should be", "expected a value")
-    )  # pydantic's words
-    message = " ".join(lines.removesuffix(".").split())
-    command = error.ctx.command_path if error.ctx else "ckptkit"
-    return Usage(message[:1].lower() + message[1:], hint=f"run `{command} --help`")
-
-
 app = typer.Typer(
     name="ckptkit",
     cls=Commands,
@@ -158,10 +111,9 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help=(
-        "Show the version and "
-        ""
-        "exit."))] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     """Convert and check checkpoints of PyTorch distributed training: consolidate, reshard, inspect, verify, train.
 
