@@ -224,7 +224,7 @@ def test_an_axis_that_a_tensor_has_not(tmp_path: Path) -> None:
 
 
 def test_a_table_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(Usage, match="no such table"):
+    with pytest.raises(Usage, match="no such file"):
         ckptkit.consolidate(tmp_path, tmp_path / "out", map=tmp_path / "none.toml")
 
 
