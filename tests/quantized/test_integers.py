@@ -61,7 +61,7 @@ ZEROS, TWO_ZEROS = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(2, 4, dtype
 WAY = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], str]] = {
     "no scale": ({W + "_scale": None}, {}, Mismatch, "found none"),
-    "no numbers": ({W + "_packed": None}, {}, Mismatch, "for these scales"),
+    "no numbers": ({W + "_packed": None}, {}, Mismatch, "belong to no quantized weight"),
     "scales of another shape": ({W + "_scale": torch.ones(4, 5)}, {}, Mismatch, r"found \[4, 5\]"),
     "rows of scales": ({W + "_scale": torch.ones(3, 4)}, {}, Mismatch, r"found \[3, 4\]"),
     "a group that does not divide": ({}, {"group_size": 48}, Mismatch, "a scale for 48"),

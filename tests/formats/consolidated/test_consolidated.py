@@ -114,7 +114,7 @@ FAULTS: list[tuple[str, Damage, str]] = [
     (
         "another dtype",
         lambda root: change(root, slice(1, 2), lambda state: state.update({"output.weight": torch.ones(16)})),
-        "do not fit together",
+        "expected a tensor that fits",
     ),
     ("a file of several", lambda _: "consolidated.01.pth", "this is the file of one of 2 ranks"),
 ]
