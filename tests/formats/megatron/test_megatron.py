@@ -399,7 +399,7 @@ FAULTS: list[tuple[str, str, Damage, str]] = [
         lambda root: shutil.copytree(root / "mp_rank_00", root / "mp_rank_00_001"),
         "several jobs",
     ),
-    ("swiglu", "another step", of_rank("mp_rank_01", lambda state: state.update(iteration=4)), "iteration is 4"),
+    ("swiglu", "another step", of_rank("mp_rank_01", lambda state: state.update(iteration=4)), "found 4: this directory mixes"),
     ("swiglu", "another shape", of_rank("mp_rank_01", cut_row), "expected a tensor that fits"),
     (
         "swiglu",
@@ -452,11 +452,11 @@ HOSTILE: list[tuple[str, Damage, str]] = [
         "ranks are missing: mp_rank_00_001, mp_rank_00_002",
     ),
     ("no ranks", of_rank("mp_rank_00", set_args(tensor_model_parallel_size=0)), "expected at least 1 rank"),
-    ("a long number", of_rank("mp_rank_00", set_args(pipeline_model_parallel_size=10**500)), "number of ranks is"),
+    ("a long number", of_rank("mp_rank_00", set_args(pipeline_model_parallel_size=10**500)), "expected number of ranks"),
     (
         "a long iteration",
         of_rank("mp_rank_00", lambda state: state.update(iteration=10**500)),
-        "as in .*found 3: this directory mixes",
+        "found 3: ",
     ),
     ("a longer one", of_rank("mp_rank_00", lambda state: state.update(iteration=10**5000)), "pickle opcode"),
     (
