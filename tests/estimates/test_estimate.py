@@ -191,7 +191,7 @@ def test_a_config_that_lacks_a_size_is_unsupported() -> None:
     config = {key: value for key, value in LLAMA_8B.items() if key != "hidden_size"}
     with pytest.raises(Unsupported, match="lacks a size"):
         estimate(config, world_size=2)
-    with pytest.raises(Unsupported, match="size of -1"):
+    with pytest.raises(Unsupported, match="found -1"):
         estimate(LLAMA_8B | {"vocab_size": -1}, world_size=2)
 
 

@@ -105,7 +105,7 @@ def test_both_ways(tmp_path: Path) -> None:
     done = ckptkit.consolidate(tmp_path / "own.pt", tmp_path / "out", base=tmp_path / "hub", map=table)
     made = ckptkit.open(tmp_path / "out")
     check_same({name: made[name].torch() for name in made}, hub)
-    assert any("as mine calls them" in note for note in done.notes)
+    assert any("from the names of mine" in note for note in done.notes)
     assert any("dropped 1" in note and "blocks.0.mask" in note for note in done.notes)
     ckptkit.convert(tmp_path / "hub", tmp_path / "start.pt", to="pt", map=table, names="mine")
     check_same(torch.load(tmp_path / "start.pt"), own)

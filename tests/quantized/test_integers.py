@@ -151,9 +151,9 @@ def test_a_note_says_whether_the_integers_would_come_back(tmp_path: Path) -> Non
         (note,) = (note for note in done.notes if "quantize them" in note)
         return note
 
-    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, 1 weight get the same integers")
+    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, 1 weight gets the same integers")
     note = noted(tmp_path / "some", a=codes, b=others, c=lowest)
-    assert note.endswith("1 of 3 weights get the same integers, but not b.weight, c.weight")
+    assert note.endswith("only 1 of 3 weights get the same integers, not b.weight, c.weight")
     plain = model(tmp_path / "some" / "out")
     for name, same in {"a": codes, "b": others, "c": lowest}.items():
         groups = plain[f"{name}.weight"].float().unflatten(-1, (-1, 32))

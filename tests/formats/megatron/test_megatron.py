@@ -391,7 +391,7 @@ FAULTS: list[tuple[str, str, Damage, str]] = [
         "swiglu",
         "rank of another job",
         lambda root: shutil.copytree(root / "mp_rank_00", root / "mp_rank_02"),
-        "mp_rank_02 beside the 2 x 1 x 1 ranks",
+        "expected 2 x 1 x 1 ranks, .*mp_rank_02",
     ),
     (
         "swiglu",
@@ -399,7 +399,7 @@ FAULTS: list[tuple[str, str, Damage, str]] = [
         lambda root: shutil.copytree(root / "mp_rank_00", root / "mp_rank_00_001"),
         "several jobs",
     ),
-    ("swiglu", "another step", of_rank("mp_rank_01", lambda state: state.update(iteration=4)), "found 4: this directory mixes"),
+    ("swiglu", "another step", of_rank("mp_rank_01", lambda state: state.update(iteration=4)), "found 4: this"),
     ("swiglu", "another shape", of_rank("mp_rank_01", cut_row), "expected a tensor that fits"),
     (
         "swiglu",
@@ -452,7 +452,7 @@ HOSTILE: list[tuple[str, Damage, str]] = [
         "ranks are missing: mp_rank_00_001, mp_rank_00_002",
     ),
     ("no ranks", of_rank("mp_rank_00", set_args(tensor_model_parallel_size=0)), "expected at least 1 rank"),
-    ("a long number", of_rank("mp_rank_00", set_args(pipeline_model_parallel_size=10**500)), "expected number of ranks"),
+    ("a long number", of_rank("mp_rank_00", set_args(pipeline_model_parallel_size=10**500)), "expected number of"),
     (
         "a long iteration",
         of_rank("mp_rank_00", lambda state: state.update(iteration=10**500)),
