@@ -24,7 +24,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format.
 
-    dcp and pt keep the optimizer and everything else.
+    The formats dcp and pt keep the optimizer and everything else.
 
     Example: ckptkit convert Llama-3.2-1B start --to dcp --world-size 8 --under model
 

@@ -168,7 +168,7 @@ def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions, look:
         return Salvage(repaired, faults)
     notes = []
     if faults.described_by is not None:
-        words = "every item in its files has the dtype, shape, length and order that it says"
+        words = "every item in its files agrees with that metadata in dtype, shape, length and order"
         notes.append(f"{checkpoint.path} has no metadata: ckptkit used that of {faults.described_by}; {words}")
     origin = Origin.of(other.path)
     filled, remarks = fill(repaired, other, faults)
