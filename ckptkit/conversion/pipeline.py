@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptkit.conversion.draft import Conversion
 from ckptkit.conversion.made_files import create, seal, write_copied_files, write_made
+from ckptkit.conversion.one_save import require_one_save
 from ckptkit.conversion.options import RANK, parse_part
 from ckptkit.conversion.report import Written
 from ckptkit.conversion.torchrun import rank_and_ranks, wait_for_ranks
@@ -43,6 +44,9 @@ def write(conversion: Conversion) -> Written:
     alone, in_part, finish = ways_to_write(conversion)
     part = conversion.options.part
     share = share_of(part)
+    if share.number == 0:
+        for one in conversion.entries:
+            require_one_save(one.read)
     if share.count == 1:
         return alone(conversion)
     written = in_part(conversion, share)
