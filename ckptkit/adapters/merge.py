@@ -114,7 +114,10 @@ def the_adapter(part: Component, options: ConvertOptions) -> Fitted:
     """Return the one adapter in a part of a checkpoint, with its config. Raises `Usage` if there is not one."""
     opened = open_adapters(part, options)
     if opened is None:
-        hint = "pass the base first, then its adapters; `ckptkit inspect` shows what a directory contains"
+        hint = (
+            "drop --merge, or with `ckptkit merge` pass the base first; `ckptkit inspect` shows what a "
+            "directory contains"
+        )
         raise Usage("there is no adapter to merge", path=part.path, hint=hint)
     adapters = opened.adapted.adapters
     if len(adapters) > 1:

@@ -437,7 +437,7 @@ def foreign_in(checkpoint: Checkpoint) -> Unsupported | None:
 
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
-    hint = f"pass a directory with {describe_formats()}, or one with directories like ckpt-500"
+    hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
     if not path.exists():
         return absent(path)
     if not path.is_dir():

@@ -63,7 +63,9 @@ def apply(
         change_in_place(paths, [dtype, overwrite, dry_run, jobs, no_sync], json=json)
         return
     if len(paths) < 3:
-        raise Usage(f"expected a base, deltas and an output, found {len(paths)} of them", hint="run with --help")
+        raise Usage(
+            f"expected BASE, at least one DELTA, and OUT, found {count(len(paths), 'path')}", hint="run with --help"
+        )
     base, *deltas, out = paths
     with progress_bar("applying") as progress:
         done = run(

@@ -22,9 +22,9 @@ def convert(
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Turn any readable checkpoint into any writable format.
+    """Convert a checkpoint to another format.
 
-    dcp and pt keep the optimizer and everything else.
+    The formats dcp and pt keep the optimizer and everything else.
 
     Example: ckptkit convert Llama-3.2-1B start --to dcp --world-size 8 --under model
 

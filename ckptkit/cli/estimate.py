@@ -114,7 +114,10 @@ def choose_config(model: str, vocab_size: int | None, *, untied: bool) -> str | 
     if model in SIZES:
         config = ModelConfig.sized(model, tied=not untied, vocab_size=vocab_size)
         tied = "tied" if config.tie_word_embeddings else "untied"
-        note(f"`{model}` has a vocabulary of {config.vocab_size}, {tied}: see `--vocab-size` and `--untied`")
+        note(
+            f"counted `{model}` with a vocabulary of {config.vocab_size}, {tied}: change this with "
+            "--vocab-size and --untied"
+        )
         keys: dict[str, Any] = json_text.loads(config.to_json())
         return keys
     if vocab_size is not None or untied:

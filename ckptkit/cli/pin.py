@@ -67,4 +67,4 @@ def unpin(
     for path in unpinned:
         say(f"unpinned {path}")
     if not unpinned:
-        note("note: none of them was pinned; `ckptkit ls RUN` shows the pins of a run")
+        note("note: nothing was pinned here; `ckptkit ls RUN` shows the pins of a run")

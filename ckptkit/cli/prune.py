@@ -86,8 +86,8 @@ def prune(
         return
     if older is not None:
         raise Usage(
-            "--older goes with --uploads only",
-            hint="drop --older: checkpoints are kept by steps, such as --keep-last N",
+            "--older works only with --uploads",
+            hint="use --keep-last N to delete old checkpoints",
         )
     from ckptkit.ops.prune import prune as run_it
 

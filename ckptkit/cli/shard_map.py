@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_ROWS = 32
 _WIDTH = 26  # columns of a tensor's picture
 _INDENT = _WIDTH + 18  # columns before a name
-_COLOURS = (117, 216, 150, 222, 183, 80, 211, 250)  # of 256, light enough for black letters
+_COLORS = (117, 216, 150, 222, 183, 80, 211, 250)  # of 256, light enough for black letters
 
 
 def show_map(layout: Layout) -> None:
@@ -96,6 +96,6 @@ def paint(line: Line) -> str:
     return "".join(
         run.text
         if run.owner is None
-        else typer.style(run.text.translate({ord("░"): " ", ord("▒"): " "}), fg=16, bg=_COLOURS[run.owner % 8])
+        else typer.style(run.text.translate({ord("░"): " ", ord("▒"): " "}), fg=16, bg=_COLORS[run.owner % 8])
         for run in line
     )

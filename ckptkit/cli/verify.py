@@ -185,7 +185,7 @@ def report(found: Sequence[Verified], *, fast: bool) -> None:
         for problem in part.problems:
             print_problem(problem)
     if fast and not all(part.proved_files for part in found):
-        note("only the structure was checked: without --fast every byte is read")
+        note("only the structure was checked: drop --fast to read every byte")
     elif any(part.unchecked_bytes and not part.has_manifest and not is_any_delta(part.path) for part in found):
         note("unchecked bytes have no checksum: `ckptkit manifest` records one for later")
 

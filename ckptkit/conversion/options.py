@@ -181,7 +181,7 @@ class ConvertOptions:
         if self.world_size is not None and not writer.is_sharded:
             raise Usage(f"`{self.to}` is the same for any number of ranks", hint="drop --world-size")
         if self.under and writer.is_model_only:
-            hint = "rename them with --rename '^=>KEY.'"
+            hint = "add a prefix with --rename '^=>KEY.'"
             raise Usage("--under: the weights of a Hugging Face model cannot be under a key", hint=hint)
         if self.optimizer_keys not in (None, NAMES, IDS):
             raise Usage(f"expected optimizer keys `{NAMES}` or `{IDS}`, found `{self.optimizer_keys}`")

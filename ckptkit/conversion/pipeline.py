@@ -187,7 +187,7 @@ def require_same_options(conversion: Conversion, count: int, begun: bytes, work:
         return
     parts = ", ".join(f"{number}/{theirs['--part']}" for number in made[:8])
     name = different[0]
-    message = f"parts {parts} were made with another {name}: expected {theirs.get(name)}, found {ours[name]}"
+    message = f"parts {parts} were made with other options: {name}: expected {theirs.get(name)}, found {ours[name]}"
     hint = f"pass the same sources and options; to start over, delete {work.parent}"
     raise Occupied(message, path=conversion.output, hint=hint)
 

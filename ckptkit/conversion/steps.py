@@ -97,8 +97,8 @@ def translate_names(model: Model, options: ConvertOptions) -> Model:
     model = give_names(model, names, options)
     if names == HUB or not options.writer.is_model_only:
         return model
-    whose = "the checkpoint's own" if names == KEEP else f"those of {names}"
-    return model.say(f"the names are {whose}, and were not compared with a config.json")
+    whose = "the checkpoint's own names" if names == KEEP else f"the names of {names}"
+    return model.say(f"the output has {whose}, which ckptkit did not compare with a config.json")
 
 
 def require_files(companions: Companions, options: ConvertOptions) -> None:

@@ -184,7 +184,10 @@ def find_config(model: str) -> Path:
     if path.exists():
         return path / _CONFIG if path.is_dir() else path
     if not is_model_id(model):
-        message = f"expected a config.json, a directory with one, or a Hub id like `org/model`; found `{model}`"
+        message = (
+            "expected a size such as 8b, a config.json, a directory with one, or a Hub id like "
+            f"`org/model`; found `{model}`"
+        )
         raise Usage(message, hint=hint_on_id(model))
     from huggingface_hub import hf_hub_download
 

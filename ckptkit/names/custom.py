@@ -52,7 +52,7 @@ _MOST = 64  # axes, or tensors that one becomes
 def read_table(path: Path) -> Family:
     """Return the family that a file describes. Raises `Usage` for one that is not understood."""
     if not is_there(path):
-        raise Usage("no such table of names", path=path)
+        raise Usage("no such file: --map takes a table of names", path=path)
     with translate_os_errors(path):
         data = read_small(path, _LIMIT)
     try:

@@ -223,7 +223,7 @@ def describe(change: FamilyChange, made: Translated) -> list[str]:
     """Return what there is to say of new names."""
     before = len({old for olds in made.came_from.values() for old in olds})
     one, other = (family.name if family else "the Hub" for family in (change.here, change.there))
-    notes = [f"{count(before, 'tensor')} as {one} calls them became {len(made.came_from)} as {other} does"]
+    notes = [f"translated {count(before, 'tensor')} from the names of {one} to {len(made.came_from)} of {other}"]
     if made.unplaced:
         notes.append(
             f"dropped {count(len(made.unplaced), 'tensor')} that {other} does not have, such as `{made.unplaced[0]}`"

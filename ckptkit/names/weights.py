@@ -217,7 +217,7 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
         globs = [f"{escape(candidate)}.*" for candidate in candidates]
         return SeveralModels(message, path=layout.root, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
-    held = ", ".join(f"{count} under `{name}`" for name, count in tops.most_common(4)) or "no tensors"
+    held = ", ".join(f"{count} entries under `{name}`" for name, count in tops.most_common(4)) or "no tensors"
     return Mismatch(
         f"expected model weights, found only {held}",
         path=layout.root,

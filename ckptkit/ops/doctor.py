@@ -138,7 +138,7 @@ def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel 
 def notes_on(case: Case | None) -> Iterator[str]:
     """Yield what was not looked at, and what happens on purpose."""
     if case is None:
-        yield "nothing else was checked"
+        yield "the checkpoint cannot be opened, so nothing else was checked"
         return
     states = [] if case.checkpoint.model_component.reader.is_sharded else list(list_missing_states(case))
     if states:

@@ -43,7 +43,9 @@ def make_manifest(
 def freeze(root: Path, jobs: int | None, progress: Told | None) -> Verified:
     """Verify what is in a directory, and write its manifest."""
     found = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
-    require_sound(found, "`ckptkit verify` lists all problems; a manifest would make them look right")
+    require_sound(
+        found, "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"
+    )
     others = files_in(root) - found.sums.keys()
     replace_manifest(root, Manifest({**found.sums, **sum_files(root, others, ())}))
     return found

@@ -75,7 +75,7 @@ class Pruned(Summarized):
         freed = format_bytes(sum(entry.freed_bytes for entry in gone))
         what, verb = count(len(gone), "checkpoint"), "demote" if self.demote else "delete"
         if not gone:
-            yield "every checkpoint stays"
+            yield "every checkpoint stays: nothing to delete"
         elif self.deleted:
             yield f"{verb}d {what}, {freed} freed"
         else:

@@ -57,7 +57,7 @@ class Stats(Summarized):
         yield f"{self.path}: {words.count(len(self.tensors), 'tensor')}, {words.count(self.total.numbers, 'number')}"
         left_out = sum(not tensor.in_total for tensor in self.tensors)
         if 0 < left_out < len(self.tensors):
-            yield f"not added up: {words.count(left_out, 'tensor')} of counters, such as the steps of an optimizer"
+            yield f"not in the totals: {words.count(left_out, 'counter')}, such as the steps of an optimizer"
 
     def by_module(self) -> Iterator[tuple[Branch, Count]]:
         """Return the tensors folded as `inspect --tree` folds them, each line with all the numbers in it."""

@@ -59,7 +59,7 @@ def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> Pru
     if older < 0:
         raise Usage(f"`older`: expected at least 0 seconds, found {older:g}")
     if not isinstance(root, RemotePath):
-        hint = "`ckptkit prune RUN --yes` removes what dead writers left in a local directory"
+        hint = "run `ckptkit prune RUN --keep-last N --yes`, which also removes the remains of interrupted saves"
         raise Usage("only stores have uploads, and this is a local path", path=root, hint=hint)
     if root.parts[0] not in _SCHEMES:
         hint = "abort uploads there with the tools of the store"

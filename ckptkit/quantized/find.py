@@ -120,9 +120,9 @@ def check_partners(layout: Layout, taken: set[str]) -> None:
     orphan = min((name for name, spec in specs.items() if name not in taken and are_scales(name, spec)), default=None)
     if orphan is not None:
         weight = f"{orphan.rpartition('.')[0]}.weight"
-        found = specs.get(weight, "none")
+        found = specs.get(weight, "missing")
         raise Mismatch(
-            f"expected quantized weights in `{weight}` for these scales, found {found}",
+            f"these scales belong to no quantized weight: `{weight}` is {found}",
             path=layout.root,
             tensor=orphan,
             hint=hint,

@@ -273,9 +273,9 @@ class Requantized:
         others = [name for name in judged if name in noted]
         again = f"if you quantize them to int{self.bits} again, with scales of maximum / {self.largest}"
         if not others:
-            return f"{again}, {count(len(judged), 'weight')} get the same integers"
+            return f"{again}, {count(len(judged), 'weight', 'gets')} the same integers"
         same = len(judged) - len(others)
-        return f"{again}, {same} of {count(len(judged), 'weight')} get the same integers, but not {abridge(others)}"
+        return f"{again}, only {same} of {count(len(judged), 'weight')} get the same integers, not {abridge(others)}"
 
 
 class Extremes:

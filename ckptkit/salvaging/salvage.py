@@ -96,7 +96,7 @@ class Salvage:
 
     def say_unused(self, filled: Sequence[Filled]) -> list[str]:
         """Return a note if another checkpoint was named to fill this one from, and nothing was taken from it."""
-        return [] if self.other is None or filled else [f"--fill-from: nothing was taken from {self.other}"]
+        return [] if self.other is None or filled else [f"--fill-from: took no tensor from {self.other}"]
 
     def readable(self, copied_files: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
         """Return the readable other files that do not belong to a lost part, and an account of the unreadable ones."""
@@ -168,7 +168,7 @@ def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions, look:
         return Salvage(repaired, faults)
     notes = []
     if faults.described_by is not None:
-        words = "every item in its files has the dtype, shape, length and order that it says"
+        words = "every item in its files agrees with that metadata in dtype, shape, length and order"
         notes.append(f"{checkpoint.path} has no metadata: ckptkit used that of {faults.described_by}; {words}")
     origin = Origin.of(other.path)
     filled, remarks = fill(repaired, other, faults)

@@ -166,7 +166,7 @@ def test_a_copy_there_and_back(place: Bucket, source: Path, tmp_path: Path) -> N
     done = ckptkit.cp(source, place.url)
     assert place.files() == bytes_in(source)
     assert done.sent_bytes == done.nbytes
-    assert any("compared the sizes" in note for note in done.notes)
+    assert any("compared only the sizes" in note for note in done.notes)
     ckptkit.cp(place.url, tmp_path / "back")
     assert bytes_in(tmp_path / "back") == bytes_in(source)
     ckptkit.reshard(place.url, tmp_path / "resharded", to=2)
@@ -398,7 +398,7 @@ def test_damage_is_found_before_the_mark(place: Bucket, source: Path, tmp_path: 
 
 def test_a_state_is_saved_there(place: Bucket) -> None:
     state: dict[str, Any] = {"model": {"w": torch.arange(PART_BYTES // 2, dtype=torch.float32)}, "step": 5}
-    with pytest.warns(UserWarning, match="single process|compared the sizes"):
+    with pytest.warns(UserWarning, match="single process|compared only the sizes"):
         dcp.save(state, storage_writer=ckptkit.storage.Writer(place.url), no_dist=True)
     assert CLAIM not in place.files()
     found: dict[str, Any] = {"model": {"w": torch.zeros(PART_BYTES // 2)}, "step": 0}

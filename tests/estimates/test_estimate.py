@@ -127,7 +127,7 @@ def test_hybrid_shard_is_left_out_only_where_nobody_asked_for_it() -> None:
         "full_shard", "shard_grad_op", "ddp",
     ]  # fmt: skip
     for options in ({"replicas": 2}, {"strategy": "hybrid_shard"}):
-        with pytest.raises(Usage, match="expected a multiple of 2 GPUs for as many replicas, found 7"):
+        with pytest.raises(Usage, match=r"expected a multiple of 2 GPUs .*found 7"):
             estimate(LLAMA_8B, world_size=7, **options)
 
 
@@ -191,7 +191,7 @@ def test_a_config_that_lacks_a_size_is_unsupported() -> None:
     config = {key: value for key, value in LLAMA_8B.items() if key != "hidden_size"}
     with pytest.raises(Unsupported, match="lacks a size"):
         estimate(config, world_size=2)
-    with pytest.raises(Unsupported, match="size of -1"):
+    with pytest.raises(Unsupported, match="found -1"):
         estimate(LLAMA_8B | {"vocab_size": -1}, world_size=2)
 
 

@@ -105,7 +105,7 @@ def test_both_ways(tmp_path: Path) -> None:
     done = ckptkit.consolidate(tmp_path / "own.pt", tmp_path / "out", base=tmp_path / "hub", map=table)
     made = ckptkit.open(tmp_path / "out")
     check_same({name: made[name].torch() for name in made}, hub)
-    assert any("as mine calls them" in note for note in done.notes)
+    assert any("from the names of mine" in note for note in done.notes)
     assert any("dropped 1" in note and "blocks.0.mask" in note for note in done.notes)
     ckptkit.convert(tmp_path / "hub", tmp_path / "start.pt", to="pt", map=table, names="mine")
     check_same(torch.load(tmp_path / "start.pt"), own)
@@ -224,7 +224,7 @@ def test_an_axis_that_a_tensor_has_not(tmp_path: Path) -> None:
 
 
 def test_a_table_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(Usage, match="no such table"):
+    with pytest.raises(Usage, match="no such file"):
         ckptkit.consolidate(tmp_path, tmp_path / "out", map=tmp_path / "none.toml")
 
 

@@ -304,7 +304,7 @@ def test_destinations(run: Path, tmp_path: Path) -> None:
         ckptkit.average(run, run / "ckpt-11" / "training", last=2)
     with pytest.raises(Usage, match="two checkpoints"):
         ckptkit.average([run], tmp_path / "new")
-    with pytest.raises(Usage, match="expected 1 to 3, the complete checkpoints of the run, found 4"):
+    with pytest.raises(Usage, match=r"expected at most 3 .*found 4"):
         ckptkit.average([run], tmp_path / "new", last=4)
 
 

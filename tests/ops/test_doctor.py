@@ -550,7 +550,10 @@ def test_a_lost_shard_is_taken_from_an_earlier_step(produce: Produce, tmp_path: 
     found = the_one(root, "incomplete")
     assert "ckpt-8 beside it is complete" in found.message
     (remark,) = (note for note in doctor(root).notes if "keeps" in note)
-    assert "keeps 5 of 15 weights (6.1%, 71 B), takes 10 of 15 weights (93.8%, 1.08 KB) from" in remark
+    assert (
+        "keeps 5 of 15 weights (71 B, 6.1% of the bytes), takes 10 of 15 weights (1.08 KB, 93.8% of the bytes) from"
+        in remark
+    )
     fixed = run(found.fix, code=1)
     assert (fixed / "salvage.json").is_file()
     assert is_ok(fixed, like=earlier)

@@ -202,7 +202,7 @@ def test_the_command_line(place: Place, source: Path, tmp_path: Path) -> None:
         (["--uploads", "s3://bucket/run", "--demote"], 2, "does not go with --demote"),
         (["--uploads", "s3://bucket/run", "--older", "soon"], 2, "expected a time, found `soon`"),
         (["--uploads", "s3://bucket/run", "--older", "-1d"], 2, "expected a time, found `-1d`"),
-        (["s3://bucket/run", "--keep-last", "1", "--older", "7d"], 2, "--older goes with --uploads only"),
+        (["s3://bucket/run", "--keep-last", "1", "--older", "7d"], 2, "--older works only with --uploads"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: list[str], code: int, words: str) -> None:

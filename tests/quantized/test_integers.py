@@ -61,7 +61,7 @@ ZEROS, TWO_ZEROS = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(2, 4, dtype
 WAY = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], str]] = {
     "no scale": ({W + "_scale": None}, {}, Mismatch, "found none"),
-    "no numbers": ({W + "_packed": None}, {}, Mismatch, "for these scales"),
+    "no numbers": ({W + "_packed": None}, {}, Mismatch, "belong to no quantized weight"),
     "scales of another shape": ({W + "_scale": torch.ones(4, 5)}, {}, Mismatch, r"found \[4, 5\]"),
     "rows of scales": ({W + "_scale": torch.ones(3, 4)}, {}, Mismatch, r"found \[3, 4\]"),
     "a group that does not divide": ({}, {"group_size": 48}, Mismatch, "a scale for 48"),
@@ -151,9 +151,9 @@ def test_a_note_says_whether_the_integers_would_come_back(tmp_path: Path) -> Non
         (note,) = (note for note in done.notes if "quantize them" in note)
         return note
 
-    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, 1 weight get the same integers")
+    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, 1 weight gets the same integers")
     note = noted(tmp_path / "some", a=codes, b=others, c=lowest)
-    assert note.endswith("1 of 3 weights get the same integers, but not b.weight, c.weight")
+    assert note.endswith("only 1 of 3 weights get the same integers, not b.weight, c.weight")
     plain = model(tmp_path / "some" / "out")
     for name, same in {"a": codes, "b": others, "c": lowest}.items():
         groups = plain[f"{name}.weight"].float().unflatten(-1, (-1, 32))

@@ -221,7 +221,7 @@ def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
                 path=path,
                 tensor=name,
                 offset=size,
-                hint="copy it again: it is truncated, or belongs to another checkpoint",
+                hint="restore the file from a copy, or keep the other tensors with --salvage",
             )
 
 

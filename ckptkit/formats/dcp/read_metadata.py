@@ -309,6 +309,6 @@ def find_metadata(path: Path) -> dict[int, Path]:
         raise Incomplete(
             "no `.metadata`: the save did not finish",
             path=path,
-            hint=f"use an older checkpoint, or pass --salvage --fill-from OLDER; {ELSEWHERE}",
+            hint=f"use an older checkpoint, or run `ckptkit reshard` with --salvage --fill-from OLDER; {ELSEWHERE}",
         )
     return dict(sorted(ranks.items()))

@@ -71,7 +71,7 @@ def arrange(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
     if config.strategy == "hybrid_shard":
         if config.replicas == 1 or world_size % config.replicas:
             raise Usage(
-                f"replicas: expected 2 or more that divide {world_size} ranks, found {config.replicas}",
+                f"replicas: expected a divisor of {world_size} ranks, 2 or more, found {config.replicas}",
                 hint="pass `--replicas` with the number of machines",
             )
         shape = (config.replicas, world_size // config.replicas)

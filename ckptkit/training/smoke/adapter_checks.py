@@ -70,7 +70,7 @@ def opens_in_peft(runs: SmokeRuns) -> str:
     for what, one, other in zip(("with the adapter", "merged"), here, there, strict=True):
         if not torch.equal(one, other):
             raise Failed(f"{what}: logits differ by up to {float((one - other).abs().max()):.3g}")
-    return f"{here[0].numel():,} logits equal with it and merged, bit for bit"
+    return f"{here[0].numel():,} logits equal with the adapter attached and merged, bit for bit"
 
 
 def exported(runs: SmokeRuns) -> Path:

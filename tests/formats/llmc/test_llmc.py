@@ -90,7 +90,7 @@ def test_a_model_alone(tmp_path: Path, version: int, dtype: torch.dtype) -> None
     file = write_model(tmp_path / "gpt2_124M.bin", tensors, version)
     assert_same(held(ckptkit.open(file), "model."), tensors)
     done = consolidate(file, tmp_path / "out", names="keep")
-    assert any("the names are the checkpoint's own" in note for note in done.notes)
+    assert any("the output has the checkpoint's own names" in note for note in done.notes)
     assert_same(dict(sorted(held(ckptkit.open(tmp_path / "out"), "").items())), dict(sorted(tensors.items())))
     found = ckptkit.inspect(file)
     assert (found.trainer, found.layout.format) == ("llm.c", "llmc")
