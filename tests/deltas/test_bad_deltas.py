@@ -50,7 +50,7 @@ def rewrite(delta: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 def test_no_delta_json(made: tuple[Path, Path]) -> None:
     (made[1] / "delta.json").unlink()
     refused(*made, Incomplete, "`delta.json` is missing: this is not a delta, or an unfinished one")
-    with pytest.raises(Incomplete, match="`delta.json` is missing"):
+    with pytest.raises(Incomplete, match=r"`delta\.json` is missing"):
         ckptkit.inspect_delta(made[1])
     with pytest.raises(Unsupported, match="expected a checkpoint, found a delta"):
         ckptkit.inspect(made[1])
@@ -84,8 +84,7 @@ def test_a_truncated_payload(made: tuple[Path, Path]) -> None:
         ("delta.json", b'{"format": "ckptkit-delta", "version": 1}', "not a `delta.json` of version 1"),
         (
             "delta.json",
-            b'{"format": "ckptkit-delta", "version": 1, "tensors": {}, "unchanged": 0, "elements": 0, "nbytes": 0, '
-            b'"base": null}',
+            b'{"format": "ckptkit-delta", "version": 1, "tensors": {}, "base": null}',
             "no SHA-256: None",
         ),
     ],
