@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,7 +98,7 @@ def verify(
         counted = [plain(tensor) | {"spec": str(tensor.spec)} for tensor in numbers]
         print_json(to_json(found) | ({"stats": counted} if stats else {}))
     else:
-        report(found, fast=fast)
+        report(found, deltas, fast=fast)
         report_comparison(found)
         if stats and is_ok:
             report_numbers(numbers)
@@ -161,10 +161,8 @@ def to_json(found: Sequence[Verified]) -> dict[str, Any]:
     }
 
 
-def report(found: Sequence[Verified], *, fast: bool) -> None:
-    """Say what was found: a line for each part, and below all problems."""
-    from ckptkit.deltas.find import is_any_delta
-
+def report(found: Sequence[Verified], deltas: Collection[Path], *, fast: bool) -> None:
+    """Say what was found: a line for each part, and below all problems. Some of the parts are deltas."""
     rows = [
         (
             "ok" if part.is_ok else count(len(part.problems), "problem"),
@@ -186,7 +184,7 @@ def report(found: Sequence[Verified], *, fast: bool) -> None:
             print_problem(problem)
     if fast and not all(part.proved_files for part in found):
         note("only the structure was checked: drop --fast to read every byte")
-    elif any(part.unchecked_bytes and not part.has_manifest and not is_any_delta(part.path) for part in found):
+    elif any(part.unchecked_bytes and not part.has_manifest and part.path not in deltas for part in found):
         note("unchecked bytes have no checksum: `ckptkit manifest` records one for later")
 
 

@@ -99,6 +99,11 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     notes = [f"{count(rest, 'tensor', 'is')} missing in one, or of another shape, or not floats"] if rest else []
     computed = {name for name in shared if any(name in one.packed for one in seen)}
     notes += [remark for one in seen if (remark := one.remark(computed))]
+    if cast := sum(before[name].dtype != after[name].dtype for name in shared - computed):
+        notes.append(
+            f"{count(cast, 'tensor', 'has')} another dtype in {two}: `equal` compares numbers there; "
+            f"`ckptkit delta {one} {two} OUT --dry-run` rounds to the dtypes of {one} first, as an engine does"
+        )
     distances = distances_of(seen, shared - computed, computed, jobs, progress)
     movements = (Movement(name, distances.get(name, Distance()), 1, name) for name in shared)
     return Moved(one, two, rank(movements), tuple(notes))

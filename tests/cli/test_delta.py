@@ -154,7 +154,7 @@ def test_a_directory_of_deltas(pair: tuple[Path, Path], tmp_path: Path) -> None:
     (root / "b" / "delta.json").unlink()
     for place in (root, root / "b"):
         done = ckptkit("verify", place)
-        assert (done.returncode, "b: `delta.json` is missing" in done.stderr) == (1, True)
+        assert (done.returncode, "b: `delta.json` is missing" in done.stdout) == (1, True)
     done = ckptkit("inspect", root / "b")
     assert (done.returncode, "b: `delta.json` is missing" in done.stderr) == (3, True)
     for words in (("verify", root / "a", "--base", tmp_path / "none"), ("verify", tmp_path / "none", "--base", root)):
