@@ -83,10 +83,10 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
             raise Mismatch("the other of the two matrices is missing", path=layout.root, tensor=own)
         a, b = (matrices.tensors[names[kind]] for kind in "AB")
         try:
-            found = list(hub_pairs(module, part, a, b, Sizes(config)))
+            named = list(hub_pairs(module, part, a, b, Sizes(config)))
         except Mismatch as error:
             raise Mismatch(error.message, path=layout.root, tensor=names["B"], hint=error.hint) from None
-        for new, one, other in found:
+        for new, one, other in named:
             for kind, tensor in (("A", one), ("B", other)):
                 saved = f"{new.removesuffix('.weight')}.lora_{kind}.{DEFAULT}.weight"
                 tensors[saved], came_from[saved] = tensor, weights.came_from[names[kind]]

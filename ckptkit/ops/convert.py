@@ -92,6 +92,11 @@ def may_leave_remainders(model: Model, options: ConvertOptions) -> bool:
     return options.writer.is_model_only and options.weights_from is None and "int16" in dtypes
 
 
+def may_complete(checkpoint: Checkpoint, options: ConvertOptions) -> bool:
+    """Return whether an optimizer may have remainders that complete weights, and a cast is asked for."""
+    return bool(options.dtype) and any(t.spec.dtype.name == "int16" for t in checkpoint.layout.tensors.values())
+
+
 def has_base(model: Model, options: ConvertOptions) -> bool:
     """Return whether a base may have weights to compare those of the output with."""
     if options.text_only:  # the base has the names of the larger model
@@ -212,6 +217,10 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
 
         checkpoints = [with_masters(checkpoint, options) for checkpoint in checkpoints]
     if not (options.writer.is_model_only or options.weights or options.merge):
+        if may_complete(checkpoints[0], options):
+            from ckptkit.conversion.masters import require_completed
+
+            require_completed(checkpoints[0], options)
         return draft_parts(checkpoints[0], dst, options)
     parts, remarks = choose_models(checkpoints, options)
     if options.merge:
