@@ -40,7 +40,8 @@ Source = Annotated[
 ]
 Out = Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="The directory to make, or its URL.")]
 if TYPE_CHECKING:
-    Writable = WritableOrAdapter = str
+    Writable = str
+    WritableOrAdapter = str
 else:
     Writable = Literal[writable_formats()]
     WritableOrAdapter = Literal[(*writable_formats(), ADAPTER)]

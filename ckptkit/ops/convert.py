@@ -217,10 +217,6 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
 
         checkpoints = [with_masters(checkpoint, options) for checkpoint in checkpoints]
     if not (options.writer.is_model_only or options.weights or options.merge):
-        if may_complete(checkpoints[0], options):
-            from ckptkit.conversion.masters import require_completed
-
-            require_completed(checkpoints[0], options)
         return draft_parts(checkpoints[0], dst, options)
     parts, remarks = choose_models(checkpoints, options)
     if options.merge:
@@ -326,6 +322,10 @@ def align(models: Sequence[Model]) -> Model:
 
 def draft_parts(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> Conversion:
     """Draft all parts of a checkpoint, the optimizer too, in the form that the format wants."""
+    if may_complete(checkpoint, options):
+        from ckptkit.conversion.masters import require_completed
+
+        require_completed(checkpoint, options)
     if options.writer.needs_names:
         from ckptkit.conversion.by_names import draft_by_names
 
