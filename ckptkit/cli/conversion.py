@@ -47,7 +47,7 @@ else:
     WritableOrAdapter = Literal[(*writable_formats(), ADAPTER)]
 To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
 ToOrAdapter = Annotated[
-    WritableOrAdapter, typer.Option(help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC, as PEFT loads it.")
+    WritableOrAdapter, typer.Option(help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC alone.")
 ]
 OPTIONS = settings_of(ConvertOptions)
 # options of a conversion of one checkpoint: those that make one model of several have them not

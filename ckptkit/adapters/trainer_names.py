@@ -54,7 +54,7 @@ def read_matrix(name: str) -> Matrix | None:
     return Matrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
 
 
-def is_of_megatron(names: Collection[str]) -> bool:
+def has_matrix(names: Collection[str]) -> bool:
     """Return whether there is a matrix under a name of Megatron's trainers."""
     return any(read_matrix(name) for name in names)
 
