@@ -142,13 +142,14 @@ def draft_adapters(
         if options.experts:
             from ckptkit.adapters.expert_forms import with_form  # few adapters are asked for in another form
 
-            adapter, config, remark = with_form(fitted.adapter, fitted.config, fitted.path, options.experts, options)
-            fitted = replace(fitted, adapter=adapter, config=config)
+            made_of = fitted.adapter, fitted.config, fitted.path
+            changed, fitting, remark = with_form(*made_of, options.experts, options)
+            fitted = replace(fitted, adapter=changed, config=fitting)
             notes.append(remark)
         config, place = fitted.config, "" if adapter.name == DEFAULT else adapter.name
         drafts.append(draft_adapter(fitted, options, place))
         made[str(Path(place, CONFIG))] = config.content if first.adapted.is_saved else without_training(config)
-        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(adapter)}")
+        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(fitted.adapter)}")
         notes += describe_layouts(config)
         if config.has_changed_base:
             said = config.values["init_lora_weights"]

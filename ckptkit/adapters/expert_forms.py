@@ -55,18 +55,19 @@ def with_form(
     result = with_pairs(adapter, made)
     fitting = config_for(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
     check(result, fitting)
-    remark = f"stored the matrices of {count(pairs[0].count, 'expert')} as {form}, in {count(len(made), 'tensor')}"
+    remark = f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(made), 'tensor')}"
     return result, fitting, f"{remark}; they were {found}"
 
 
 def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:
     """Return the part of the base's config.json that describes its text model; {} if it is not here."""
-    found = find_companions(path, options.base).config
+    found: Mapping[str, Any] | None = find_companions(path, options.base).config
     said = Path(config.base or "", CONFIG)
     if found is None and options.base is None and config.base and said.is_file():
         found = read_config(said)
-    text = (found or {}).get("text_config")
-    return text if isinstance(text, dict) else found or {}
+    described: Mapping[str, Any] = found or {}
+    text = described.get("text_config")
+    return text if isinstance(text, dict) else described
 
 
 def whole(config: Mapping[str, Any], *keys: str) -> int | None:
