@@ -156,6 +156,8 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.deepspeed*": {"deepspeed"},
     "adapters*": {"peft"},  # what it saves is what all that load adapters read
     "adapters.config": {"megatron"},  # a key of it
+    "adapters.trainer_names": {"megatron"},  # whose trainers have names of their own
+    "adapters.expert_pairs": {"megatron", "nemo", "vllm"},  # each stores experts in another form
     "names.wrappers": {"peft"},  # whose wrapper puts words into names
     "training.models.lora": {"peft"},
     "training.smoke*": {"peft"},

@@ -51,7 +51,7 @@ class Opened:
     part: Component
     weights: Weights
     adapted: Adapted
-    is_of_megatron: bool = False
+    has_trainer_names: bool = False
 
     def fitted(self, adapter: Adapter, given: str | None) -> Fitted:
         """Return an adapter with its config, which it fits. Raises `NotACheckpoint` if there is none."""
@@ -62,8 +62,8 @@ class Opened:
                 f"expected a config for each of {len(self.adapted.adapters)} adapters, found one: {names}", hint=hint
             )
         config = find_adapter_config(self.part.path, adapter.name, given)
-        if self.is_of_megatron:
-            from ckptkit.adapters.megatron import hub_config
+        if self.has_trainer_names:
+            from ckptkit.adapters.trainer_names import hub_config
 
             config = hub_config(config, self.part.path, adapter.modules)
         if config is None:
@@ -85,16 +85,16 @@ def open_adapters(part: Component, options: ConvertOptions) -> Opened | None:
     if not options.merge:
         chosen.check_globs([part.layout])
     weights = find_weights(edits.select(part.layout, chosen.admit))
-    if is_of_megatron := any(name.startswith("decoder.") or ".decoder." in name for name in weights.layout.tensors):
-        from ckptkit.adapters import megatron  # few adapters have its names
+    if has_trainer_names := any(name.startswith("decoder.") or ".decoder." in name for name in weights.layout.tensors):
+        from ckptkit.adapters import trainer_names  # few adapters have any
 
-        if is_of_megatron := megatron.is_of_megatron(weights.layout.tensors):
-            weights = megatron.with_hub_names(weights, part.path, options.base)
+        if has_trainer_names := trainer_names.has_matrix(weights.layout.tensors):
+            weights = trainer_names.with_hub_names(weights, part.path, options.base)
     adapted = find_adapters(weights.layout)
     if adapted is not None:
         if part.is_adapter and (error := find_empty(weights.layout)):
             raise error
-        return Opened(part, weights, adapted, is_of_megatron)
+        return Opened(part, weights, adapted, has_trainer_names)
     refuse_wrapped(part, [options.edits.renaming()(name) for name in weights.layout.tensors])
     return None
 
@@ -142,19 +142,21 @@ def draft_adapters(
         if options.experts:
             from ckptkit.adapters.expert_forms import with_form  # few adapters are asked for in another form
 
-            fitted, remark = with_form(fitted, options.experts, options)
+            made_of = fitted.adapter, fitted.config, fitted.path
+            changed, fitting, remark = with_form(*made_of, options.experts, options)
+            fitted = replace(fitted, adapter=changed, config=fitting)
             notes.append(remark)
         config, place = fitted.config, "" if adapter.name == DEFAULT else adapter.name
         drafts.append(draft_adapter(fitted, options, place))
         made[str(Path(place, CONFIG))] = config.content if first.adapted.is_saved else without_training(config)
-        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(adapter)}")
+        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(fitted.adapter)}")
         notes += describe_layouts(config)
         if config.has_changed_base:
             said = config.values["init_lora_weights"]
             notes.append(f"training modified the base before the first step ({said}): the adapter only fits that base")
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
     notes.append(f"loaders put an adapter onto its base; pass --merge to write the merged model instead ({base})")
-    if options.base is not None and not (options.experts or first.is_of_megatron):
+    if options.base is not None and not (options.experts or first.has_trainer_names):
         notes.append("--base only gives the number of tokens; adapters keep their config")
     return Conversion(
         origins=[Origin.of(first.part.path)],

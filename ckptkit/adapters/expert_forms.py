@@ -13,7 +13,6 @@ from typing import Any
 
 from ckptkit.adapters.changes import check, is_called
 from ckptkit.adapters.config import AdapterConfig
-from ckptkit.adapters.draft import Fitted
 from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, Asked, Pair, find_form, read_pairs
 from ckptkit.adapters.experts import find_layout
 from ckptkit.adapters.find import Adapter
@@ -33,40 +32,42 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of co
 _RECORD, _DETAIL, _RANK_MAJOR = "lora_B_layout", "unsloth_fused_expert_lora", "rank_major"
 
 
-def with_form(fitted: Fitted, form: str, options: ConvertOptions) -> tuple[Fitted, str]:
+def with_form(
+    adapter: Adapter, config: AdapterConfig, path: Path, form: str, options: ConvertOptions
+) -> tuple[Adapter, AdapterConfig, str]:
     """Return an adapter with the matrices of experts in a form, and a config that fits it; and a remark.
 
     Raises `Usage` for an adapter without such matrices, or if the base has to be known and is not.
     """
-    config = fitted.config
-    adapter = replace(fitted.adapter, layout=locate(unpack(fitted.adapter.layout)))
+    adapter = replace(adapter, layout=locate(unpack(adapter.layout)))
     found = find_form(adapter)
     if found is None:
         message = "the adapter has no matrices of experts"
-        raise Usage(message, path=fitted.path, hint="drop --experts and --experts-layout")
+        raise Usage(message, path=path, hint="drop --experts and --experts-layout")
     if options.experts_layout is not None and found != FLAT:
         message = f"--experts-layout is for experts in one matrix; this adapter stores them as {found}"
-        raise Usage(message, path=fitted.path, hint="drop --experts-layout")
-    base = base_config(fitted, options)
+        raise Usage(message, path=path, hint="drop --experts-layout")
+    base = base_config(config, path, options)
     asked = Asked(options.experts_layout, whole(base, "hidden_size"), whole(base, *_COUNTS))
-    names = names_of(base, fitted) if form == PER_EXPERT else None
+    names = names_of(base, path) if form == PER_EXPERT else None
     pairs = list(in_form(read_pairs(adapter, config, asked), form, names))
     made = list(tensors_of(pairs, form, names))
     result = with_pairs(adapter, made)
     fitting = config_for(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
     check(result, fitting)
-    remark = f"stored the matrices of {count(pairs[0].count, 'expert')} as {form}, in {count(len(made), 'tensor')}"
-    return Fitted(fitted.opened, result, fitting), f"{remark}; they were {found}"
+    remark = f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(made), 'tensor')}"
+    return result, fitting, f"{remark}; they were {found}"
 
 
-def base_config(fitted: Fitted, options: ConvertOptions) -> Mapping[str, Any]:
+def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:
     """Return the part of the base's config.json that describes its text model; {} if it is not here."""
-    found = find_companions(fitted.path, options.base).config
-    said = Path(fitted.config.base or "", CONFIG)
-    if found is None and options.base is None and fitted.config.base and said.is_file():
+    found: Mapping[str, Any] | None = find_companions(path, options.base).config
+    said = Path(config.base or "", CONFIG)
+    if found is None and options.base is None and config.base and said.is_file():
         found = read_config(said)
-    text = (found or {}).get("text_config")
-    return text if isinstance(text, dict) else found or {}
+    described: Mapping[str, Any] = found or {}
+    text = described.get("text_config")
+    return text if isinstance(text, dict) else described
 
 
 def whole(config: Mapping[str, Any], *keys: str) -> int | None:
@@ -74,15 +75,15 @@ def whole(config: Mapping[str, Any], *keys: str) -> int | None:
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 
 
-def names_of(base: Mapping[str, Any], fitted: Fitted) -> ExpertNames:
+def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
     """Return what the base's files call experts. Raises `Usage` if the base is not known, `Unsupported` for others."""
     model_type = base.get("model_type")
     if model_type is None:
         message = "names of single experts differ by model, and no config.json of the base was found"
-        raise Usage(message, path=fitted.path, hint="pass --base MODEL")
+        raise Usage(message, path=path, hint="pass --base MODEL")
     if model_type not in SEPARATE:
         message = f"ckptkit does not know a model of type `{model_type}` with a tensor for each expert"
-        raise Unsupported(message, path=fitted.path, hint="pass --experts flat or 3d")
+        raise Unsupported(message, path=path, hint="pass --experts flat or 3d")
     return experts_of(str(model_type))
 
 

@@ -45,7 +45,7 @@ class Pair(NamedTuple):
     source: str
 
     @property
-    def count(self) -> int:
+    def experts(self) -> int:
         """Return the number of experts."""
         return self.a.spec.shape[0]
 
@@ -115,9 +115,9 @@ def check_counts(adapter: Adapter, pairs: Sequence[Pair], asked: Asked) -> None:
     """Raise `Mismatch` unless all parameters of a layer have the same number of experts, and the base's."""
     counts: dict[str, int] = {}
     for pair in pairs:
-        wanted = asked.count or counts.setdefault(pair.module, pair.count)
-        if pair.count != wanted:
-            message = f"expected {wanted} experts, found {pair.count} of `{pair.module}.{pair.leaf}`"
+        wanted = asked.count or counts.setdefault(pair.module, pair.experts)
+        if pair.experts != wanted:
+            message = f"expected {wanted} experts, found {pair.experts} of `{pair.module}.{pair.leaf}`"
             raise Mismatch(message, path=adapter.layout.root, hint="check that no shard is missing")
 
 
@@ -150,10 +150,11 @@ class Reading:
             if None in experts:
                 yield Pair(module, leaf, *self.three_axes(experts[None]), f"{module}.{own}")
                 continue
-            if len(experts) != max(map(int, filter(None, experts)), default=0) + 1:
-                message = f"expected experts 0 to {max(filter(None, experts))} of `{own}`, found {len(experts)} of them"
+            numbers = sorted(number for number in experts if number is not None)
+            if numbers != list(range(len(numbers))):
+                message = f"expected experts 0 to {numbers[-1]} of `{own}`, found {len(numbers)} of them"
                 raise Mismatch(message, path=self.adapter.layout.root, tensor=first["A"])
-            in_order = [experts[number] for number in sorted(filter(is_number, experts))]
+            in_order = [experts[number] for number in numbers]
             a, b = (self.stack([names[kind] for names in in_order]) for kind in "AB")
             yield Pair(module, leaf, a, b, f"{module}.0.{own}")
 
@@ -242,10 +243,6 @@ class Reading:
     def unknown(self, message: str, name: str) -> CkptError:
         hint = "drop --experts to keep the matrices as they are"
         return Unsupported(message, path=self.adapter.layout.root, tensor=name, hint=hint)
-
-
-def is_number(expert: int | None) -> bool:
-    return expert is not None
 
 
 def repeat(tensor: StoredTensor, count: int) -> StoredTensor:

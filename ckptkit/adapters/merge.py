@@ -84,7 +84,8 @@ def with_fused_experts(adapter: Fitted, base: Layout, options: ConvertOptions) -
         return adapter
     from ckptkit.adapters.expert_forms import with_form  # few adapters need it
 
-    return with_form(adapter, FLAT, options)[0]
+    found, config, _ = with_form(adapter.adapter, adapter.config, adapter.path, FLAT, options)
+    return replace(adapter, adapter=found, config=config)
 
 
 def has_fused(base: Layout) -> bool:

@@ -40,13 +40,14 @@ Source = Annotated[
 ]
 Out = Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="The directory to write, or a URL.")]
 if TYPE_CHECKING:
-    Writable = WritableOrAdapter = str
+    Writable = str
+    WritableOrAdapter = str
 else:
     Writable = Literal[writable_formats()]
     WritableOrAdapter = Literal[(*writable_formats(), ADAPTER)]
 To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
 ToOrAdapter = Annotated[
-    WritableOrAdapter, typer.Option(help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC, as PEFT loads it.")
+    WritableOrAdapter, typer.Option(help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC alone.")
 ]
 OPTIONS = settings_of(ConvertOptions)
 # options of a conversion of one checkpoint: those that make one model of several have them not

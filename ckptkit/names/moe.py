@@ -38,9 +38,9 @@ _EXPERTS = {
 # types whose files have a tensor for each expert, and whose fused experts have all gates above all up projections
 SEPARATE = frozenset(
     {
-        *("mixtral", "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe"),
+        *("mixtral", "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
         *("qwen3_omni_moe_text", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1"),
-        *("ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "flex_olmo", "kimi_k25", "longcat_flash", "solar_open"),
+        *("ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "kimi_k25", "longcat_flash", "solar_open"),
     }
 )
 

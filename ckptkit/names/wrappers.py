@@ -34,7 +34,7 @@ INSIDE = (
 WRAPPERS = (DDP, *INSIDE)
 
 PROMPT = "prompt_embeddings"  # all that prompt learning of PEFT leaves
-_ADAPTED = ("lora_", "base_model.", ".base_layer.", "trainable_tokens_delta", ".adapter.")  # the last is Megatron's
+_ADAPTED = ("lora_", "base_model.", ".base_layer.", "trainable_tokens_delta", ".adapter.")
 _FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py, of several versions
 
 

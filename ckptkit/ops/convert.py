@@ -92,6 +92,11 @@ def may_leave_remainders(model: Model, options: ConvertOptions) -> bool:
     return options.writer.is_model_only and options.weights_from is None and "int16" in dtypes
 
 
+def may_complete(checkpoint: Checkpoint, options: ConvertOptions) -> bool:
+    """Return whether an optimizer may have remainders that complete weights, and a cast is asked for."""
+    return bool(options.dtype) and any(t.spec.dtype.name == "int16" for t in checkpoint.layout.tensors.values())
+
+
 def has_base(model: Model, options: ConvertOptions) -> bool:
     """Return whether a base may have weights to compare those of the output with."""
     if options.text_only:  # the base has the names of the larger model
@@ -317,6 +322,10 @@ def align(models: Sequence[Model]) -> Model:
 
 def draft_parts(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> Conversion:
     """Draft all parts of a checkpoint, the optimizer too, in the form that the format wants."""
+    if may_complete(checkpoint, options):
+        from ckptkit.conversion.masters import require_completed
+
+        require_completed(checkpoint, options)
     if options.writer.needs_names:
         from ckptkit.conversion.by_names import draft_by_names
 

@@ -147,7 +147,8 @@ def test_peft_018_took_weights_the_other_way_round(made: Made, tmp_path: Path) -
 def test_matrices_that_all_experts_share(made: Made, tmp_path: Path, shared: str) -> None:
     """As Tinker names and saves them: one matrix for all experts on one side, and gate and up apart."""
     torch.manual_seed(1)
-    weights, sums = {}, {}
+    weights: Weights = {}
+    sums: Weights = {}
     for own, (rows, columns) in {"w1": (WIDTH, HIDDEN), "w3": (WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH)}.items():
         a = torch.randn(1 if shared == "A" else COUNT, RANK, columns)
         b = torch.randn(1 if shared == "B" else COUNT, rows, RANK)
@@ -215,7 +216,7 @@ def test_what_cannot_be_is_refused(made: Made, tmp_path: Path) -> None:
     edit(more / "config.json", num_local_experts=4)
     up_down = {"target_parameters": ["mlp.experts.up_proj", "mlp.experts.down_proj"]}
     flat = {name: tensor for name, tensor in load_file(made.saved / ADAPTER).items() if "experts" in name}
-    cases = [
+    cases: list[tuple[Path, str, dict[str, Any], str]] = [
         (made.saved, "per-expert", {}, "no config.json of the base was found"),
         (made.saved, "per-expert", {"base": gpt_oss}, "a model of type `gpt_oss` with a tensor for each expert"),
         (made.saved, "3d", {"base": more}, "expected 4 experts, found 3"),

@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -72,7 +72,8 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def adapter_of(weights: Weights) -> tuple[Weights, Weights]:
     """Matrices for the linear layers of all layers, and the weights with these merged: `alpha / dim * (out @ in)`."""
-    matrices, merged = {}, dict(weights)
+    matrices: Weights = {}
+    merged = dict(weights)
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in TARGETS:
@@ -112,7 +113,7 @@ def merged_on_the_hub(root: Path, merged: Weights, hub: Path) -> Path:
 def test_an_adapter_of_megatron(tmp_path: Path, base: tuple[Path, Weights], form: str) -> None:
     hub, weights = base
     matrices, merged = adapter_of(weights)
-    forms = {"stacked": stacked, "numbered": dict, "swift": by_swift}
+    forms: dict[str, Callable[[Weights], Weights]] = {"stacked": stacked, "numbered": dict, "swift": by_swift}
     adapter = save(tmp_path / "iter_0000003", forms[form](matrices), None if form == "swift" else "lora.LoRA")
     if form == "swift":
         said = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(TARGETS)}
@@ -133,7 +134,8 @@ def test_an_adapter_of_megatron(tmp_path: Path, base: tuple[Path, Weights], form
 def test_canonical_lora_has_matrices_for_each_projection(tmp_path: Path, base: tuple[Path, Weights]) -> None:
     """Its forward interleaves queries, keys and values by group (`_interleave_qkv`), and joins gate and up."""
     hub, weights = base
-    matrices, merged = {}, dict(weights)
+    matrices: Weights = {}
+    merged = dict(weights)
     rows = {
         "linear_qkv": {"q": HEADS * WIDTH, "k": GROUPS * WIDTH, "v": GROUPS * WIDTH},
         "linear_fc1": {"gate": 24, "up": 24},

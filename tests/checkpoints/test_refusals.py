@@ -52,7 +52,7 @@ def save_datastates(root: Path) -> list[Path]:
     ("save", "message", "hint"),
     [
         (save_vllm, "a sharded_state of vLLM or SGLang", "the model that it was made of"),
-        (save_datastates, "in the format of DataStates", "save it with DeepSpeed's own"),
+        (save_datastates, "in the format of DataStates", "save it with the default one"),
         (save_zarr, "arrays of zarr, as Megatron saved", "load and save it with a Megatron-LM"),
     ],
 )

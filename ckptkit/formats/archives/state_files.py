@@ -65,7 +65,7 @@ def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
 def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     """Return where everything in a file of `length` bytes lies, by name.
 
-    Raises `Unsupported` for a TorchScript program, and for what DataStates writes under the names of DeepSpeed's files.
+    Raises `Unsupported` for a TorchScript program, and for what DataStates writes under the same names.
     """
     head = read(0, min(length, HEAD))
     if is_legacy(head):
@@ -90,7 +90,7 @@ def is_of_datastates(read: ReadAt, length: int) -> bool:
 
 
 def of_datastates(path: Path | None = None) -> Unsupported:
-    hint = "load the checkpoint with DataStates' engine, and save it with DeepSpeed's own"
+    hint = "load the checkpoint with DataStates' engine, and save it with the default one"
     return Unsupported("the file is in the format of DataStates, not of torch.save", path=path, hint=hint)
 
 

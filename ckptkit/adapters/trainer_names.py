@@ -54,7 +54,7 @@ def read_matrix(name: str) -> Matrix | None:
     return Matrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
 
 
-def is_of_megatron(names: Collection[str]) -> bool:
+def has_matrix(names: Collection[str]) -> bool:
     """Return whether there is a matrix under a name of Megatron's trainers."""
     return any(read_matrix(name) for name in names)
 
@@ -83,10 +83,10 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
             raise Mismatch("the other of the two matrices is missing", path=layout.root, tensor=own)
         a, b = (matrices.tensors[names[kind]] for kind in "AB")
         try:
-            found = list(hub_pairs(module, part, a, b, Sizes(config)))
+            named = list(hub_pairs(module, part, a, b, Sizes(config)))
         except Mismatch as error:
             raise Mismatch(error.message, path=layout.root, tensor=names["B"], hint=error.hint) from None
-        for new, one, other in found:
+        for new, one, other in named:
             for kind, tensor in (("A", one), ("B", other)):
                 saved = f"{new.removesuffix('.weight')}.lora_{kind}.{DEFAULT}.weight"
                 tensors[saved], came_from[saved] = tensor, weights.came_from[names[kind]]
