@@ -197,7 +197,12 @@ PRIME_RL = TrainerFacts(
 SLIME = TrainerFacts(
     name="slime",
     marks=(
-        Mark("slime or miles, by Megatron", place="iter_[0-9]+", json=("metadata.json", "sharded_backend"), beside="rollout"),
+        Mark(
+            "slime or miles, by Megatron",
+            place="iter_[0-9]+",
+            json=("metadata.json", "sharded_backend"),
+            beside="rollout",
+        ),
         Mark("miles", place="model", keys=("model_state/model",)),
     ),
     others=("lr_scheduler",),
