@@ -24,7 +24,7 @@ from ckptkit.tensors.box import Shape
 NAMES, IDS = "names", "ids"
 _STATE, _GROUPS = "state", "param_groups"
 # entries of a state that are shaped as their parameter, whatever lies beside them
-_SHAPED = ("exp_avg", "momentum_buffer", "exp_avg_sq", "square_avg", "sum", "state1")
+_SHAPED = ("exp_avg", "momentum_buffer", "momentum", "exp_avg_sq", "square_avg", "sum", "state1")
 _FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")  # of a matrix, in Adafactor
 
 

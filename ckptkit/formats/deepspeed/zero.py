@@ -18,6 +18,7 @@ from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.deepspeed.experts import ExpertFiles, fleets
 from ckptkit.formats.deepspeed.partitions import Partition, PartitionedGroup
 from ckptkit.formats.deepspeed.pieces import RankRun, join, runs_in_row, runs_of_each, share_of
+from ckptkit.formats.deepspeed.tensor_parallel import SlicedParameter
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.axes import concatenate
 from ckptkit.tensors.box import Shape
@@ -69,6 +70,15 @@ def join_ranks(parts: Sequence[ZeroParameter]) -> ZeroParameter:
     """Return the parameter that ranks of experts have in parts, one after the other on the first axis."""
     moments = {what: concatenate([part.moments[what] for part in parts], 0) for what in parts[0].moments}
     return replace(parts[0], master=concatenate([part.master for part in parts], 0), moments=moments)
+
+
+def join_slices(parts: Sequence[ZeroParameter], sliced: SlicedParameter) -> ZeroParameter:
+    """Return the parameter of which ranks of tensor parallelism have slices. Raises `Corrupt` if moments differ."""
+    first = parts[0]
+    if any(part.moments.keys() != first.moments.keys() or part.settings != first.settings for part in parts):
+        raise Corrupt("the ranks of tensor parallelism have different states of it", tensor=first.name)
+    moments = {what: sliced.join([part.moments[what] for part in parts]) for what in first.moments}
+    return replace(first, master=sliced.join([part.master for part in parts]), moments=moments)
 
 
 def check_alike(groups: Sequence[PartitionedGroup], partitions: Sequence[Partition], root: Path) -> None:
