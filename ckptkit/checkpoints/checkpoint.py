@@ -45,7 +45,7 @@ from ckptkit.errors import (
 )
 from ckptkit.files.file import absent, children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
-from ckptkit.files.path import list_ahead, to_local, to_path
+from ckptkit.files.path import RemotePath, list_ahead, to_local, to_path
 from ckptkit.formats import describe_formats, detect_format, one_of_dcp, unpack
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
@@ -435,9 +435,26 @@ def foreign_in(checkpoint: Checkpoint) -> Unsupported | None:
     return next((problem for problem in checkpoint.problems() if isinstance(problem, Unsupported)), None)
 
 
+def claimed(path: RemotePath) -> NotACheckpoint | None:
+    """Return the error for a place in a store that an upload has not filled yet, or that is being deleted."""
+    from ckptkit.destinations.claims import read_claim  # only where no checkpoint was found
+
+    claim = read_claim(path)
+    if claim is None:
+        return None
+    message = f"found no complete checkpoint: {'a' if claim.is_deletion else 'an'} {claim.describe()}"
+    if claim.is_deletion:
+        hint = f"run `ckptkit prune {path.parent} --yes` to finish it"
+    else:
+        hint = f"wait for it; if it died, run its command again, or abort it by `ckptkit prune --uploads {path}`"
+    return NotACheckpoint(message, path=path, hint=hint)
+
+
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
     hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
+    if isinstance(path, RemotePath) and (unfinished_work := claimed(path)):
+        return unfinished_work
     if not path.exists():
         return absent(path)
     if not path.is_dir():

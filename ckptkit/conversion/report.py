@@ -31,12 +31,13 @@ from ckptkit.summary import Summarized
 class Written(NamedTuple):
     """What was written of each draft, and what came of checking all of it: None while other parts are to finish.
 
-    `remarks` are on the store that it was written to.
+    `remarks` are on the store that it was written to, which had `kept_bytes` from an earlier call.
     """
 
     ledgers: Sequence[Ledger]
     copied: Sequence[Copied] | None = None
     remarks: Sequence[str] = ()
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def complete(conversion: Conversion, prospect: Converted, written: Written, seco
         copies=0,
         checked_bytes=sum(done.checked_bytes for done in copied),
         unchecked_bytes=sum(done.unchecked_bytes for done in copied),
-        resumed_bytes=sum(ledger.resumed_bytes for ledger in ledgers),
+        resumed_bytes=sum(ledger.resumed_bytes for ledger in ledgers) + written.kept_bytes,
         free_bytes=None,
         peak_rss_bytes=peak_rss_bytes(),
         dry_run=False,

@@ -64,7 +64,7 @@ def write_share(conversion: Conversion, share: Share) -> Written:
         ledgers = upload.copy(assembly, share)
         words = {"ledgers": [ledger.to_json() for ledger in ledgers], "sent": sorted(assembly.sent)}
         upload.there.note(share_name(share.number), json.dumps(words).encode())
-    return Written(ledgers)
+    return Written(ledgers, kept_bytes=upload.there.kept_bytes)
 
 
 def finish_shares(conversion: Conversion, count: int) -> Written:
@@ -246,7 +246,7 @@ class OutputUpload:
                 content = self.held.get(name) or self.read(name)
                 self.there.mark(name, content, crc32(content))
         self.there.commit()
-        return Written(ledgers, copied, self.there.remarks())
+        return Written(ledgers, copied, self.there.remarks(), self.there.kept_bytes)
 
     def send_file(self, name: str, path: Path) -> int:
         """Send a file that goes along as it is, and return its CRC-32."""

@@ -23,11 +23,12 @@ class Destination(Protocol):
     `marks`, which come last and in this order, since no reader takes the rest for a checkpoint without them; and with a
     `plan`: text that is the same for uploads of the same files only. If `is_file`, the one file becomes the object at
     `path` itself. Several threads may put pieces at the same time, and begin those of a file in order.
-    `sent_bytes` counts what this process sent.
+    `sent_bytes` counts what this process sent, `kept_bytes` what it did not send because an earlier one had.
     """
 
     path: RemotePath
     sent_bytes: int
+    kept_bytes: int
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Take the place for this upload, or go on with an interrupted one of the same plan.

@@ -53,6 +53,7 @@ class ObjectDestination:
     is_file: bool = False
     resumed: bool = False
     sent_bytes: int = 0
+    kept_bytes: int = 0
     whole: dict[str, SentFile] = field(default_factory=dict)
     _bucket: ObjectBucket = field(init=False)
     _place: UploadPlace = field(init=False)
@@ -94,6 +95,9 @@ class ObjectDestination:
             self.put_small(piece.name, data, crc)
         elif piece.name not in self.whole:
             self._turns.put(piece, data)
+        else:
+            with self._lock:
+                self.kept_bytes += len(data)
 
     def stop(self, error: BaseException) -> None:
         """Give up the files that are not complete."""

@@ -64,6 +64,7 @@ class S3Destination:
     lists_uploads: bool = True
     resumed: bool = False
     sent_bytes: int = 0
+    kept_bytes: int = 0
     whole: dict[str, int] = field(default_factory=dict)
     _bucket: S3Bucket = field(init=False)
     _place: UploadPlace = field(init=False)
@@ -117,16 +118,18 @@ class S3Destination:
     def put_part(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a part of a large file, unless the store has it."""
         if piece.name in self.whole:
+            self._count(kept=len(data))
             return
         parts = self._parts.setdefault(piece.name, {})
         there = parts.get(piece.number)
         if there is not None and there.nbytes == len(data) and is_same(there, data, crc):
             parts[piece.number] = SentPart(there.etag, len(data), crc)
+            self._count(kept=len(data))
             return
         more = {"UploadId": self._uploads[piece.name], "PartNumber": piece.number}
         answer = self._call("upload_part", piece.name, Body=data, **more, **self._compared(crc))
         parts[piece.number] = SentPart(answer["ETag"], len(data), crc)
-        self._count(data)
+        self._count(sent=len(data))
 
     def complete(self, name: str, crc: int) -> None:
         """Make the parts of a large file one object, whose CRC-32 the store compares.
@@ -153,11 +156,12 @@ class S3Destination:
     def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file, unless the store has it. Raises `Occupied` if another upload has sent one by now."""
         if self._has(name, len(data), crc):
+            self._count(kept=len(data))
             return
         condition = _ONLY_NEW if self.has_conditions and name not in self._there else {}
         try:
             again(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **condition))
-            self._count(data)
+            self._count(sent=len(data))
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
                 raise
@@ -166,11 +170,12 @@ class S3Destination:
     def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
         if self._has(name, len(data), crc):
+            self._count(kept=len(data))
             return
         self._require_claim()
         try:
             again(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW))
-            self._count(data)
+            self._count(sent=len(data))
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
                 raise
@@ -230,9 +235,10 @@ class S3Destination:
         self._create(name)
         self._put_claim(self._uploads, {})
 
-    def _count(self, data: bytes | bytearray | memoryview) -> None:
+    def _count(self, *, sent: int = 0, kept: int = 0) -> None:
         with self._lock:
-            self.sent_bytes += len(data)
+            self.sent_bytes += sent
+            self.kept_bytes += kept
 
     def _begin(self, *, overwrite: bool, first: Iterable[str]) -> None:
         there = self._list()

@@ -26,6 +26,11 @@ class XetDestination(ABC):
     _files: XetFiles = field(init=False, repr=False)
     _quiet: ExitStack = field(init=False, repr=False)  # what keeps the libraries silent as long as the upload lasts
 
+    @property
+    def kept_bytes(self) -> int:
+        """Return 0: the storage keeps chunks, and does not say from which upload."""
+        return 0
+
     def join(self) -> NoReturn:
         """Raise `Unsupported`: one process makes a commit, and nothing keeps processes apart in a bucket."""
         message = "several processes cannot write to hf:// together"

@@ -14,6 +14,7 @@ from torch import nn
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.destinations.claims import StoreClaim
 from ckptkit.errors import CkptError, IOFailure, NotACheckpoint, Occupied, Usage
 from ckptkit.files.path import to_path
 from ckptkit.files.stores import s3_objects
@@ -342,6 +343,27 @@ def test_an_upload_and_a_deletion_keep_apart(place: Place, fill: Fill, produce: 
     assert (steps(done.keep), done.delete) == ([2, 1], ())
     assert all(entry.reason.startswith("an upload has been under way since") for entry in (done.keep[1], *done.other))
     assert keys(place) == before
+
+
+def test_a_deletion_stops_when_an_upload_overwrites_what_it_deletes(place: Place, fill: Fill, produce: Produce) -> None:
+    fill(place, 1, 2)
+    source, url = produce(producers.under_model).root, f"{url_of(place)}/ckpt-1"
+    place.server.fail(DELETE, skip=1, status=403, code="AccessDenied")
+    with pytest.raises(IOFailure):
+        prune(url_of(place), keep_last=1, yes=True)
+    place.server.faults.clear()
+    place.server.fail(f"GET .*ckpt-1/{CLAIM}", skip=1, first=lambda: ckptkit.cp(source, url, overwrite=True))
+    with pytest.raises(Occupied, match="another process finished this deletion"):
+        prune(url_of(place), keep_last=1, yes=True)
+    forget()
+    assert all(found.is_ok for found in ckptkit.verify(url))
+    assert visible(place) == [1, 2]
+
+
+def test_a_place_where_nothing_is_left_but_a_deletion_is_called_that(place: Place) -> None:
+    place.files.pipe_file(f"{place.name}/run/ckpt-1/{CLAIM}", StoreClaim.for_deletion().to_bytes())
+    with pytest.raises(NotACheckpoint, match="found no complete checkpoint: a deletion is under way since"):
+        ckptkit.inspect(f"{url_of(place)}/ckpt-1")
 
 
 def test_an_upload_that_comes_after_the_plan_is_left_alone(place: Place, fill: Fill) -> None:
