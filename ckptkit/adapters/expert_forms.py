@@ -17,7 +17,7 @@ from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, Asked, Pair, 
 from ckptkit.adapters.experts import find_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Entry, expert_place
-from ckptkit.conversion.options import FLAT, PEFT, PER_EXPERT, ConvertOptions
+from ckptkit.conversion.options import FLAT, PEFT, PER_EXPERT, THREE_D, ConvertOptions
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.formats import locate, unpack
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
@@ -56,7 +56,8 @@ def with_form(
     fitting = config_for(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
     check(result, fitting)
     remark = f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(made), 'tensor')}"
-    return result, fitting, f"{remark}; they were {found}"
+    unread = "; PEFT does not load this form, and does not say so" if form == THREE_D else ""
+    return result, fitting, f"{remark}; they were {found}{unread}"
 
 
 def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:

@@ -69,7 +69,8 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
     config = find_companions(path, base).config
     if config is None:
         message = "the names are Megatron's, and the Hub's follow from the base's config.json, which was not found"
-        raise Usage(message, path=path, hint="pass --base MODEL")
+        first = next(name for name in layout.tensors if read_matrix(name))
+        raise Usage(message, path=path, tensor=first, hint="pass --base MODEL")
     pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for name in layout.tensors:
         if (found := read_matrix(name)) is not None:
