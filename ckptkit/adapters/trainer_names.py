@@ -40,7 +40,7 @@ _LORA = re.compile(r"megatron\.bridge\.peft\.(lora\.(VLM)?LoRA|canonical_lora\.C
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class TrainerMatrix:
     """A matrix of an adapter: of which module of Megatron's, of which `part` of it if not of all, A or B."""
 
     module: str
@@ -48,10 +48,10 @@ class Matrix:
     kind: str
 
 
-def read_matrix(name: str) -> Matrix | None:
+def read_matrix(name: str) -> TrainerMatrix | None:
     """Return which matrix a tensor of this name is as Megatron's trainers call it; None for any other tensor."""
     match = _BRIDGE.fullmatch(name) or _SWIFT.fullmatch(name)
-    return Matrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
+    return TrainerMatrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
 
 
 def has_matrix(names: Collection[str]) -> bool:
