@@ -13,11 +13,11 @@ from typing import Any
 
 from ckptkit.adapters.changes import check, is_called
 from ckptkit.adapters.config import AdapterConfig
-from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, Asked, Pair, find_form, read_pairs
+from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, ExpertFacts, ExpertPair, find_form, read_pairs
 from ckptkit.adapters.experts import find_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Entry, expert_place
-from ckptkit.conversion.options import FLAT, PEFT, PER_EXPERT, ConvertOptions
+from ckptkit.conversion.options import FLAT, PEFT, PER_EXPERT, THREE_D, ConvertOptions
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.formats import locate, unpack
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
@@ -48,7 +48,7 @@ def with_form(
         message = f"--experts-layout is for experts in one matrix; this adapter stores them as {found}"
         raise Usage(message, path=path, hint="drop --experts-layout")
     base = base_config(config, path, options)
-    asked = Asked(options.experts_layout, whole(base, "hidden_size"), whole(base, *_COUNTS))
+    asked = ExpertFacts(options.experts_layout, whole(base, "hidden_size"), whole(base, *_COUNTS))
     names = names_of(base, path) if form == PER_EXPERT else None
     pairs = list(in_form(read_pairs(adapter, config, asked), form, names))
     made = list(tensors_of(pairs, form, names))
@@ -56,7 +56,8 @@ def with_form(
     fitting = config_for(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
     check(result, fitting)
     remark = f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(made), 'tensor')}"
-    return result, fitting, f"{remark}; they were {found}"
+    unread = "; PEFT does not load this form, and does not say so" if form == THREE_D else ""
+    return result, fitting, f"{remark}; they were {found}{unread}"
 
 
 def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:
@@ -87,7 +88,7 @@ def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
     return experts_of(str(model_type))
 
 
-def in_form(pairs: Iterable[Pair], form: str, names: ExpertNames | None) -> Iterator[Pair]:
+def in_form(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
     """Yield the matrices as a form has them: gate and up together, apart, or as they are; under its modules.
 
     `names` are those of experts in the base's files, which `per-expert` has.
@@ -105,19 +106,19 @@ def in_form(pairs: Iterable[Pair], form: str, names: ExpertNames | None) -> Iter
         yield from pairs
 
 
-def halves(pair: Pair) -> tuple[Pair, Pair]:
+def halves(pair: ExpertPair) -> tuple[ExpertPair, ExpertPair]:
     """Return the matrices of gate and up apart: the rows of B are halved, A belongs to both."""
     rows = pair.b.spec.shape[1]
     gate, up = (axes.cut(pair.b, 1, at, at + rows // 2) for at in (0, rows // 2))
     return pair._replace(leaf=GATE, b=gate), pair._replace(leaf=UP, b=up)
 
 
-def fuse(pairs: Iterable[Pair]) -> Iterator[Pair]:
+def fuse(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
     """Yield the matrices of gate and up as one pair, of both ranks: A on top of A, B beside zeros.
 
     Raises `Unsupported` for one of the two alone.
     """
-    by_module: dict[str, dict[str, Pair]] = defaultdict(dict)
+    by_module: dict[str, dict[str, ExpertPair]] = defaultdict(dict)
     for pair in pairs:
         middle, parent = pair.module.split(".")[-2:-1], pair.module.removesuffix(".experts").rpartition(".")[0]
         module = f"{parent}.{_MIDDLES[middle[0]]}.experts" if middle and middle[0] in _MIDDLES else pair.module
@@ -147,7 +148,9 @@ def beside_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
     return StoredTensor(Spec(b.spec.dtype, (count, rows, width)), (*moved, *chunks))
 
 
-def tensors_of(pairs: Sequence[Pair], form: str, names: ExpertNames | None) -> Iterator[tuple[Entry, StoredTensor]]:
+def tensors_of(
+    pairs: Sequence[ExpertPair], form: str, names: ExpertNames | None
+) -> Iterator[tuple[Entry, StoredTensor]]:
     """Yield the tensors of a form, each with what it is and its name in the adapter's file."""
     has_both = {pair.module for pair in pairs if pair.leaf == DOWN} & {p.module for p in pairs if p.leaf == GATE_UP}
     for pair in pairs:
@@ -164,7 +167,7 @@ def tensors_of(pairs: Sequence[Pair], form: str, names: ExpertNames | None) -> I
             yield from entries_of(f"{pair.module}.{pair.leaf}", "", pair.a, pair.b)
 
 
-def flattened(pair: Pair) -> tuple[StoredTensor, StoredTensor]:
+def flattened(pair: ExpertPair) -> tuple[StoredTensor, StoredTensor]:
     """Return A `[E*r, in]` and B `[out, r*E]`."""
     return axes.merge(pair.a, 0, 2), axes.merge(axes.permute(pair.b, (1, 2, 0)), 1, 2)
 
@@ -193,7 +196,7 @@ def with_pairs(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> 
 
 def config_for(
     config: AdapterConfig,
-    pairs: Sequence[Pair],
+    pairs: Sequence[ExpertPair],
     made: Adapter,
     before: Adapter,
     names: ExpertNames | None,
@@ -233,14 +236,14 @@ def is_kept(target: str, experts: Iterable[str], others: Iterable[str]) -> bool:
     return any(is_called(module, target) for module in others) or not any(is_called(one, target) for one in experts)
 
 
-def own_leaf(pair: Pair, names: ExpertNames | None) -> str:
+def own_leaf(pair: ExpertPair, names: ExpertNames | None) -> str:
     """Return what the files call the parameter of a pair."""
     if names is None:
         return pair.leaf
     return {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
 
 
-def patterns_of(config: AdapterConfig, pairs: Sequence[Pair], names: ExpertNames | None) -> dict[str, Any]:
+def patterns_of(config: AdapterConfig, pairs: Sequence[ExpertPair], names: ExpertNames | None) -> dict[str, Any]:
     """Return the ranks and alphas by module that keep the scaling of each pair, where they are not those of all."""
     found: dict[str, dict[tuple[int, float], list[str]]] = defaultdict(lambda: defaultdict(list))
     for pair in pairs:

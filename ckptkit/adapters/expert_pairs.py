@@ -32,7 +32,7 @@ _FUSED = (GATE_UP, DOWN)
 _LEAVES = {**{leaf: leaf for leaf in (GATE_UP, DOWN, GATE, UP)}, "w1": GATE, "w2": DOWN, "w3": UP}
 
 
-class Pair(NamedTuple):
+class ExpertPair(NamedTuple):
     """The matrices of a parameter of all experts of a layer: A `[E, r, in]` and B `[E, out, r]`.
 
     `source` is the name of the parameter, or of one expert's, as the config of the adapter knows it.
@@ -55,7 +55,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ExpertFacts:
     """What you say of the experts: the layout of lora_B, and what the base's config.json says, if it is there."""
 
     layout: str | None = None
@@ -85,7 +85,7 @@ def form_of(place: ExpertPlace, ndim: int) -> str:
     return STACKED if ndim == 3 else FLAT
 
 
-def read_pairs(adapter: Adapter, config: AdapterConfig, asked: Asked) -> list[Pair]:
+def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> list[ExpertPair]:
     """Return the matrices of experts of an adapter, whatever their form.
 
     Raises `Mismatch` for shapes that contradict each other, `Unsupported` for experts that are not known here.
@@ -94,11 +94,11 @@ def read_pairs(adapter: Adapter, config: AdapterConfig, asked: Asked) -> list[Pa
     for name, entry in adapter.entries.items():
         if entry.kind in ("A", "B") and (place := expert_place(entry.module)) is not None:
             found[place.module, entry.depth][place][entry.kind] = name
-    form, reading = find_form(adapter), Reading(adapter, config, asked)
+    form, reading = find_form(adapter), ExpertReader(adapter, config, asked)
     by_module: dict[str, list[tuple[int, dict[ExpertPlace, dict[str, str]]]]] = defaultdict(list)
     for (module, depth), places in found.items():
         by_module[module].append((depth, places))
-    pairs: list[Pair] = []
+    pairs: list[ExpertPair] = []
     for module, levels in by_module.items():
         if form in (FLAT, STACKED):
             wrappers = {depth: names for depth, places in levels for names in places.values()}
@@ -111,7 +111,7 @@ def read_pairs(adapter: Adapter, config: AdapterConfig, asked: Asked) -> list[Pa
     return pairs
 
 
-def check_counts(adapter: Adapter, pairs: Sequence[Pair], asked: Asked) -> None:
+def check_counts(adapter: Adapter, pairs: Sequence[ExpertPair], asked: ExpertFacts) -> None:
     """Raise `Mismatch` unless all parameters of a layer have the same number of experts, and the base's."""
     counts: dict[str, int] = {}
     for pair in pairs:
@@ -122,12 +122,12 @@ def check_counts(adapter: Adapter, pairs: Sequence[Pair], asked: Asked) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ExpertReader:
     """An adapter whose matrices of experts are read, with its config and what you say of the experts."""
 
     adapter: Adapter
     config: AdapterConfig
-    asked: Asked
+    asked: ExpertFacts
 
     def tensor(self, name: str) -> StoredTensor:
         """Return one of its tensors."""
@@ -137,7 +137,7 @@ class Reading:
         found = self.tensor(name).spec
         return Mismatch(f"expected {expected}, found {found}", path=self.adapter.layout.root, tensor=name)
 
-    def of_leaves(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[Pair]:
+    def of_leaves(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
         """Yield the matrices that are named by their parameters, of all experts or of one each."""
         by_leaf: dict[str, dict[int | None, Mapping[str, str]]] = defaultdict(dict)
         for place, names in places.items():
@@ -148,7 +148,7 @@ class Reading:
                 message = f"expected experts with {', '.join(_LEAVES)}, found `{own}`"
                 raise Unsupported(message, path=self.adapter.layout.root, tensor=first["A"])
             if None in experts:
-                yield Pair(module, leaf, *self.three_axes(experts[None]), f"{module}.{own}")
+                yield ExpertPair(module, leaf, *self.three_axes(experts[None]), f"{module}.{own}")
                 continue
             numbers = sorted(number for number in experts if number is not None)
             if numbers != list(range(len(numbers))):
@@ -156,7 +156,7 @@ class Reading:
                 raise Mismatch(message, path=self.adapter.layout.root, tensor=first["A"])
             in_order = [experts[number] for number in numbers]
             a, b = (self.stack([names[kind] for names in in_order]) for kind in "AB")
-            yield Pair(module, leaf, a, b, f"{module}.0.{own}")
+            yield ExpertPair(module, leaf, a, b, f"{module}.0.{own}")
 
     def stack(self, names: Sequence[str]) -> StoredTensor:
         """Return the matrices of all experts as one tensor."""
@@ -180,7 +180,7 @@ class Reading:
             count = self.asked.count
         return repeat(a, count), repeat(b, count)
 
-    def of_wrappers(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[Pair]:
+    def of_wrappers(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
         """Yield the matrices of nested wrappers, by depth. Shapes tell which parameters these are."""
         sides = {
             depth: (self.tensor(one["A"]).spec.shape[-1], self.tensor(one["B"]).spec.shape[0])
@@ -192,7 +192,7 @@ class Reading:
             a, b = self.apart(one, parameter)
             if is_turned:  # PEFT 0.18 and older take a weight [out, in] for one [in, out]
                 a, b = axes.permute(b, (0, 2, 1)), axes.permute(a, (0, 2, 1))
-            yield Pair(module, leaves[depth], a, b, parameter)
+            yield ExpertPair(module, leaves[depth], a, b, parameter)
 
     def apart(self, names: Mapping[str, str], parameter: str) -> tuple[StoredTensor, StoredTensor]:
         """Return A `[E, r, in]` and B `[E, out, r]` of a wrapper's matrices."""

@@ -40,7 +40,7 @@ _LORA = re.compile(r"megatron\.bridge\.peft\.(lora\.(VLM)?LoRA|canonical_lora\.C
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class TrainerMatrix:
     """A matrix of an adapter: of which module of Megatron's, of which `part` of it if not of all, A or B."""
 
     module: str
@@ -48,10 +48,10 @@ class Matrix:
     kind: str
 
 
-def read_matrix(name: str) -> Matrix | None:
+def read_matrix(name: str) -> TrainerMatrix | None:
     """Return which matrix a tensor of this name is as Megatron's trainers call it; None for any other tensor."""
     match = _BRIDGE.fullmatch(name) or _SWIFT.fullmatch(name)
-    return Matrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
+    return TrainerMatrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
 
 
 def has_matrix(names: Collection[str]) -> bool:
@@ -69,7 +69,8 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
     config = find_companions(path, base).config
     if config is None:
         message = "the names are Megatron's, and the Hub's follow from the base's config.json, which was not found"
-        raise Usage(message, path=path, hint="pass --base MODEL")
+        first = next(name for name in layout.tensors if read_matrix(name))
+        raise Usage(message, path=path, tensor=first, hint="pass --base MODEL")
     pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for name in layout.tensors:
         if (found := read_matrix(name)) is not None:

@@ -184,13 +184,17 @@ def test_scalings_stay_what_they_are(tmp_path: Path) -> None:
 
 
 def test_the_adapter_in_a_training_state_in_parts(made: Made, tmp_path: Path) -> None:
-    """Its base lies beside it, and tells what it calls experts."""
+    """Its base lies beside it, and tells what it calls experts; also as shards, whose items are archives."""
     wanted = convert(made.saved, tmp_path / "each", "per-expert", base=made.base)
     shutil.copy(made.base / "config.json", made.state)
     for number in (1, 2):
         ckptkit.convert(made.state, tmp_path / "out", to="adapter", experts="per-expert", part=f"{number}/2")
     ckptkit.finalize(tmp_path / "out")
     assert_same(load_file(tmp_path / "out" / ADAPTER), wanted)
+    ckptkit.convert(made.state, tmp_path / "dcp", to="dcp", world_size=3)
+    for name in (SAID, "config.json"):
+        shutil.copy(made.state / name, tmp_path / "dcp" / name)
+    assert_same(convert(tmp_path / "dcp", tmp_path / "of-shards", "per-expert"), wanted)
 
 
 def test_what_cannot_be_is_refused(made: Made, tmp_path: Path) -> None:
