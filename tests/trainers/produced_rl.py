@@ -68,7 +68,7 @@ class Dion(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 1e-2, "mu": 0.95, "algorithm": "dion", "step": 1})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for weight in group["params"]:
                 self.state[weight]["momentum"] = weight.grad.clone()

@@ -115,8 +115,8 @@ def read_slice(said: Mapping[str | int, Any], rank: int, shape: Shape, name: str
             raise Unsupported(message, tensor=name, hint=_HINT)
         size = shape_in(piece.get("shape"))
         holders = [as_count(one, "locations") for one in as_kind(piece.get("locations"), list, "locations")]
-        boxes = (box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", own)))
-        pieces.append(Piece(*boxes, is_first=rank == min(holders, default=rank)))
+        in_whole, in_slice = (box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", own)))
+        pieces.append(Piece(in_whole, in_slice, is_first=rank == min(holders, default=rank)))
     return own, tuple(pieces)
 
 
