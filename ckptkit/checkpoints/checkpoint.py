@@ -446,7 +446,7 @@ def claimed(path: RemotePath) -> NotACheckpoint | None:
     if claim.is_deletion:
         hint = f"run `ckptkit prune {path.parent} --yes` to finish it"
     else:
-        hint = f"wait for it; if it died, run its command again, or abort it by `ckptkit prune --uploads {path}`"
+        hint = f"wait for it; if it died, run its command again, or abort it with `ckptkit prune --uploads {path}`"
     return NotACheckpoint(message, path=path, hint=hint)
 
 

@@ -151,7 +151,7 @@ class HubRepoDestination(XetDestination):
         found = frozenset(check())
         if found and not self._overwrite:
             hint = "choose another, or replace it with --overwrite"
-            raise Occupied("a checkpoint is there", path=self.path, hint=hint)
+            raise Occupied("the destination exists", path=self.path, hint=hint)
         return found
 
     def _require_free(self, names: Iterable[str], there: Prospect) -> None:

@@ -149,7 +149,7 @@ def test_an_interrupted_output_is_continued(place: Place, source: Path) -> None:
         ckptkit.consolidate(source, place.url)
     sent = place.sent()
     forget()
-    with pytest.raises(NotACheckpoint, match="found no complete checkpoint: an upload is under way since"):
+    with pytest.raises(NotACheckpoint, match="found no complete checkpoint: an upload has been under way since"):
         ckptkit.inspect(place.url)
     forget()
     done = ckptkit.consolidate(source, place.url)
