@@ -44,7 +44,7 @@ def test_a_plan_is_shown_and_then_carried_out(run: Path) -> None:
     assert done.stderr == ""
     assert sorted(path.name for path in run.glob("*")) == ["\x1b[31mred", "ckpt-10", "ckpt-2"]
     again = ckptkit("prune", run, "--keep-last", "1", "--keep-every", "2", "--yes")
-    assert again.stdout.splitlines()[-1] == "every checkpoint stays"
+    assert again.stdout.splitlines()[-1] == "every checkpoint stays: nothing to delete"
 
 
 def test_demoting_is_shown_and_then_done(tmp_path: Path) -> None:
