@@ -105,7 +105,7 @@ class ConvertOptions:
     ] = ()
     allow_unmatched: Annotated[bool, About("Allow globs and regexes that match nothing.")] = False
     names: Annotated[
-        str | None, About("Names to write: hub, keep (the source's names), or a family such as megatron.", "FAMILY")
+        str | None, About("Names to write: hub, keep (the source's names), or a family of names.", "FAMILY")
     ] = None
     map: Annotated[str | None, About("Your own table of names, used before the built-in ones.", "TOML")] = None
     vocab_size: Annotated[

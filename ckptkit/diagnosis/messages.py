@@ -186,7 +186,7 @@ MESSAGES: tuple[Message, ...] = (
         "Python, under `dcp.load`, verl and others",
         "incomplete",
         "If the file is `.metadata`, the save did not finish, or the file is only on the first node. If it is "
-        "`__3_0.distcp` or similar, that rank's shard is on another node. If it is "
+        "`__3_0` or similar, that rank's shard is on another node. If it is "
         "`model_world_size_8_rank_0.pt`, another"
         " number of ranks saved the checkpoint.",
         explanations.find_file,

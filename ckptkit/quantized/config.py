@@ -147,7 +147,7 @@ def as_integers(weights: Mapping[str, Any]) -> Integers:
     """Return how integers stand for weights. Raises `Corrupt` for what compressed-tensors would not have either."""
     bits, is_symmetric = weights.get("num_bits", 8), weights.get("symmetric", True)
     if not (isinstance(bits, int) and 1 <= bits <= 16):
-        raise Corrupt(f"config.json: expected weights of 1 to 16 bits, found {bits}")
+        raise Corrupt(f"config.json: expected weights of 1 to 16 bits, found {bits!r}")
     if not isinstance(is_symmetric, bool):
         raise Corrupt(f"config.json: `symmetric`: expected true or false, found {is_symmetric}")
     group = as_block([1, weights.get("group_size")])[1] if is_grouped(weights) else None

@@ -104,10 +104,10 @@ def changed(layout: Layout, name: str, **fields: Any) -> Layout:
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("a", {"dtype": DTYPES["int32"]}, r"sees \('F32', \(2, 3\)\) where \('I32', \(2, 3\)\) was written"),
-        ("a", {"box": whole((3, 2))}, r"sees \('F32', \(2, 3\)\) where \('F32', \(3, 2\)\) was written"),
+        ("a", {"dtype": DTYPES["int32"]}, r"expected \('I32', \(2, 3\)\), as written, found \('F32', \(2, 3\)\)"),
+        ("a", {"box": whole((3, 2))}, r"expected \('F32', \(3, 2\)\), as written, found \('F32', \(2, 3\)\)"),
         ("a", {"offset": 1 << 30}, "in another order"),
-        ("empty", {"box": whole((0, 5))}, r"where \('F32', \(0, 5\)\) was written"),
+        ("empty", {"box": whole((0, 5))}, r"expected \('F32', \(0, 5\)\), as written"),
     ],
     ids=["dtype", "shape", "offset", "empty"],
 )

@@ -154,7 +154,7 @@ def test_a_mesh_that_lists_a_rank_twice_is_refused(good: Path) -> None:
             record.state["_flatten_rank_map"] = (1, 1)
 
     rewrite(good / FILE, spoil)
-    assert "twice" in error_of(good).message
+    assert "different ranks" in error_of(good).message
 
 
 def test_plain_tensors_that_differ_by_rank_are_refused(good: Path) -> None:
@@ -169,7 +169,7 @@ def test_plain_tensors_that_differ_by_rank_are_refused(good: Path) -> None:
 def test_many_models_in_one_directory_are_refused(produce: Produce, tmp_path: Path) -> None:
     root = Path(shutil.copytree(produce(produced.by_accelerate).root / "fsdp2" / "checkpoint-7", tmp_path / "there"))
     shutil.copy(root / "pytorch_model_fsdp_0_rank0.bin", root / "pytorch_model_fsdp_1_rank0.bin")
-    assert "2 models" in error_of(root).message
+    assert "files of one model, found 2" in error_of(root).message
 
 
 @pytest.mark.parametrize("state", [{"w": {"exp_avg": torch.ones(2, 3)}}, {7: {"step": torch.tensor(1.0)}}])
