@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -345,16 +346,25 @@ def test_an_upload_and_a_deletion_keep_apart(place: Place, fill: Fill, produce: 
     assert keys(place) == before
 
 
-def test_a_deletion_stops_when_an_upload_overwrites_what_it_deletes(place: Place, fill: Fill, produce: Produce) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_deletion_stops_when_an_upload_overwrites_what_it_deletes(
+    place: Place, fill: Fill, produce: Produce, is_late: bool
+) -> None:
+    """The upload comes, and is done, before prune claims what is half deleted; or before it deletes the rest."""
     fill(place, 1, 2)
     source, url = produce(producers.under_model).root, f"{url_of(place)}/ckpt-1"
     place.server.fail(DELETE, skip=1, status=403, code="AccessDenied")
     with pytest.raises(IOFailure):
         prune(url_of(place), keep_last=1, yes=True)
-    place.server.faults.clear()
-    place.server.fail(f"GET .*ckpt-1/{CLAIM}", skip=1, first=lambda: ckptkit.cp(source, url, overwrite=True))
-    with pytest.raises(Occupied, match="another process finished this deletion"):
-        prune(url_of(place), keep_last=1, yes=True)
+    forget()
+    overwrite = partial(ckptkit.cp, source, url, overwrite=True)
+    place.server.fail(f"GET .*ckpt-1/{CLAIM}", skip=1 + is_late, first=overwrite)
+    if is_late:
+        with pytest.raises(Occupied, match="another process finished this deletion"):
+            prune(url_of(place), keep_last=1, yes=True)
+    else:
+        done = prune(url_of(place), keep_last=1, yes=True)
+        assert done.keep[-1].reason == "another process finished its deletion, and new files are there"
     forget()
     assert all(found.is_ok for found in ckptkit.verify(url))
     assert visible(place) == [1, 2]
