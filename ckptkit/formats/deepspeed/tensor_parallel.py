@@ -125,7 +125,10 @@ def box_at(place: Any, size: Shape, shape: Shape, name: str) -> Box:
 
     Raises `Unsupported` where the strides are not that tensor's, `Corrupt` for a box that is not in it.
     """
-    offset, steps = as_kind(place, list, "pieces")
+    said = as_kind(place, list, "pieces")
+    if len(said) != 2:
+        raise Corrupt(f"expected an offset and strides of a piece, found {len(said)} values", tensor=name)
+    offset, steps = said
     strides = row_major(shape)
     alike = len(size) == len(shape) and all(
         n < 2 or step == stride for n, step, stride in zip(size, shape_in(steps), strides, strict=True)
