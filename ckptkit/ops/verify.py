@@ -385,7 +385,7 @@ def compare_extents(
             continue  # what has no bytes lies where the next extent begins
         is_whole = crc == extent.crc32
         length, offset = extent.length, extent.offset
-        other = f"expected CRC-32 {wanted:08x} of the {length} bytes at {offset} (manifest), found {extent.crc32:08x}"
+        other = f"expected CRC-32 {wanted:08x} of the {length} bytes at {offset} (manifest), found {crc:08x}"
         problems.add(
             Corrupt(
                 other if is_whole else tell_damage(length, offset, crc, wanted),
