@@ -198,8 +198,8 @@ def test_the_command_line(place: Place, source: Path, tmp_path: Path) -> None:
     [
         (["--uploads", "."], 2, "this is a local path"),
         (["--uploads", "gs://bucket/run"], 2, "on s3:// only"),
-        (["--uploads", "s3://bucket/run", "--keep-last", "1"], 2, "does not go with --keep-last"),
-        (["--uploads", "s3://bucket/run", "--demote"], 2, "does not go with --demote"),
+        (["--uploads", "s3://bucket/run", "--keep-last", "1"], 2, "--uploads cannot be combined with --keep-last"),
+        (["--uploads", "s3://bucket/run", "--demote"], 2, "--uploads cannot be combined with --demote"),
         (["--uploads", "s3://bucket/run", "--older", "soon"], 2, "expected a time, found `soon`"),
         (["--uploads", "s3://bucket/run", "--older", "-1d"], 2, "expected a time, found `-1d`"),
         (["s3://bucket/run", "--keep-last", "1", "--older", "7d"], 2, "--older works only with --uploads"),
