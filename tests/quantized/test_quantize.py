@@ -309,7 +309,7 @@ def test_what_cannot_be_quantized_is_an_error(tmp_path: Path) -> None:
             consolidate(tmp_path / "in", tmp_path / "out", **options)
     with pytest.raises(Usage, match="not a model format"):
         convert(tmp_path / "in", tmp_path / "out", to="dcp", quantize="fp8-block")
-    with pytest.raises(Usage, match="a mean"):
+    with pytest.raises(Usage, match="an average"):
         average([tmp_path / "in"] * 2, tmp_path / "out", quantize="fp8-block")
     with pytest.raises(Usage, match="merge and quantize"):
         merge(tmp_path / "in", tmp_path / "in", tmp_path / "out", quantize="fp8-block")
