@@ -162,7 +162,7 @@ def recomputed(setup: Setup) -> str:
 def print_strategies(found: Estimated) -> None:
     """Print a row for each strategy, with a column for the host's memory if any is used."""
     host = ["host"] if found.budgets[0].host else []
-    say("columns: states are parameters, gradients and optimizer; units are gathered parameters and their gradients")
+    say("states: parameters, gradients, optimizer; units: gathered parameters and their gradients")
     header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "at")
     print_table([row(budget) for budget in found.budgets], header)
 

@@ -133,8 +133,8 @@ def test_without_a_config_it_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"r": 8}, "rank is 4"),
-        ({"rank_pattern": {}}, "rank is 2"),
+        ({"r": 8}, "found rank 4"),
+        ({"rank_pattern": {}}, "found rank 2"),
         ({"target_modules": ["q_proj"]}, "not a target"),
         ({"use_dora": True}, "magnitudes"),
         ({"peft_type": "IA3"}, "IA3"),

@@ -33,7 +33,7 @@ def run(produce: Produce, tmp_path: Path) -> Path:
 def test_a_plan_is_shown_and_then_carried_out(run: Path) -> None:
     shown = ckptkit("prune", run, "--keep-last", "1", "--keep-every", "2")
     assert shown.returncode == 0
-    assert shown.stderr.startswith("hint: the same with --yes does it")
+    assert shown.stderr.startswith("hint: run the same command with --yes to do it")
     lines = shown.stdout.splitlines()
     assert lines[0].split() == ["checkpoint", "size", "frees", "verdict", "reason"]
     assert [line.split()[0] for line in lines[1:]] == ["ckpt-10", "ckpt-2", "ckpt-1", r"\x1b[31mred", "to"]
