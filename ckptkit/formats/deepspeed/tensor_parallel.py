@@ -24,7 +24,7 @@ _VERSION = 1
 _HINT = "gather it with DeepSpeed: `save_16bit_model`"
 
 
-class Piece(NamedTuple):
+class SlicePiece(NamedTuple):
     """A box of a whole parameter, and the box of a rank's slice that has its elements."""
 
     in_whole: Box
@@ -38,7 +38,7 @@ class SlicedParameter:
 
     name: str
     shape: Shape
-    slices: tuple[tuple[Shape, tuple[Piece, ...]], ...]
+    slices: tuple[tuple[Shape, tuple[SlicePiece, ...]], ...]
 
     def join(self, parts: Sequence[StoredTensor]) -> StoredTensor:
         """Return the whole of the ranks' slices. Raises `Corrupt` for slices of other shapes than the map has."""
@@ -104,7 +104,9 @@ def read_slice_map(saved: Mapping[str | int, Any], ranks: int) -> SliceMap | Non
     return SliceMap(as_dict(found.get("params"), "params"), ranks)
 
 
-def read_slice(said: Mapping[str | int, Any], rank: int, shape: Shape, name: str) -> tuple[Shape, tuple[Piece, ...]]:
+def read_slice(
+    said: Mapping[str | int, Any], rank: int, shape: Shape, name: str
+) -> tuple[Shape, tuple[SlicePiece, ...]]:
     """Return the shape of a rank's slice, and its pieces."""
     own = shape_in(said.get("shard_shape"))
     pieces = []
@@ -116,7 +118,7 @@ def read_slice(said: Mapping[str | int, Any], rank: int, shape: Shape, name: str
         size = shape_in(piece.get("shape"))
         holders = [as_count(one, "locations") for one in as_kind(piece.get("locations"), list, "locations")]
         boxes = (box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", own)))
-        pieces.append(Piece(*boxes, is_first=rank == min(holders, default=rank)))
+        pieces.append(SlicePiece(*boxes, is_first=rank == min(holders, default=rank)))
     return own, tuple(pieces)
 
 
@@ -141,7 +143,7 @@ def box_at(place: Any, size: Shape, shape: Shape, name: str) -> Box:
     return box
 
 
-def chunks_of(part: StoredTensor, piece: Piece) -> list[Chunk]:
+def chunks_of(part: StoredTensor, piece: SlicePiece) -> list[Chunk]:
     """Return the chunks of a piece, at its place in the whole."""
     for axis, (start, stop) in enumerate(zip(piece.in_slice.start, piece.in_slice.stop, strict=True)):
         if (start, stop) != (0, part.spec.shape[axis]):
