@@ -117,13 +117,8 @@ def read_slice(
             raise Unsupported(message, tensor=name, hint=_HINT)
         size = shape_in(piece.get("shape"))
         holders = [as_count(one, "locations") for one in as_kind(piece.get("locations"), list, "locations")]
-<<<<<<< HEAD
         in_whole, in_slice = (box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", own)))
         pieces.append(SlicePiece(in_whole, in_slice, is_first=rank == min(holders, default=rank)))
-=======
-        boxes = (box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", own)))
-        pieces.append(SlicePiece(*boxes, is_first=rank == min(holders, default=rank)))
->>>>>>> w-i28b
     return own, tuple(pieces)
 
 
