@@ -98,7 +98,7 @@ def pieces(params: dict[str, Any]) -> list[dict[str, Any]]:
         (lambda found: pieces(found["params"])[0].update(source=[90, [6, 1]]), Corrupt, "reaches out of the shape"),
         (lambda found: pieces(found["params"])[0].update(source=[1]), Corrupt, "found 1 values"),
         (lambda found: found["params"][UP]["ranks"][1].update(shard_shape=[4, 12]), Unsupported, "is not a box of it"),
-        (lambda found: found.update(params=[]), Corrupt, "not a dict"),
+        (lambda found: found.update(params=[]), Corrupt, "expected a dict by name or number, found"),
     ],
 )
 def test_a_map_that_does_not_fit_is_refused(
