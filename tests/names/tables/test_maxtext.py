@@ -125,7 +125,7 @@ def test_layers_that_lie_along_another_axis(tmp_path: Path) -> None:
 
 def test_a_training_keeps_its_names(tmp_path: Path) -> None:
     tree = llama(tmp_path)
-    with pytest.raises(Unsupported, match="translates maxtext's names for a model alone"):
+    with pytest.raises(Unsupported, match="translates maxtext's names only for a model without optimizer"):
         ckptkit.convert(tree, tmp_path / "out", to="dcp", names="hub", base=str(tmp_path / "base"))
 
 

@@ -248,16 +248,16 @@ BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dic
     "fewer groups, by its arguments": (
         "llama",
         Mismatch,
-        "expected num_query_groups 4 \\(config.json\\), found 2 in Megatron's arguments",
+        "expected num_query_groups 4 (config.json), found 2 in Megatron's arguments",
         change_args(group_query_attention=True, num_query_groups=2),
     ),
     "no groups": (
         "llama",
         Mismatch,
-        "num_attention_heads 8, config.json says 4",
+        "expected num_attention_heads 4 (config.json), found 8",
         change_args(group_query_attention=False, num_attention_heads=8),
     ),
-    "width": ("llama", Mismatch, "kv_channels 4, config.json says 10", change_args(kv_channels=4)),
+    "width": ("llama", Mismatch, "expected kv_channels 10 (config.json), found 4", change_args(kv_channels=4)),
     "no gates": ("llama", Mismatch, "swiglu False", change_args(swiglu=False)),
     "in pairs": ("llama", Unsupported, "rotary_interleaved", change_args(rotary_interleaved=True)),
     "zero-centred": ("llama", Unsupported, "apply_layernorm_1p", change_args(apply_layernorm_1p=True)),
@@ -305,7 +305,7 @@ def test_the_step_and_the_arguments_inside_the_shards(made: Produced, tmp_path: 
 @pytest.mark.parametrize(
     ("args", "words", "hint"),
     [
-        ({"num_layers": 3}, "say num_layers 3", "config.json"),
+        ({"num_layers": 3}, r"expected num_layers 2 \(config\.json\), found 3", "config.json"),
         ({"hybrid_layer_pattern": "*-|*-"}, "layers are those of a HybridModel", "hybrid-to-gpt"),
         ({"hybrid_layer_pattern": "M*M-"}, "layers are those of a HybridModel", "--names keep"),
     ],
@@ -335,7 +335,7 @@ def test_the_tokenizer_in_the_checkpoint_goes_with_the_model(made: Produced, tmp
     base = base_of(tmp_path / "base", "llama")
     done = ckptkit.consolidate(source, tmp_path / "out", base=str(base))
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"model": {"vocab": {"a": 3}}}'
-    assert f"tokenizer.json, tokenizer_config.json from {source / 'tokenizer'}" in done.notes
+    assert f"used tokenizer.json, tokenizer_config.json from {source / 'tokenizer'}" in done.notes
     (base / "tokenizer.json").write_text("{}")
     ckptkit.consolidate(source, tmp_path / "other", base=str(base))
     assert (tmp_path / "other" / "tokenizer.json").read_text() == "{}"
