@@ -156,7 +156,7 @@ def test_integers_never_become_floats(tmp_path: Path) -> None:
 
 
 def test_terms_that_there_are_not(tmp_path: Path) -> None:
-    with pytest.raises(Usage, match="missing is"):
+    with pytest.raises(Usage, match="missing: expected"):
         Reader(tmp_path, missing="ignore")
     with pytest.raises(Usage, match="cast: expected"):
         Reader(tmp_path, cast="yes")

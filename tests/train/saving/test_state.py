@@ -284,10 +284,10 @@ def frozen(model: Network) -> None:
 @pytest.mark.parametrize(
     ("change", "tensor", "said"),
     [
-        (larger, "model.scale", r"shape \[1\], the model \[2\]"),
+        (larger, "model.scale", r"expected shape \[2\] as in the model, found \[1\]"),
         (longer, "model.layers.2.weight", "the checkpoint lacks `layers.2.weight` and 1 more \\(hint"),
         (shorter, "model.layers.1.bias", "the model lacks `layers.1.bias`($| \\(hint)"),
-        (halved, "model.scale", "has float32, the model float16"),
+        (halved, "model.scale", "expected float16 as in the model, found float32"),
         (frozen, "optim.state.scale", "no state for this parameter"),
     ],
 )
