@@ -1,4 +1,4 @@
-"""Name every error, in a tree. Knows exit codes; prints nothing and exits nowhere.
+"""Name every error, in a tree.
 
 CkptError
 ├── Usage         the request contradicts itself                              exit 2

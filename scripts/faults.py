@@ -36,8 +36,8 @@ from tests.faults.tables import FAMILIES, Tally, rows_of
 _WORKERS = 2
 _PAGE = ROOT / "docs" / "reliability.md"
 _NOTE = (
-    "Rows in italics are of what nothing in a checkpoint shows, unless it has a manifest. A peer raises exceptions; "
-    "their messages are taken for the error that a program would print."
+    "Rows in italics are faults that nothing in a checkpoint shows without a manifest. torch and accelerate raise "
+    "exceptions: the message of an exception counts as an error message."
 )
 
 

@@ -117,7 +117,7 @@ def prepare(home: Path) -> tuple[Path, Path]:
     ]
     subprocess.run(command, check=True)
     suite.mkdir()
-    for name in ("tests", "pyproject.toml"):
+    for name in ("tests", "scripts", "pyproject.toml"):  # some tests use the scripts
         shutil.move(source / name, suite / name)
     (wheel,) = home.glob("*.whl")
     return wheel, suite

@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from queue import SimpleQueue
 
 from scripts.markdown import ROOT, paragraph, table, write_part
-from scripts.sweeping.result import DIFFERENT, EQUAL, FAILED, MEANINGS, NOT_BUILT, REFUSED, Result
+from scripts.sweeping.result import BROKEN, DIFFERENT, EQUAL, FAILED, MEANINGS, NOT_BUILT, REFUSED, Result
 from scripts.sweeping.team import RANKS, Team
 
 PAGE = ROOT / "docs" / "names.md"
@@ -83,21 +83,21 @@ def describe(results: dict[str, Result]) -> str:
     head = f"""Tried on {datetime.now(UTC):%Y-%m-%d} with transformers {transformers.__version__} and torch
         {torch.__version__}: a small model of each type, with random weights, sharded over {RANKS} ranks."""
     parts = [paragraph(head), table([["what came of it", "that is", "types"], *rows]), ""]
-    for outcome in (DIFFERENT, REFUSED, FAILED):
-        found = {name: result.reason for name, result in results.items() if result.outcome == outcome}
-        parts += [paragraph(f"- {outcome.capitalize()}: `{name}`: {reason}") for name, reason in found.items()]
+    parts += [
+        paragraph(f"- {result.outcome.capitalize()}: `{name}`: {result.reason}")
+        for outcome in (DIFFERENT, REFUSED, FAILED)
+        for name, result in results.items()
+        if result.outcome == outcome
+    ]
     reasons: dict[str, list[str]] = {}
     for name, result in results.items():
         if result.outcome == NOT_BUILT:
-            reasons.setdefault(result.reason.partition(":")[0], []).append(name)
-    parts += [paragraph(f"Not built ({reason}): {listed(names)}.") for reason, names in sorted(reasons.items())]
+            kind, _, detail = result.reason.partition(": ")
+            reasons.setdefault(kind, []).append(f"`{name}` ({detail})" if kind == BROKEN else f"`{name}`")
+    parts += [paragraph(f"Not built ({reason}): {', '.join(names)}.") for reason, names in sorted(reasons.items())]
     equal = [name for name, result in results.items() if result.outcome == EQUAL]
-    return "\n".join([*parts, *([paragraph(f"Equal: {listed(equal)}.")] if equal else [])])
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names as a list in a sentence."""
-    return ", ".join(f"`{name}`" for name in names)
+    listed = ", ".join(f"`{name}`" for name in equal)
+    return "\n".join([*parts, *([paragraph(f"Equal: {listed}.")] if equal else [])])
 
 
 if __name__ == "__main__":

@@ -147,7 +147,10 @@ PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 WRITTEN_BY: dict[str, set[str]] = {
     "formats": {"deepspeed", "llmc", "megatron", "orbax"},  # the table
     "formats.orbax*": {"orbax"},
-    "trainers.foreign": {"nemo"},  # an archive of its
+    "trainers.foreign": {"nemo", "skyrl"},  # archives of theirs
+    "formats.change_marks": {"skyrl"},  # whose deltas it recognizes
+    "formats.ranks.write_files": {"skyrl"},  # an entry of its
+    "formats.pt.format": {"megatron"},  # a file name of its
     "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
     "names.tables.megatron_args": {"megatron"},
@@ -156,11 +159,16 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.deepspeed*": {"deepspeed"},
     "adapters*": {"peft"},  # what it saves is what all that load adapters read
     "adapters.config": {"megatron"},  # a key of it
+    "adapters.trainer_names": {"megatron"},  # whose trainers have names of their own
+    "adapters.expert_pairs": {"megatron", "nemo", "skyrl", "vllm"},  # each stores experts in another form
     "names.wrappers": {"peft"},  # whose wrapper puts words into names
     "training.models.lora": {"peft"},
     "training.smoke*": {"peft"},
     "ops.merge": {"peft"},
     "conversion.options": {"peft"},  # a layout of adapters has its name
+    "deltas*": {"skyrl", "slime"},  # whose deltas are formats
+    "cli.delta": {"slime"},
+    "ops.delta_version": {"slime"},
     "deltas.nan": {"vllm"},  # which refuses it
     "quantized*": {"vllm"},  # which loads what is quantized
     "integrations.lightning": {"lightning"},

@@ -25,7 +25,7 @@ def test_types_on_three_ranks() -> None:
     assert results["no_such_type"].outcome == NOT_BUILT
     page = describe(results)
     assert "Equal: `qwen2_moe`." in page
-    assert "Not built (an error of transformers): `no_such_type`." in page
+    assert "Not built (an error of transformers): `no_such_type` (KeyError: 'no_such_type')." in page
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:

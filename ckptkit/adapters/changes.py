@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.find import Adapter
-from ckptkit.adapters.names import WRAPPER, Kind, own_name
+from ckptkit.adapters.names import WRAPPER, Kind, expert_place, own_name
 from ckptkit.errors import CkptError, Mismatch
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # EMBEDDING_LAYER_NAMES in peft/utils/other.py
@@ -135,13 +135,23 @@ def is_in_layers(module: str, config: AdapterConfig) -> bool:
 def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:
     """Raise `Mismatch` if the matrices are of another rank than the config gives, or do not fit each other."""
     a, b = (adapter.specs[name].shape for name in (change.a, change.b))
+    place = expert_place(change.module)
+    if place is not None and len(a) == 3:
+        columns = 2 if place.leaf else 1
+        if len(b) != 3 or a[1] != b[columns]:
+            raise unfit(adapter, change.b, f"shape {list(b)} does not fit {list(a)} of `{change.a}`")
+        if place.leaf and a[1] != (rank := config.rank_of(change.module)):
+            raise unfit(adapter, change.a, f"the rank is {a[1]} by its shape {list(a)}, and {rank} by `{config.path}`")
+        return
     if len(a) < 2 or len(b) < 2 or a[0] != b[1]:
-        raise unfit(adapter, change.b, f"shape {list(b)} does not fit {list(a)} of `{change.a}`")
+        raise unfit(adapter, change.b, f"expected a shape that fits {list(a)} of `{change.a}`, found {list(b)}")
     is_of_parameter = bool(config.names("target_parameters")) and not is_module_target(change.module, config)
     if not is_of_parameter:
         rank = config.rank_of(change.module)
         if a[0] != rank:
-            raise unfit(adapter, change.a, f"the rank is {a[0]} by its shape {list(a)}, and {rank} by `{config.path}`")
+            raise unfit(
+                adapter, change.a, f"expected rank {rank} as in `{config.path}`, found rank {a[0]} (shape {list(a)})"
+            )
 
 
 def is_target(module: str, config: AdapterConfig) -> bool:

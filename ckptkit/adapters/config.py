@@ -71,7 +71,7 @@ class AdapterConfig:
         if isinstance(found, str):
             return (found,)
         if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-            raise Corrupt(f"`{key}`: expected a list of names", path=self.path)
+            raise Corrupt(f"`{key}`: expected a list of names, found {abridged(found)}", path=self.path)
         return tuple(found)
 
     @property
@@ -86,21 +86,21 @@ class AdapterConfig:
         """Return the rank of a module. Raises `Corrupt` if it is no positive number."""
         found = self.of_module("rank_pattern", "r", module, 8)
         if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= _MOST_RANK:
-            raise Corrupt(f"the rank of `{module}` is {found!r}", path=self.path)
+            raise Corrupt(f"rank of `{module}`: expected 1 to {_MOST_RANK}, found {found!r}", path=self.path)
         return found
 
     def scaling_of(self, module: str) -> float:
         """Return what the product of a module's matrices is multiplied by: alpha over the rank, or over its root."""
         alpha, rank = self.of_module("alpha_pattern", "lora_alpha", module, 8), self.rank_of(module)
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not is_sound(alpha):
-            raise Corrupt(f"alpha of `{module}` is {alpha!r}", path=self.path)
+            raise Corrupt(f"alpha of `{module}`: expected a finite number, found {alpha!r}", path=self.path)
         return alpha / math.sqrt(rank) if self.flag("use_rslora") else alpha / rank
 
     def of_module(self, patterns: str, key: str, module: str, default: int) -> Any:
         """Return what the first pattern that matches a module's name gives, or else what all modules have."""
         found = self.values.get(patterns) or {}
         if not isinstance(found, dict):
-            raise Corrupt(f"`{patterns}`: expected a mapping of names", path=self.path)
+            raise Corrupt(f"`{patterns}`: expected a mapping of names, found {abridged(found)}", path=self.path)
         for pattern, value in found.items():
             if matches(pattern, module, self.path):
                 return value

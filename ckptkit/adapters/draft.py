@@ -51,6 +51,7 @@ class Opened:
     part: Component
     weights: Weights
     adapted: Adapted
+    has_trainer_names: bool = False
 
     def fitted(self, adapter: Adapter, given: str | None) -> Fitted:
         """Return an adapter with its config, which it fits. Raises `NotACheckpoint` if there is none."""
@@ -61,6 +62,10 @@ class Opened:
                 f"expected a config for each of {len(self.adapted.adapters)} adapters, found one: {names}", hint=hint
             )
         config = find_adapter_config(self.part.path, adapter.name, given)
+        if self.has_trainer_names:
+            from ckptkit.adapters.trainer_names import hub_config
+
+            config = hub_config(config, self.part.path, adapter.modules)
         if config is None:
             raise NotACheckpoint(
                 f"there is no {CONFIG} of adapter `{adapter.name}` here or in the run: "
@@ -80,11 +85,16 @@ def open_adapters(part: Component, options: ConvertOptions) -> Opened | None:
     if not options.merge:
         chosen.check_globs([part.layout])
     weights = find_weights(edits.select(part.layout, chosen.admit))
+    if has_trainer_names := any(name.startswith("decoder.") or ".decoder." in name for name in weights.layout.tensors):
+        from ckptkit.adapters import trainer_names  # few adapters have any
+
+        if has_trainer_names := trainer_names.has_matrix(weights.layout.tensors):
+            weights = trainer_names.with_hub_names(weights, part.path, options.base)
     adapted = find_adapters(weights.layout)
     if adapted is not None:
         if part.is_adapter and (error := find_empty(weights.layout)):
             raise error
-        return Opened(part, weights, adapted)
+        return Opened(part, weights, adapted, has_trainer_names)
     refuse_wrapped(part, [options.edits.renaming()(name) for name in weights.layout.tensors])
     return None
 
@@ -122,24 +132,31 @@ def draft_adapters(
         raise Usage("ckptkit does not quantize adapters", hint="merge them into their base first")
     if options.from_base or options.text_only:
         option = "--text-only" if options.text_only else "--from-base"
-        raise Usage(f"{option} needs a model, found adapters", hint=f"leave {option} out")
+        raise Usage(f"{option} needs a model, found adapters", hint=f"drop {option}")
     if options.changes_names:
         hint = "drop --names, --map and --vocab-size, or merge the adapter into its base first"
         raise Usage("these are adapters: they only fit the names and rows that their model had in training", hint=hint)
     notes = list(remarks)
     for adapter in first.adapted.adapters:
         fitted = first.fitted(adapter, options.adapter_config)
+        if options.experts:
+            from ckptkit.adapters.expert_forms import with_form  # few adapters are asked for in another form
+
+            made_of = fitted.adapter, fitted.config, fitted.path
+            changed, fitting, remark = with_form(*made_of, options.experts, options)
+            fitted = replace(fitted, adapter=changed, config=fitting)
+            notes.append(remark)
         config, place = fitted.config, "" if adapter.name == DEFAULT else adapter.name
         drafts.append(draft_adapter(fitted, options, place))
         made[str(Path(place, CONFIG))] = config.content if first.adapted.is_saved else without_training(config)
-        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(adapter)}")
+        notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe(fitted.adapter)}")
         notes += describe_layouts(config)
         if config.has_changed_base:
             said = config.values["init_lora_weights"]
             notes.append(f"training modified the base before the first step ({said}): the adapter only fits that base")
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
     notes.append(f"loaders put an adapter onto its base; pass --merge to write the merged model instead ({base})")
-    if options.base is not None:
+    if options.base is not None and not (options.experts or first.has_trainer_names):
         notes.append("--base only gives the number of tokens; adapters keep their config")
     return Conversion(
         origins=[Origin.of(first.part.path)],
@@ -147,7 +164,7 @@ def draft_adapters(
         options=options,
         drafts=drafts,
         made=made,
-        carried={} if options.adapter_config else tokenizer_beside(first.part.path),
+        copied_files={} if options.adapter_config else tokenizer_beside(first.part.path),
         entries=[entries_of(first, drafts, options)],
         wrapper=first.weights.wrapper,
         notes=notes,
@@ -164,7 +181,8 @@ def draft_adapter(fitted: Fitted, options: ConvertOptions, place: str) -> Draft:
     chosen = edits.select(adapter.layout, names.__contains__)
     layout, casts = options.edits.cast(edits.rename(chosen, lambda name: new_name(names[name])), lambda _: True)
     came_from = fitted.opened.weights.came_from
-    renamed = {came_from[name]: saved for name, saved in names.items() if came_from[name] != saved}
+    known = {name: saved for name, saved in names.items() if name in came_from}  # others are made of several
+    renamed = {came_from[name]: saved for name, saved in known.items() if came_from[name] != saved}
     return Draft.of([layout], options, 1, file=WEIGHTS, place=place, renamed=renamed, cast=casts)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.conversion.options import BLOCKS, PEFT
+from ckptkit.errors import Unsupported
 from ckptkit.files.file import read_small
 
 HINT = "pass --experts-layout blocks if unsloth 2026.9.5 or older trained the adapter, or else --experts-layout peft"
@@ -38,6 +39,20 @@ def find_layout(config: AdapterConfig, parameter: str) -> str | None:
             return _RECORDED.get(recorded(record, leaf))
     is_of_peft = "peft_version" in config.values and not is_of_unsloth(config)
     return PEFT if is_of_peft else None
+
+
+def choose_layout(config: AdapterConfig, parameter: str, count: int, rank: int, given: str | None, tensor: str) -> str:
+    """Return the layout of lora_B of fused experts: the one you pass, or else the one that the files tell.
+
+    Of one expert, or of rank 1, both are the same. Raises `Unsupported` if nothing tells.
+    """
+    if 1 in (count, rank):
+        return PEFT
+    found = given or find_layout(config, parameter)
+    if found is None:
+        message = f"no file says how lora_B packs {count} experts of rank {rank}: peft or blocks"
+        raise Unsupported(message, path=config.path, tensor=tensor, hint=HINT)
+    return found
 
 
 def describe_layouts(config: AdapterConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Find the adapters in a checkpoint, whatever else is in it, by the names and shapes of its tensors."""
+"""Find the adapters in a checkpoint by the names and shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ckptkit.adapters.names import (
     WRAPPER,
     Entry,
     base_name,
-    find_stranger,
+    expert_place,
+    find_unknown_name,
     is_copy,
     is_unused,
     other_method,
@@ -42,10 +43,15 @@ class Adapter:
 
     @property
     def rows(self) -> Counter[int]:
-        """Return the rows that its first matrices have, and how many have them; those of experts have all theirs."""
-        specs = self.layout.specs
+        """Return the rows that its first matrices have, and how many have them.
+
+        A matrix of all experts has the rows of all, unless the experts have an axis of their own.
+        """
+        shapes = {name: self.layout.specs[name].shape for name, entry in self.entries.items() if entry.kind in _RANKED}
         return Counter(
-            specs[name].shape[0] for name, entry in self.entries.items() if entry.kind in _RANKED and specs[name].shape
+            shape[-2] if len(shape) == 3 and expert_place(self.entries[name].module) else shape[0]
+            for name, shape in shapes.items()
+            if shape
         )
 
     @property
@@ -92,7 +98,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
     if method is not None:
         message = f"expected LoRA or DoRA, found an adapter of {method}"
         raise Unsupported(message, path=layout.root, hint=AS_THEY_ARE)
-    stranger = find_stranger(layout.tensors)
+    stranger = find_unknown_name(layout.tensors)
     if stranger is not None:
         message = "this is not a name that PEFT gives to an adapter's matrix"
         raise Unsupported(message, path=layout.root, tensor=stranger, hint=AS_THEY_ARE)

@@ -1,7 +1,7 @@
 """Compute low-rank changes, block by block: scaling * B A, in the ways in which layers store their weights.
 
 The product is that of BLAS, whose sums of few terms have the same bits in blocks of any height but one row. Shapes and
-formulas: peft/tuners/lora/layer.py. Names no format.
+formulas: peft/tuners/lora/layer.py.
 """
 
 from __future__ import annotations

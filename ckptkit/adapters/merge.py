@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.adapters.draft import Fitted, describe, open_adapters
+from ckptkit.adapters.expert_pairs import find_form
 from ckptkit.adapters.in_memory import in_memory, to_files
 from ckptkit.adapters.recipes import Merging, Source
 from ckptkit.adapters.tied import choose_ties
@@ -17,7 +18,7 @@ from ckptkit.checkpoints.manifest import source_of
 from ckptkit.conversion.directories import require_separate_destination
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model
-from ckptkit.conversion.options import ConvertOptions
+from ckptkit.conversion.options import FLAT, PER_EXPERT, ConvertOptions
 from ckptkit.conversion.steps import cast, fit_config, give_names, unwrap
 from ckptkit.conversion.steps import describe as describe_config
 from ckptkit.errors import Mismatch, Unsupported, Usage
@@ -55,7 +56,7 @@ def draft_merge(
     return replace(
         conversion,
         made={name: file for name, file in conversion.made.items() if name not in tokenizer},
-        carried=tokenizer,
+        copied_files=tokenizer,
         notes=[*conversion.notes, f"the tokenizer is the adapter's: {', '.join(tokenizer)}"],
     )
 
@@ -67,9 +68,28 @@ def merge(
     *before, last = parts
     adapters = [the_adapter(part, options) for part in (*before[1:], last)]
     base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
+    adapters = [with_fused_experts(one, base.layout, options) for one in adapters]
     merged = merge_all(base.say(*remarks), adapters, options)
     check_globs(merged, adapters, options)
     return finish(merged, options), base.part, adapters
+
+
+def with_fused_experts(adapter: Fitted, base: Layout, options: ConvertOptions) -> Fitted:
+    """Return an adapter with the matrices of experts as those of fused experts, unless the base fits them as they are.
+
+    A base that has a tensor for each expert takes matrices for each expert.
+    """
+    form = find_form(adapter.adapter)
+    if form in (None, FLAT) or (form == PER_EXPERT and not has_fused(base)):
+        return adapter
+    from ckptkit.adapters.expert_forms import with_form  # few adapters need it
+
+    found, config, _ = with_form(adapter.adapter, adapter.config, adapter.path, FLAT, options)
+    return replace(adapter, adapter=found, config=config)
+
+
+def has_fused(base: Layout) -> bool:
+    return any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in base.tensors)
 
 
 def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> None:
@@ -95,7 +115,10 @@ def the_adapter(part: Component, options: ConvertOptions) -> Fitted:
     """Return the one adapter in a part of a checkpoint, with its config. Raises `Usage` if there is not one."""
     opened = open_adapters(part, options)
     if opened is None:
-        hint = "pass the base first, then its adapters; `ckptkit inspect` shows what a directory contains"
+        hint = (
+            "drop --merge, or with `ckptkit merge` pass the base first; `ckptkit inspect` shows what a "
+            "directory contains"
+        )
         raise Usage("there is no adapter to merge", path=part.path, hint=hint)
     adapters = opened.adapted.adapters
     if len(adapters) > 1:
@@ -182,7 +205,7 @@ def check_experts_layout(merging: Merging, adapters: Sequence[Fitted], options: 
         message = f"--experts-layout: expected one adapter, found {len(adapters)}"
         raise Usage(message, hint="merge one adapter at a time")
     if not merging.has_fused_experts:
-        hint = "leave --experts-layout out"
+        hint = "drop --experts-layout"
         raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
 
 
@@ -226,7 +249,7 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
     if rows == old:
         return model
     if config.get(_VOCABULARY) != old:
-        message = f"it has {rows} rows instead of {old}, and config.json does not have the number of tokens"
+        message = f"expected {old} rows, found {rows}, and config.json does not have the number of tokens"
         raise Mismatch(message, path=model.companions.found_in, tensor=embedding)
     note = f"{_VOCABULARY} in config.json is {rows} instead of {old}"
     return model.with_config({**config, _VOCABULARY: rows}).say(note)

@@ -1,4 +1,4 @@
-"""Merge changes into the tensors that they are of, block by block, and round once. Names no format.
+"""Merge changes into the tensors that they are of, block by block, and round once.
 
 All is computed in float32, or in float64 for a tensor of that dtype. Source of DoRA's formula:
 peft/tuners/lora/dora.py and peft/tuners/lora/variants.py; it is of the tensor as it was before any change.

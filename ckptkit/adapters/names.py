@@ -1,4 +1,4 @@
-"""Tell what a tensor of a model with adapters is, by its name.
+"""Parse the names of an adapter's tensors: the module, the role and the adapter's name.
 
 In training a name holds that of the adapter (`q_proj.lora_A.default.weight`), and the model's own parameters lie in a
 `base_layer`; PEFT saves the adapter without its name. Source: peft/tuners/lora/layer.py, and the table of what is saved
@@ -84,6 +84,25 @@ class Entry(NamedTuple):
     saved: str
 
 
+class ExpertPlace(NamedTuple):
+    """Where the matrices of experts lie: the module of all experts, the parameter, and the number of one expert."""
+
+    module: str
+    leaf: str
+    expert: int | None
+
+
+def expert_place(module: str) -> ExpertPlace | None:
+    """Return which matrices of experts a module of an adapter has; None for any other module."""
+    above, found, below = f".{module}.".rpartition(".experts.")
+    if not found:
+        return None
+    number, _, leaf = below.rstrip(".").rpartition(".")
+    if number and not number.isdecimal():
+        return None
+    return ExpertPlace(f"{above}.experts".lstrip("."), leaf, int(number) if number else None)
+
+
 def read_entry(name: str) -> Entry | None:
     """Return what a tensor of an adapter is, by its name; None for any other."""
     own = own_name(name)
@@ -137,7 +156,7 @@ def other_method(names: Collection[str]) -> str | None:
     return None
 
 
-def find_stranger(names: Collection[str]) -> str | None:
+def find_unknown_name(names: Collection[str]) -> str | None:
     """Return the first of two matrices that are an adapter's as another library than PEFT calls them; None without."""
     for name in names:
         match = _STRANGER.fullmatch(name)

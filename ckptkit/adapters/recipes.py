@@ -1,4 +1,4 @@
-"""Turn adapters into the recipes of the tensors that they change, and say what does not fit. Reads no tensor."""
+"""Turn adapters into the recipes of the tensors that they change, and say what does not fit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import partial
 
 from ckptkit.adapters.changes import Change, changes_of, is_saved_module, trained_biases
 from ckptkit.adapters.config import AdapterConfig
-from ckptkit.adapters.experts import HINT, find_layout
+from ckptkit.adapters.experts import choose_layout, find_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
 from ckptkit.adapters.merged_blocks import ChangeStep, Directed, Merge, Rows, ScaledAddition
-from ckptkit.conversion.options import BLOCKS, PEFT
+from ckptkit.conversion.options import BLOCKS
 from ckptkit.engine.recipes import Taken, working_dtype
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
@@ -95,7 +95,7 @@ class Merging:
             dtype = found.spec.dtype if there is None else there.spec.dtype
             is_castable = found.spec.dtype == dtype or found.spec.dtype.can_become(dtype)
             if not is_castable:
-                raise source.blame(f"{found.spec} cannot take the place of {there and there.spec}", name)
+                raise source.blame(f"expected {there and there.spec} as in the base, found {found.spec}", name)
             self.tensors[own] = StoredTensor(Spec(dtype, found.spec.shape), ())
             self.begins[own] = Operand(source.number, name, dtype)
 
@@ -142,7 +142,7 @@ class Merging:
         """Return the way in which a layer stores its weight, by the shapes; by the config where these are square."""
         shape, a, b = self.tensors[own].spec.shape, source.shape(change.a), source.shape(change.b)
         if len(shape) < 2:
-            raise source.blame(f"`{own}` is {list(shape)} in the base, expected a matrix", change.a)
+            raise source.blame(f"expected a matrix as `{own}` of the base, found shape {list(shape)}", change.a)
         is_plain = (b[0], *a[1:]) == shape and not change.is_embedding
         is_turned = len(shape) == 2 and (a[1], b[0]) == shape
         if not (is_plain or is_turned):
@@ -201,21 +201,14 @@ class Merging:
                         yield own, partial(kind, is_in_blocks=self.layout_of(source, change, own, rank) == BLOCKS)
 
     def layout_of(self, source: Source, change: Change, own: str, rank: int) -> str:
-        """Return the layout of lora_B of fused experts: the one you pass, or else the one that the files tell.
-
-        Of one expert, or of rank 1, both are the same. Raises `Unsupported` if nothing tells.
-        """
-        count = self.tensors[own].spec.shape[0]
-        if 1 in (count, rank):
-            return PEFT
-        found, given = find_layout(source.config, own), source.experts_layout
-        if found is None and given is None:
-            message = f"no file says how lora_B packs {count} experts of rank {rank}: peft or blocks"
-            raise Unsupported(message, path=source.config.path, tensor=change.b, hint=HINT)
+        """Return the layout of lora_B of fused experts, with a note if you pass another one than the files tell."""
+        count, given = self.tensors[own].spec.shape[0], source.experts_layout
+        layout = choose_layout(source.config, own, count, rank, given, change.b)
+        found = find_layout(source.config, own) if given and 1 not in (count, rank) else None
         note = f"ckptkit reads lora_B of experts as {given}, as you asked; but {source.config.path} says {found}"
-        if found and given and found != given and note not in self.notes:
+        if found and found != given and note not in self.notes:
             self.notes.append(note)
-        return given or found or PEFT
+        return layout
 
     def directed(self, source: Source, change: Change, own: str, product: Product) -> Directed:
         """Return the step of DoRA, with what it needs at hand: all weights of each output."""
@@ -224,12 +217,12 @@ class Merging:
         magnitude = source.shape(change.magnitude)
         outputs = shape[1 if is_turned else 0]
         if sorted(magnitude) != sorted((1,) * (len(magnitude) - 1) + (outputs,)):
-            message = f"there are magnitudes of shape {list(magnitude)} for {outputs} outputs"
+            message = f"expected magnitudes of {outputs} outputs, found shape {list(magnitude)}"
             raise source.blame(message, change.magnitude)
         require_whole(source, change.magnitude, "a DoRA adapter changes directions")
         spec = self.tensors[own].spec
         if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_AT_HAND:
-            message = f"DoRA of {spec}, whose outputs are columns, would need the whole tensor in memory"
+            message = f"the outputs of {spec} are its columns: DoRA would need the whole tensor in memory"
             raise Unsupported(message, path=source.adapter.layout.root, tensor=change.magnitude)
         self.reach[own] = columns_of(shape) if is_turned else rows_of(shape)
         return Directed(product, Operand(source.number, change.magnitude, product.a.dtype), magnitude, int(is_turned))
@@ -243,7 +236,7 @@ class Merging:
         shape, found = self.tensors[own].spec.shape, source.shape(name)
         indices = source.config.token_rows(module)
         if found != (len(indices), *shape[1:]):
-            message = f"{list(found)} does not fit {len(indices)} rows of `{own}`, which is {list(shape)}"
+            message = f"expected {len(indices)} rows of `{own}` (shape {list(shape)}), found shape {list(found)}"
             raise source.blame(message, name)
         if max(indices, default=0) >= shape[0]:
             raise source.blame(
@@ -258,7 +251,7 @@ class Merging:
         """Raise `Unsupported` for a tensor of the base that is no float of 16 bits or more."""
         dtype = self.tensors[own].spec.dtype
         if not dtype.can_become(dtype):
-            message = f"`{own}` of the base is {dtype}, expected floats to add to"
+            message = f"expected floats in `{own}` of the base, found {dtype}"
             hint = "convert the base to floats first: ckptkit consolidate BASE OUT --dtype bf16"
             raise Unsupported(message, path=source.adapter.layout.root, tensor=name, hint=hint)
 

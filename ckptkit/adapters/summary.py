@@ -1,4 +1,4 @@
-"""Say what adapters a checkpoint has: how large, on which modules, of which base. Reads no tensor."""
+"""Summarize the adapters of a checkpoint: their size, modules and base."""
 
 from __future__ import annotations
 

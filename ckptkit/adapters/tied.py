@@ -52,7 +52,7 @@ def choose_ties(model: Model, merging: Merging, base: Layout, adapters: Sequence
                 for one in sorted(loose)
             ),
             *(
-                f"{one} is what {tied[one]} became: the model's class has one tensor for both"
+                f"{one} changed with {tied[one]}: the model's class has one tensor for both"
                 for one in sorted(apart & always)
             ),
         )

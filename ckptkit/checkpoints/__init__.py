@@ -1,1 +1,1 @@
-"""Hold what a checkpoint is: its files, run, manifest, trainer, and the model in it."""
+"""A checkpoint: its files, run, manifest, trainer, and the model in it."""

@@ -87,10 +87,10 @@ class SalvagedWeights:
         return bool(self.lost) and not (self.own or self.filled)
 
     def share(self, part: Mapping[str, int]) -> str:
-        """Return how many of all weights are in a part of them: `3 of 21 weights (14%, 1.2 MB)`."""
+        """Return how many of all weights are in a part of them: `3 of 21 weights (1.2 MB, 14% of the bytes)`."""
         total = len(self.own) + len(self.filled) + len(self.lost)
         some, every = sum(part.values()), sum(map(sum, (one.values() for one in (self.own, self.filled, self.lost))))
-        return f"{len(part):,} of {count(total, 'weight')} ({percent(some, every)}, {format_bytes(some)})"
+        return f"{len(part):,} of {count(total, 'weight')} ({format_bytes(some)}, {percent(some, every)} of the bytes)"
 
     def to_json(self) -> dict[str, int]:
         """Return the numbers as `--json` prints them."""

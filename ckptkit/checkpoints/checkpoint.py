@@ -45,9 +45,10 @@ from ckptkit.errors import (
 )
 from ckptkit.files.file import absent, children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
-from ckptkit.files.path import list_ahead, to_local, to_path
+from ckptkit.files.path import RemotePath, list_ahead, to_local, to_path
 from ckptkit.formats import describe_formats, detect_format, one_of_dcp, unpack
 from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.state_files import unlike_torch
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.edits import select
@@ -429,20 +430,43 @@ def unknown(path: Path) -> NotACheckpoint:
     return one_of_dcp(path) or NotACheckpoint("no known format", path=path)
 
 
+def foreign_in(checkpoint: Checkpoint) -> Unsupported | None:
+    """Return the error for a checkpoint that is whole, but in a format that ckptkit does not read."""
+    return next((problem for problem in checkpoint.problems() if isinstance(problem, Unsupported)), None)
+
+
+def claimed(path: RemotePath) -> NotACheckpoint | None:
+    """Return the error for a place in a store that an upload has not filled yet, or that is being deleted."""
+    from ckptkit.destinations.claims import read_claim  # only where no checkpoint was found
+
+    claim = read_claim(path)
+    if claim is None:
+        return None
+    message = f"found no complete checkpoint: {'a' if claim.is_deletion else 'an'} {claim.describe()}"
+    if claim.is_deletion:
+        hint = f"run `ckptkit prune {path.parent} --yes` to finish it"
+    else:
+        hint = f"wait for it; if it died, run its command again, or abort it with `ckptkit prune --uploads {path}`"
+    return NotACheckpoint(message, path=path, hint=hint)
+
+
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
-    hint = f"pass a directory with {describe_formats()}, or one with directories like ckpt-500"
+    hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
+    if isinstance(path, RemotePath) and (unfinished_work := claimed(path)):
+        return unfinished_work
     if not path.exists():
         return absent(path)
     if not path.is_dir():
-        return one_of_dcp(path) or NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
+        other = one_of_dcp(path) or (unlike_torch(path) if path.suffix == ".pt" else None)
+        return other or NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
     unfinished = named_in(path)
     if unfinished:
-        unread = next((one.unreadable for one in reversed(unfinished) if one.unreadable), None)
+        unread = next((found for one in reversed(unfinished) if (found := one.unreadable or foreign_in(one))), None)
         names = ", ".join(one.name for one in unfinished)
         message = f"the run has no complete checkpoint; unfinished: {names}"
         why = [f"of `{unfinished[-1].name}`: {problem.message}" for problem in unfinished[-1].problems()[:1]]
         return unread or NotACheckpoint(message, path=path, hint=next(iter(why), None))
     runs = runs_in(path)
     hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint
-    return NotACheckpoint("found no checkpoint in a known format and no run with checkpoints", path=path, hint=hint)
+    return NotACheckpoint("no checkpoint in any known format, and no run with checkpoints", path=path, hint=hint)

@@ -1,4 +1,4 @@
-"""Hold one directory or file of a checkpoint, with its layout and manifest; join several to one layout."""
+"""One directory or file of a checkpoint, with its layout and manifest; join several to one layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse, translate_os_errors
 from ckptkit.files.crc32 import RESTORE, crc32, tell_damage
 from ckptkit.files.file import names_in, read_small
 from ckptkit.files.path import RemotePath
@@ -54,8 +54,9 @@ class Component:
     def problem(self) -> CkptError | None:
         """Return what shows without reading metadata that it was not written to its end, None if nothing does."""
         with translate_os_errors(self.path):
-            if not self.reader.is_complete(self.path):
-                return Incomplete("unfinished", path=self.path)
+            if problems := self.reader.problems(self.path):
+                other = next((problem for problem in problems if isinstance(problem, Unsupported)), None)
+                return other or Incomplete("unfinished", path=self.path)
             return find_unfinished(self.path)
 
     @cached_property

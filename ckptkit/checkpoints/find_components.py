@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit import trainers
-from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.component import MODEL, Component
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import and_more
 from ckptkit.files.file import children, folders, names_in
@@ -87,9 +87,14 @@ def components_inside(path: Path) -> tuple[Component, ...]:
 
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
     """Return whether the files that a format claims are strays beside directories with the model of a training."""
-    if not is_stray(path, reader) or not any(trainers.is_beside_model(folder.name) for folder in folders(path)):
+    if not is_stray(path, reader) or not any(is_component_name(folder.name) for folder in folders(path)):
         return False
     return any(component.is_model for component in components_inside(path))
+
+
+def is_component_name(name: str) -> bool:
+    """Return whether trainers give this name to a directory with a component of a checkpoint, and no other."""
+    return name == MODEL or trainers.is_other_part(name)
 
 
 def components_beside(path: Path) -> dict[Path, Component | None]:

@@ -94,7 +94,8 @@ def read_manifest(root: Path) -> Manifest | None:
     try:
         recorded = int(value.pop("crc32"), 16)
         if crc32(dump(value)) != recorded:
-            raise Corrupt("the manifest itself is damaged or was edited", path=path)
+            hint = "delete the manifest, run `ckptkit verify`, then `ckptkit manifest`"
+            raise Corrupt("the manifest itself is damaged or was edited", path=path, hint=hint)
         files = {name: FileSum.from_json(found) for name, found in value["files"].items()}
         tensors = {name: int(found["crc32"], 16) for name, found in value["tensors"].items()}
         source = value["source"]

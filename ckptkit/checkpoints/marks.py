@@ -1,4 +1,4 @@
-"""Find the files of a checkpoint that come last where files appear one by one: its marks. Opens no file."""
+"""Find the files of a checkpoint that come last where files appear one by one: its marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gather the problems of a checkpoint: each once, and those of a file that is missing as one."""
+"""Gather the problems of a checkpoint, each once. All problems of a missing file count as one."""
 
 from __future__ import annotations
 

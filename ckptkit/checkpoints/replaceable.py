@@ -30,7 +30,7 @@ def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
     if dst.is_symlink() or not dst.is_dir():
         return
     with translate_os_errors(dst):
-        found = [str(path.relative_to(dst)) for path in strangers_in(dst, {dst / name for name in made})]
+        found = [str(path.relative_to(dst)) for path in unknown_entries(dst, {dst / name for name in made})]
     if found:
         named = ", ".join(found[:_MOST_NAMED]) + and_more(len(found) - _MOST_NAMED)
         message = f"the destination contains entries that ckptkit does not know: {named}"
@@ -62,8 +62,8 @@ def files_in(dst: Path) -> tuple[str, ...]:
     parts = Checkpoint.at(dst).components if dst.is_dir() else ()
     if sum(part.is_model for part in parts) > 1:
         names = ", ".join(sorted({part.reader.name for part in parts}))
-        message = f"several models are there side by side ({names}), and only one of them would be replaced"
-        raise Occupied(message, path=dst, hint="choose another destination, or remove them first")
+        message = f"the destination contains several models ({names}), but --overwrite replaces only one"
+        raise Occupied(message, path=dst, hint="choose another destination, or remove the models first")
     folders, files = own_parts(dst) if parts else (set(), set())
     manifests = {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)} if parts else set()
     recorded = {path for manifest in manifests for path in recorded_in(manifest.parent)}
@@ -75,10 +75,10 @@ def require_no_checkpoint(dst: RemotePath) -> None:
     dst.store.forget()
     with suppress(NotACheckpoint):  # not even the repository is there
         if files_in(dst):
-            raise Occupied("a checkpoint is there", path=dst, hint="choose another, or replace it with --overwrite")
+            raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
 
 
-def strangers_in(root: Path, made: set[Path]) -> Iterator[Path]:
+def unknown_entries(root: Path, made: set[Path]) -> Iterator[Path]:
     """Yield the entries of directory `root` that belong neither to its checkpoint nor to the files `made`."""
     parts, files = own_parts(root)
     is_checkpoint = bool(parts) or MANIFEST in names_in(root)

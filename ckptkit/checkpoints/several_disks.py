@@ -1,4 +1,4 @@
-"""Join the directories of a checkpoint whose files lie on several disks, as each node of a job may have one."""
+"""Join the directories of a checkpoint whose files are on the disks of several nodes."""
 
 from __future__ import annotations
 

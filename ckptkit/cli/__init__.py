@@ -34,7 +34,7 @@ def show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
     note(f"warning: {message}")
 
 
-def come_again(lost: sys.UnraisableHookArgs) -> None:
+def raise_again(lost: sys.UnraisableHookArgs) -> None:
     """Let an interruption come again that Python dropped, raised where nobody could catch it, as in a destructor."""
     if isinstance(lost.exc_value, Interrupted):
         threading.Timer(0.01, os.kill, (os.getpid(), lost.exc_value.exit_code - 128)).start()
@@ -65,7 +65,7 @@ def main() -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    sys.unraisablehook = come_again
+    sys.unraisablehook = raise_again
     warnings.simplefilter("always", PromiseLost)
     warnings.showwarning = show_warning
     try:

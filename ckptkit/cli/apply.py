@@ -20,7 +20,7 @@ def apply(
         typer.Argument(
             parser=to_path,
             metavar="BASE DELTA... OUT",
-            help="The base checkpoint, one or more deltas, and the directory to make.",
+            help="The base checkpoint, one or more deltas, and the directory to write.",
         ),
     ],
     dtype: Annotated[
@@ -40,8 +40,9 @@ def apply(
 ) -> None:
     """Apply deltas to their base, and write the result.
 
-    OUT becomes a Hugging Face model. It has the shards, config and tokenizer of BASE, and the weights that
-    `consolidate` would make of the newest checkpoint, which the last delta leads to.
+    OUT becomes a Hugging Face model with the config and tokenizer of BASE, and with the same shards if BASE is a
+    Hugging Face model. It has the weights that `consolidate` would write for the checkpoint that the last delta was
+    made from.
 
     Example: ckptkit apply policy-100 delta-110 delta-120 policy-120
 
@@ -49,9 +50,9 @@ def apply(
     before, and that no delta is damaged. It compares the CRC-32 of every tensor of OUT with the CRC-32 in the delta.
 
     `ckptkit apply LOCAL ROOT --in-place` updates LOCAL, a local Hugging Face model, to the newest state in ROOT: it
-    applies the deltas or versions (weight_v000007) that follow the state of LOCAL. A journal makes that safe: after a
-    crash the same command completes the update. A server that has mapped the files sees a mixture meanwhile: pause it
-    first.
+    applies the deltas or versions (weight_v000007) that continue from the state of LOCAL. A journal makes that safe:
+    after a crash the same command completes the update. A server that has mapped the files sees a mixture meanwhile:
+    pause it first.
 
     Exit codes: 0 done; 2 usage; 3 another base, a gap between deltas, or a damaged delta; 4 an I/O failure, OUT is
     unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
@@ -62,7 +63,9 @@ def apply(
         change_in_place(paths, [dtype, overwrite, dry_run, jobs, no_sync], json=json)
         return
     if len(paths) < 3:
-        raise Usage(f"expected a base, deltas and an output, found {len(paths)} of them", hint="run with --help")
+        raise Usage(
+            f"expected BASE, at least one DELTA, and OUT, found {count(len(paths), 'path')}", hint="run with --help"
+        )
     base, *deltas, out = paths
     with progress_bar("applying") as progress:
         done = run(
@@ -86,7 +89,7 @@ def change_in_place(paths: list[Path], others: list[object], *, json: bool) -> N
     if len(paths) != 2:
         raise Usage(f"--in-place: expected LOCAL and ROOT, found {count(len(paths), 'path')}", hint="run with --help")
     if any(others):
-        raise Usage("--in-place takes no other options than --json and --quiet", hint="leave them out")
+        raise Usage("--in-place takes no other options than --json and --quiet", hint="drop them")
     done = apply_in_place(str(paths[0]), paths[1])
     if json:
         print_json(pick(done, "path", "deltas", "tensors", "elements", "unfinished") | {"completed": done.is_completed})

@@ -16,11 +16,15 @@ from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
 
 
-@with_options(OPTIONS, leave_out=(*OF_ONE, "adapter_config", "experts_layout"))
+@with_options(OPTIONS, leave_out=(*OF_ONE, "adapter_config", "experts_layout", "experts"))
 def average(
     sources: Annotated[
         list[Path],
-        typer.Argument(parser=to_path, metavar="SRC", help="At least two checkpoints; of a run, its latest."),
+        typer.Argument(
+            parser=to_path,
+            metavar="SRC",
+            help="At least two checkpoints or runs (their latest), or one run with --last.",
+        ),
     ],
     out: Out,
     weights: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -13,6 +14,16 @@ from ckptkit.errors import Usage
 from ckptkit.version import __version__
 
 UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of it that newer versions of typer contain
+
+# What pydantic says of a value that an option cannot take, in our words.
+_PYDANTIC = (
+    ("Value error, ", ""),
+    ("Input should be a valid integer, unable to parse string as an integer", "expected a whole number"),
+    ("Input should be a valid number, unable to parse string as a number", "expected a number"),
+    (r"Input should be greater than or equal to (\S+)", r"expected \1 or more"),
+    (r"Input should be greater than (\S+)", r"expected more than \1"),
+    (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
+)
 
 # As `ckptkit --help` groups and orders them; a command is the function of its name in this module of `ckptkit.cli`.
 GROUPS = {
@@ -28,7 +39,7 @@ GROUPS = {
     "Check and fix": {"verify": "verify", "manifest": "verify", "doctor": "doctor", "prove": "prove"},
     "Manage runs": {"ls": "ls", "pin": "pin", "unpin": "pin", "prune": "prune", "watch": "watch"},
     "Train": {"estimate": "estimate", "train": "train", "smoke": "train"},
-    "Ship what changed": {"delta": "delta", "apply": "apply"},
+    "Send what changed": {"delta": "delta", "apply": "apply"},
     "Share": {"cp": "cp", "push": "push", "pull": "pull"},
 }
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
@@ -75,8 +86,9 @@ class Commands(PlainGroup):
 
 def usage(error: Any) -> Usage:
     """Return an error of click as one of ours."""
-    lines = error.format_message().replace("Value error, ", "").removesuffix(".")  # pydantic's words
-    message = " ".join(lines.split())
+    message = " ".join(error.format_message().removesuffix(".").split())
+    for theirs, ours in _PYDANTIC:
+        message = re.sub(theirs, ours, message)
     command = error.ctx.command_path if error.ctx else "ckptkit"
     return Usage(message[:1].lower() + message[1:], hint=f"run `{command} --help`")
 
@@ -99,7 +111,9 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     """Convert and check checkpoints of PyTorch distributed training: consolidate, reshard, inspect, verify, train.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Done = TypeVar("Done", Converted, CopiedFiles)
 
 Yes = Annotated[
-    bool, typer.Option("--yes", help="Send to the Hub. Without --yes, ckptkit only shows what it would send.")
+    bool, typer.Option("--yes", help="If OUT is hf://: send. Without --yes, ckptkit only shows what it would send.")
 ]
 
 
@@ -33,6 +33,6 @@ def noted(done: Done, *, yes: bool) -> Done:
         return done
     from ckptkit.destinations.hub_places import describe_place
 
-    note = f"would go to {describe_place(done.output)}"
+    note = f"would write to {describe_place(done.output)}"
     note += "" if yes else "; nothing was sent yet: pass --yes to send it"
     return replace(done, notes=(*done.notes, note))

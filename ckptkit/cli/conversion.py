@@ -14,7 +14,7 @@ from ckptkit.checkpoints.find_components import WEIGHTS, describe_left
 from ckptkit.cli.output import be_quiet, note, pick, plain, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
-from ckptkit.conversion.options import RANK, ConvertOptions
+from ckptkit.conversion.options import ADAPTER, RANK, ConvertOptions
 from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
@@ -36,14 +36,19 @@ _MOST_LEFT_OUT = 8  # lines
 
 Source = Annotated[
     Path,
-    typer.Argument(parser=to_path, metavar="SRC", help="A checkpoint, or a run: then its latest complete checkpoint."),
+    typer.Argument(parser=to_path, metavar="SRC", help="A checkpoint, or a run (its latest complete checkpoint)."),
 ]
-Out = Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="The directory to make, or its URL.")]
+Out = Annotated[Path, typer.Argument(parser=to_destination, metavar="OUT", help="The directory to write, or a URL.")]
 if TYPE_CHECKING:
     Writable = str
+    WritableOrAdapter = str
 else:
     Writable = Literal[writable_formats()]
+    WritableOrAdapter = Literal[(*writable_formats(), ADAPTER)]
 To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
+ToOrAdapter = Annotated[
+    WritableOrAdapter, typer.Option(help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC alone.")
+]
 OPTIONS = settings_of(ConvertOptions)
 # options of a conversion of one checkpoint: those that make one model of several have them not
 OF_ONE = (
@@ -161,13 +166,13 @@ def remarks(done: Converted) -> list[str]:
     """Return what was changed on the way, what was left out, and what else there is to say."""
     lines = []
     if done.wrapper:
-        lines.append(f"the model was under `{done.wrapper}`")
+        lines.append(f"found the model under the key `{done.wrapper}`")
     dropped = [left for left in done.dropped if left.why != UNKNOWN]
-    lines += [f"left out `{left.name}`: {amount_of(left)} ({left.why})" for left in dropped[:_MOST_LEFT_OUT]]
+    lines += [f"not in the output: `{left.name}`, {amount_of(left)} ({left.why})" for left in dropped[:_MOST_LEFT_OUT]]
     others = dropped[_MOST_LEFT_OUT:]
     if others:
         rest = LeftOut("", sum(left.entries for left in others), sum(left.nbytes for left in others), "")
-        lines.append(f"left out more entries like these: {amount_of(rest)}")
+        lines.append(f"not in the output: more entries like these, {amount_of(rest)}")
     named = [(old, new) for old, new in done.renamed.items() if old.removeprefix(f"{done.wrapper}.") != new]
     if named:
         lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")
@@ -175,7 +180,7 @@ def remarks(done: Converted) -> list[str]:
         lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
     lines += completed(done.completed)
     lines += [f"note: {text}" for text in done.notes]
-    return lines + describe_left([left for left in done.left_behind if left.why != WEIGHTS], "left behind")
+    return lines + describe_left([left for left in done.left_behind if left.why != WEIGHTS], "not copied")
 
 
 def completed(entries: Mapping[str, str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptkit.cli.consent import Yes, noted, withhold
-from ckptkit.cli.conversion import OPTIONS, Out, Source, To, asked, show
+from ckptkit.cli.conversion import OPTIONS, Out, Source, ToOrAdapter, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
@@ -15,16 +15,16 @@ from ckptkit.cli.sources import Also, with_others
 def convert(
     src: Source,
     out: Out,
-    to: To,
+    to: ToOrAdapter,
     also: Also = None,
     yes: Yes = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Turn any readable checkpoint into any writable format.
+    """Convert a checkpoint to another format.
 
-    dcp and pt keep the optimizer and everything else.
+    The formats dcp and pt keep the optimizer and everything else.
 
     Example: ckptkit convert Llama-3.2-1B start --to dcp --world-size 8 --under model
 

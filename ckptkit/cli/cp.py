@@ -21,7 +21,7 @@ def cp(
     src: Source,
     dst: Annotated[
         Path,
-        typer.Argument(parser=to_destination, metavar="DST", help="The directory to make, or its URL."),
+        typer.Argument(parser=to_destination, metavar="DST", help="The directory to write, or a URL."),
     ],
     also: Also = None,
     yes: Yes = False,
@@ -40,9 +40,9 @@ def cp(
 
     SRC and DST may be local, s3://, gs:// or az://. SRC may also be https://. With --yes, DST may also be hf://org/name
     or hf://buckets/org/name/folder. --jobs is the number of pieces of 16 MiB in memory, by default 8. In a store,
-    except in a repository of the Hub, --overwrite first removes the old checkpoint: until the copy is complete there is
-    none. Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST
-    exists, or another upload is running; 130 interrupted.
+    except in a repository of the Hub, --overwrite first removes the old checkpoint: until the copy is complete, there
+    is no checkpoint. Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store
+    refuses; 5 DST exists, or another upload is running; 130 interrupted.
     """
     from ckptkit.ops.cp import cp as run
 
@@ -78,5 +78,5 @@ def report(src: Path, done: CopiedFiles) -> None:
         say(line)
     for text in done.notes:
         say(f"note: {text}")
-    for line in describe_left(done.left_behind, "left behind"):
+    for line in describe_left(done.left_behind, "not copied"):
         say(line)

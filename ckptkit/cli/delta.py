@@ -23,7 +23,9 @@ DeltaFormat = Literal["ckptkit-delta", "disk-delta"]
 Encoding = Literal["xor", "overwrite"]
 Base = Annotated[
     Path,
-    typer.Argument(parser=to_path, metavar="BASE", help="The old checkpoint, or a run: then its latest."),
+    typer.Argument(
+        parser=to_path, metavar="BASE", help="The old checkpoint, or a run (its latest complete checkpoint)."
+    ),
 ]
 
 
@@ -33,7 +35,7 @@ def delta(
     out: Annotated[
         Path,
         typer.Argument(
-            parser=to_destination, metavar="OUT", help="The directory to make, or its URL: s3://, gs://, az://."
+            parser=to_destination, metavar="OUT", help="The directory to write, or a URL: s3://, gs://, az://."
         ),
     ],
     dtype: Annotated[
@@ -61,21 +63,21 @@ def delta(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Write what changed between two policies.
+    """Write what changed between two versions of a model.
 
     Both may have any format and world size. ckptkit compares the bits of both as `consolidate` would write them.
 
     Example: ckptkit delta policy-100 run/ckpt-110 delta-110
 
     `ckptkit apply BASE DELTA OUT` restores the new model. Reinforcement learning changes few elements, because its
-    learning rate is small. Other trainings change most elements, and then ckptkit refuses to write a delta.
+    learning rate is small. Other training changes most elements, and then ckptkit refuses to write a delta.
 
     Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, the two do not belong to one model, or too much changed; 4
     an I/O failure; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
     if to == "disk-delta":
         if dry_run or jobs is not None:
-            raise Usage("--format disk-delta does not take --dry-run or --jobs", hint="leave them out")
+            raise Usage("--format disk-delta does not take --dry-run or --jobs", hint="drop them")
         with progress_bar("comparing") as progress:
             more = {"encoding": encoding} if encoding else {}
             write_version(

@@ -21,8 +21,11 @@ _ROWS = 20  # of a table, unless all are asked for
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(parser=to_path, metavar="A", help="A checkpoint, or a run: then its latest.")],
-    b: Annotated[Path, typer.Argument(parser=to_path, metavar="B", help="The checkpoint to compare with.")],
+    a: Annotated[
+        Path,
+        typer.Argument(parser=to_path, metavar="A", help="A checkpoint, or a run (its latest complete checkpoint)."),
+    ],
+    b: Annotated[Path, typer.Argument(parser=to_path, metavar="B", help="The checkpoint or run to compare with.")],
     rtol: Annotated[
         float | None, typer.Option(min=0, metavar="X", help="Relative tolerance: a fraction of the number in B.")
     ] = None,

@@ -23,7 +23,7 @@ _ROWS = 20  # of the table, unless all are asked for
 def doctor(
     ckpt: Annotated[
         Path,
-        typer.Argument(parser=to_path, metavar="CKPT", help="A checkpoint, or a run: then its latest complete one."),
+        typer.Argument(parser=to_path, metavar="CKPT", help="A checkpoint, or a run (its latest complete checkpoint)."),
     ],
     model: Annotated[
         str | None,
@@ -31,9 +31,7 @@ def doctor(
     ] = None,
     like: Annotated[
         Path | None,
-        typer.Option(
-            parser=to_path, metavar="OTHER", help="Compare with a checkpoint that loads where you want to load CKPT."
-        ),
+        typer.Option(parser=to_path, metavar="OTHER", help="Compare with a checkpoint that your job can load."),
     ] = None,
     world_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="The number of ranks to load it with.")
@@ -49,9 +47,10 @@ def doctor(
 ) -> None:
     """Find what breaks when you load a checkpoint, and fix it.
 
-    doctor compares names, shapes, optimizer states and groups, and the state of single ranks with the model, the number
-    of ranks or the other checkpoint that you pass. It reads metadata only. --fix drops nothing and guesses nothing: if
-    a fix is not certain, doctor only suggests it. CKPT does not change.
+    doctor compares a checkpoint with the model, the number of ranks or the other checkpoint that you pass: names,
+    shapes, optimizer states and groups, and the state of single ranks. It reads only metadata, and a tied head with its
+    embedding. --fix drops nothing and guesses nothing: if a fix is not certain, doctor only suggests it. CKPT does not
+    change.
 
     Example: ckptkit doctor run/ckpt-500 --model org/model --world-size 16
 

@@ -63,10 +63,12 @@ def estimate(
         bool, typer.Option("--cpu-offload", help="Keep shards, gradients and optimizer in host memory.")
     ] = False,
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", help="Vocabulary, if the model is a size; by default bytes of text.")
+        int | None,
+        typer.Option("--vocab-size", help="Vocabulary size, if MODEL is a size such as 8b; by default that of bytes."),
     ] = None,
     untied: Annotated[
-        bool, typer.Option("--untied", help="Do not share embedding and output weights, if the model is a size.")
+        bool,
+        typer.Option("--untied", help="Do not share embedding and output weights, if the model is a size such as 8b."),
     ] = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
@@ -112,7 +114,10 @@ def choose_config(model: str, vocab_size: int | None, *, untied: bool) -> str | 
     if model in SIZES:
         config = ModelConfig.sized(model, tied=not untied, vocab_size=vocab_size)
         tied = "tied" if config.tie_word_embeddings else "untied"
-        note(f"`{model}` has a vocabulary of {config.vocab_size}, {tied}: see `--vocab-size` and `--untied`")
+        note(
+            f"counted `{model}` with a vocabulary of {config.vocab_size}, {tied}: change this with "
+            "--vocab-size and --untied"
+        )
         keys: dict[str, Any] = json_text.loads(config.to_json())
         return keys
     if vocab_size is not None or untied:
@@ -125,9 +130,9 @@ def report(found: Estimated, *, in_detail: bool) -> None:
     model, setup = found.model, found.budgets[0].setup
     say(
         f"{model.model_type}: {format_count(model.numel)} parameters, {count(model.layers, 'block')} of "
-        f"{format_count(model.block)} and {format_count(model.root)} in the root unit"
+        f"{format_count(model.block)} and {format_count(model.root)} outside the blocks"
     )
-    say(f"largest transient unit: {format_bytes(found.largest_unit)} in {setup.param_dtype}")
+    say(f"largest unit that is gathered at once: {format_bytes(found.largest_unit)} in {setup.param_dtype}")
     say(
         f"on each of {count(setup.world_size, 'GPU')}: {count(setup.micro_batch_size, 'sequence')} of "
         f"{count(setup.sequence_length, 'token')}, {recomputed(setup)}, stored in {setup.master_dtype}"
@@ -157,7 +162,7 @@ def recomputed(setup: Setup) -> str:
 def print_strategies(found: Estimated) -> None:
     """Print a row for each strategy, with a column for the host's memory if any is used."""
     host = ["host"] if found.budgets[0].host else []
-    say("states: parameters, gradients, optimizer; units: parameters gathered and gradients to be reduced")
+    say("states: parameters, gradients and optimizer; units: gathered parameters and their gradients")
     header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "at")
     print_table([row(budget) for budget in found.budgets], header)
 

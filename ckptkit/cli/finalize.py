@@ -27,7 +27,7 @@ def finalize(
 
     Example: ckptkit finalize out
 
-    Exit codes: 0 done; 3 no parts are there, or the checkpoint is damaged; 4 an I/O failure; 5 a part is missing or
+    Exit codes: 0 done; 3 OUT has no parts, or the checkpoint is damaged; 4 an I/O failure; 5 a part is missing or
     still running; 130 interrupted.
     """
     from ckptkit.ops.finalize import finalize as run

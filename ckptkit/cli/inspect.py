@@ -30,9 +30,7 @@ _MOST_KEYS = 8
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(
-            parser=to_path, metavar="PATH", help="A checkpoint, or a run: then its latest complete checkpoint."
-        ),
+        typer.Argument(parser=to_path, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."),
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     chunks: Annotated[bool, typer.Option("--chunks", help="List every chunk with its file and offset.")] = False,
@@ -128,11 +126,11 @@ def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[s
 def report(found: Inspected, asked: Path) -> None:
     """Print the checkpoint at a glance."""
     if found.whole != asked:
-        note(f"note: the latest complete checkpoint of {asked}")
+        note(f"note: showing the latest complete checkpoint of {asked}")
     for line in found.summary():
         say(line)
     rows = [(kind, group.entries, format_bytes(group.nbytes), *describe(group)) for kind, group in found.groups.items()]
-    print_table(rows, ("", "entries", "size", "dtypes", "under"))
+    print_table(rows, ("", "entries", "size", "dtypes", "keys"))
     if found.optimizer_keys == "ids":
         say("the optimizer numbers its parameters")
     for line in (
@@ -143,7 +141,7 @@ def report(found: Inspected, asked: Path) -> None:
         say(line)
     for tie in found.ties:
         say(f"tied: {' = '.join(tie)}")
-    for line in describe_left(found.left_behind, "beside it"):
+    for line in describe_left(found.left_behind, "other files"):
         say(line)
     for fault in found.unread:
         note(f"warning: a part cannot be read: {fault}")
@@ -160,7 +158,7 @@ def describe_adapter(adapter: InspectedAdapter) -> str:
     if adapter.replaced:
         facts.append(f"with a trained {some(adapter.replaced)}")
     if adapter.has_base:
-        facts.append("its base beside it")
+        facts.append("with its base")
     elif adapter.base:
         facts.append(f"of {adapter.base}")
     return f"adapter {adapter.name}: {', '.join(facts)}; {count_parameters(adapter.parameters)}"
@@ -172,7 +170,7 @@ def describe_quantized(found: InspectedQuantized) -> str:
         return f"quantized: {found.refusal}"
     sizes = ", ".join(" x ".join(map(str, size)) or "a weight" for size in found.sizes)
     weights = f"{count(found.weights, 'weight')}, {count_parameters(found.parameters)}, a scale for each {sizes}"
-    return f"quantized: {found.method}, {weights}; --dtype bf16 makes them plain"
+    return f"quantized: {found.method}, {weights}; --dtype bf16 dequantizes them"
 
 
 def some(names: Sequence[str]) -> str:

@@ -93,7 +93,7 @@ def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
     if hidden:
         note(f"note: also measured: {', '.join(hidden)}; --json has all")
     if found.root != run:
-        note(f"note: this is one checkpoint: `ckptkit inspect {run}` looks into it")
+        note(f"note: this is one checkpoint: `ckptkit inspect {run}` shows what is in it")
     for inside in found.runs:
         note(f"note: {inside} is a run: `ckptkit ls {inside}` lists its checkpoints")
     claims = [one.claim for one in found.checkpoints if one.claim]
@@ -103,7 +103,7 @@ def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
         note(f"hint: `ckptkit prune {found.root} --keep-last N --yes` finishes an interrupted deletion")
     for one in found.checkpoints:
         if not one.is_complete and one.claim is None:
-            note(f"hint: `ckptkit verify {one.path}` lists its problems")
+            note(f"hint: `ckptkit verify {one.path}` lists the problems")
             return
 
 

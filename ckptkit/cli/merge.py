@@ -16,7 +16,7 @@ from ckptkit.errors import Usage
 from ckptkit.files.path import to_model_path, to_path
 
 
-@with_options(OPTIONS, leave_out=(*OF_ONE, "names", "map", "vocab_size"))
+@with_options(OPTIONS, leave_out=(*OF_ONE, "experts", "names", "map", "vocab_size"))
 def merge(
     model: Annotated[
         Path, typer.Argument(parser=to_model_path, metavar="BASE", help="The model, or its id on the Hub.")

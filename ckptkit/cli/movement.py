@@ -35,7 +35,10 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
         say(f"... {len(kinds) - top:,} more that changed less: --top {len(kinds)} lists them")
     whole = found.whole
     angle = f", cosine {cosine(whole)}" if cosine(whole) else ""
-    say(f"{count(whole.tensors, 'tensor')} as one: change {whole.change:.3g}{angle}, {per_cent(whole.equal)} equal")
+    say(
+        f"all of {count(whole.tensors, 'tensor')} together: change {whole.change:.3g}{angle}, "
+        f"{per_cent(whole.equal)} equal"
+    )
 
 
 def row_of(movement: Movement) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ def pin(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            parser=to_place, metavar="CHECKPOINT", help="Checkpoints, or runs: then their latest complete checkpoint."
+            parser=to_place, metavar="CHECKPOINT", help="Checkpoints, or runs (their latest complete checkpoint)."
         ),
     ],
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
@@ -23,7 +23,7 @@ def pin(
 ) -> None:
     """Protect checkpoints from deletion.
 
-    Neither `ckptkit prune` nor a training that saves here deletes a pinned checkpoint.
+    Neither `ckptkit prune` nor ckptkit's own training deletes a pinned checkpoint.
 
     A pin is an empty file, or on s3:// an empty object, in the `.pins` directory of the run.
 
@@ -67,4 +67,4 @@ def unpin(
     for path in unpinned:
         say(f"unpinned {path}")
     if not unpinned:
-        note("note: none of them was pinned; `ckptkit ls RUN` shows the pins of a run")
+        note("note: nothing was pinned here; `ckptkit ls RUN` shows the pins of a run")

@@ -26,7 +26,7 @@ def prove(
         Path, typer.Option(parser=to_path, metavar="SRC", help="The checkpoint or run that OUT was exported from.")
     ],
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json that SRC is run with.")
+        str | None, typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json to use for SRC.")
     ] = None,
     tokens: Annotated[
         str | None, typer.Option(metavar="FILE|1,2,3", help="Tokens to compute with; by default 64 random ones.")
@@ -92,12 +92,12 @@ def describe(logits: Logits) -> str:
     tokens = count(logits.tokens, "token")
     if logits.max_abs == 0:
         return f"the logits of {tokens} are the same"
-    why = "rounded weights" if logits.rounded else "the same dtypes"
+    why = "with rounded weights" if logits.rounded else "with the same dtypes"
     if logits.rounded and logits.unexplained:
         why += f" and {logits.unexplained:.3g} that rounding does not explain"
     first = f"; {logits.first} is the first block to differ" if logits.first and not logits.is_ok else ""
     return (
-        f"the logits of {tokens}, by {why}: KL {logits.kl:.3g} nats a token, {logits.max_kl:.3g} at most; they differ "
-        f"by up to {logits.max_abs:.3g}, where the largest is {logits.scale:.3g}; the likeliest next token is the same "
-        f"at {logits.same_choice}{first}"
+        f"the logits of {tokens}, {why}: mean KL {logits.kl:.3g} nats, at most {logits.max_kl:.3g}; they differ by up "
+        f"to {logits.max_abs:.3g} (the largest logit is {logits.scale:.3g}); the most likely next token is the same at "
+        f"{logits.same_choice}{first}"
     )

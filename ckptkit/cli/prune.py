@@ -41,7 +41,8 @@ def prune(
     ] = False,
     also: Also = None,
     uploads: Annotated[
-        bool, typer.Option("--uploads", help="Abort dead uploads to s3://, and delete no checkpoint.")
+        bool,
+        typer.Option("--uploads", help="List dead uploads to s3://; with --yes, abort them. Deletes no checkpoint."),
     ] = False,
     older: Annotated[
         str | None,
@@ -59,7 +60,7 @@ def prune(
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
-    """Delete or demote old checkpoints of a run.
+    """Delete old checkpoints of a run, or keep only their weights.
 
     Keeps the checkpoints that a --keep option chooses, the newest one, and pinned ones.
 
@@ -73,7 +74,7 @@ def prune(
 
     Example: ckptkit prune run --keep-last 3 --keep-every 1000 --keep-best loss:min:2 --yes
 
-    Exit codes: 0 done, or shown what would happen; 2 usage; 3 no run is there; 4 an I/O failure; 5 another process is
+    Exit codes: 0 done, or shown what would happen; 2 usage; 3 RUN is not a run; 4 an I/O failure; 5 another process is
     deleting checkpoints of this run; 130 interrupted.
     """
     if yes and dry_run:
@@ -85,8 +86,8 @@ def prune(
         return
     if older is not None:
         raise Usage(
-            "--older goes with --uploads only",
-            hint="drop --older: checkpoints are kept by steps, such as --keep-last N",
+            "--older works only with --uploads",
+            hint="use --keep-last N to delete old checkpoints",
         )
     from ckptkit.ops.prune import prune as run_it
 
@@ -176,7 +177,7 @@ def report(done: Pruned) -> None:
         say(line)
     if done.deleted or not gone:
         return
-    pin = f"; `ckptkit pin {gone[0].path}` would keep one whatever the rules say"
+    pin = f"; `ckptkit pin {gone[0].path}` keeps one whatever the rules say"
     note(f"hint: run the same command with --yes to do it{pin if len(roots_of(gone[0].path)) == 1 else ''}")
 
 

@@ -24,7 +24,7 @@ def push(
     src: Annotated[
         Path,
         typer.Argument(
-            parser=to_path, metavar="SRC", help="A model or checkpoint, or a run: then its latest complete one."
+            parser=to_path, metavar="SRC", help="A model or checkpoint, or a run (its latest complete checkpoint)."
         ),
     ],
     repository: Annotated[
@@ -45,10 +45,10 @@ def push(
 ) -> None:
     """Push a model or checkpoint to the Hugging Face Hub.
 
-    ckptkit verifies it, sends it, and compares the copy on the Hub with it.
+    ckptkit verifies the checkpoint, sends it, and compares the copy on the Hub with it.
 
-    It appears on the Hub as a whole, in one commit. After an interruption, run the same command again: it does not send
-    large files twice. ckptkit writes a model card if there is none. Log in with `hf auth login` first.
+    The checkpoint appears on the Hub as a whole, in one commit. After an interruption, run the same command again: it
+    does not send large files twice. ckptkit writes a model card if there is none. Log in with `hf auth login` first.
 
     Example: ckptkit push out org/model --yes
 
@@ -97,13 +97,13 @@ def report(src: Path, done: Pushed) -> None:
         say(f"note: {text}")
     amount = f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)}"
     if not done.is_done:
-        say(f"to be pushed: {amount}; nothing was sent yet: pass --yes to send it")
+        say(f"would send {amount}; nothing was sent yet: pass --yes to send it")
         return
     is_same = len(done.unchanged) == len(done.files) and not done.removed
     say(f"{amount} in {done.seconds:.2f} s{'; nothing had changed, nothing was sent' if is_same else ''}")
     say(f"every size and checksum on the Hub matches the file here; commit {(done.commit or '')[:8]}")
     at = "" if done.revision == "main" else f"@{done.revision}"
-    say(f"to get it elsewhere: ckptkit pull {done.repo_id}{at} {done.repo_id.partition('/')[2]}")
+    say(f"to get a copy elsewhere: ckptkit pull {done.repo_id}{at} {done.repo_id.partition('/')[2]}")
 
 
 def rows(done: Pushed) -> Iterator[tuple[str, str, str]]:
@@ -121,4 +121,4 @@ def verdict(done: Pushed, name: str) -> str:
     if name in done.unchanged:
         return "unchanged"
     is_made = done.has_card and name == "README.md"
-    return f"{'pushed' if done.is_done else 'push'}{': the model card, made for it' if is_made else ''}"
+    return f"{'pushed' if done.is_done else 'push'}{': a model card that ckptkit made' if is_made else ''}"

@@ -40,7 +40,7 @@ def report(
 
     Example: ckptkit report run
 
-    Exit codes: 0 done; 2 usage; 3 no run is there, or its latest checkpoint is damaged; 4 an I/O failure; 5 the file
+    Exit codes: 0 done; 2 usage; 3 RUN is not a run, or its latest checkpoint is damaged; 4 an I/O failure; 5 the file
     exists and is not a report.
     """
     from ckptkit.reports.report import report as run_it

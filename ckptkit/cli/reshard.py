@@ -17,7 +17,7 @@ from ckptkit.files.path import to_path
 
 _OTHERS = (
     *("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict", "merge", "adapter_config"),
-    *("quantize", "exclude_quantize", "experts_layout"),
+    *("quantize", "exclude_quantize", "experts_layout", "experts"),
 )
 
 
@@ -35,7 +35,7 @@ def reshard(
     out: Annotated[
         Path | None,
         typer.Argument(
-            parser=to_destination, metavar="[OUT]", help="The directory to make, or a URL; by default SRC-toN."
+            parser=to_destination, metavar="[OUT]", help="The directory to write, or a URL; by default SRC-toN."
         ),
     ] = None,
     also: Also = None,

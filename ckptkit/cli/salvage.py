@@ -1,4 +1,4 @@
-"""Show what of a damaged checkpoint was lost, and what was taken from elsewhere."""
+"""Print which tensors of a damaged checkpoint were lost, and which came from another checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def report_salvage(found: Account, output: Path, *, dry_run: bool) -> None:
     if found.filled:
         report_filled(found.filled)
     if found.is_whole:
-        note(f"note: nothing is lost that belongs in {output}")
+        note(f"note: nothing was lost: {output} is complete")
     if found.lost:
         report_lost(found, output, dry_run=dry_run)
     if found.lost and not found.filled:
@@ -49,8 +49,8 @@ def report_lost(found: Account, output: Path, *, dry_run: bool) -> None:
     named = [one for one in found.lost if one.name]
     size = format_bytes(sum(one.nbytes for one in named))
     total = found.kept + len(named)
-    where = f"would not be in {output}" if dry_run else f"not in {output}, where {NAME} lists them"
-    note(f"lost: {len(named):,} of {count(total, 'entry')}, {size}: {where}")
+    where = f"{output} would not contain them" if dry_run else f"its {NAME} lists them"
+    note(f"lost: {len(named):,} of {count(total, 'entry')} ({size}) are not in {output}; {where}")
     faults: dict[str, list[Lost]] = defaultdict(list)
     for one in found.lost:
         faults[one.describe(found.source)].append(one)

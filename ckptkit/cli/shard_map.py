@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_ROWS = 32
 _WIDTH = 26  # columns of a tensor's picture
 _INDENT = _WIDTH + 18  # columns before a name
-_COLOURS = (117, 216, 150, 222, 183, 80, 211, 250)  # of 256, light enough for black letters
+_COLORS = (117, 216, 150, 222, 183, 80, 211, 250)  # of 256, light enough for black letters
 
 
 def show_map(layout: Layout) -> None:
@@ -35,7 +35,7 @@ def show_map(layout: Layout) -> None:
     show_owners(shards)
     shown, left_out = shards.largest(_MOST_ROWS)
     say("")
-    say(f"{'who holds what'.ljust(_WIDTH)}    bytes  parts  tensor")
+    say(f"{'part of each rank'.ljust(_WIDTH)}    bytes  parts  tensor")
     for start, rows in shards.headed(shown):
         if start:
             say(f"{start}".rjust(_INDENT + len(start)))
@@ -58,7 +58,7 @@ def show_owners(shards: ShardMap) -> None:
         fullest = max(shards.owners, key=lambda owner: owner.nbytes)
         times = fullest.nbytes / shards.mean if shards.mean else 1.0
         what = f"{count(len(shards.owners), shards.by)}, {format_bytes(shards.mean)} each on average"
-        say(f"{what}; {shards.by} {fullest.mark} holds {times:.2f} times that")
+        say(f"{what}; {shards.by} {fullest.mark} holds the most, {times:.2f} times that")
 
 
 def bar_row(bar: Bar, by: str) -> tuple[object, ...]:
@@ -90,12 +90,12 @@ def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
 
 
 def paint(line: Line) -> str:
-    """Return a line in the owners' colours, on a terminal that is to have some; there they need no fill."""
+    """Return a line in the owners' colors, on a terminal that is to have some; there they need no fill."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return "".join(run.text for run in line)
     return "".join(
         run.text
         if run.owner is None
-        else typer.style(run.text.translate({ord("░"): " ", ord("▒"): " "}), fg=16, bg=_COLOURS[run.owner % 8])
+        else typer.style(run.text.translate({ord("░"): " ", ord("▒"): " "}), fg=16, bg=_COLORS[run.owner % 8])
         for run in line
     )

@@ -25,9 +25,7 @@ Row = tuple[str, "Count"]  # what a line is called, and what was counted
 def stats(
     path: Annotated[
         Path,
-        typer.Argument(
-            parser=to_path, metavar="PATH", help="A checkpoint, or a run: then its latest complete checkpoint."
-        ),
+        typer.Argument(parser=to_path, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."),
     ],
     other: Annotated[
         Path | None,

@@ -66,7 +66,7 @@ def train(
     Example: ckptkit train run --model 3m --nproc 2 --steps 200 --save-every 50 --keep-last 2 --resume auto
 
     Exit codes: 0 done; 1 the loss is not finite, or a rank died; 2 usage; 3 the checkpoint to start from is damaged or
-    of another model; 4 an I/O failure; 5 the run has checkpoints already, or another training saves to it; 143 ended by
+    of another model; 4 an I/O failure; 5 the run has checkpoints already, or another job saves to it; 143 ended by
     SIGTERM, and saved.
     """
     found = (read_settings(config) if config else own_settings(run, resume)) | given(options)

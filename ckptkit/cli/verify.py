@@ -29,7 +29,7 @@ _ABOUT_PART = ("path", "format", "tensors", "nbytes", "has_manifest", "proved_fi
 def verify(
     paths: Annotated[
         list[Path],
-        typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs: then all checkpoints in them."),
+        typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs (all their checkpoints)."),
     ],
     fast: Annotated[
         bool,
@@ -80,7 +80,7 @@ def verify(
         hint = "pass deltas only, or use --against for a checkpoint"
         raise Usage(f"--base is for deltas: {others[0]} is not one", hint=hint)
     if deltas and (fast or against or stats):
-        raise Usage("--fast, --against and --stats are for checkpoints", hint="leave them out, or verify deltas alone")
+        raise Usage("--fast, --against and --stats are for checkpoints", hint="drop them, or verify deltas alone")
     found = [check_delta(path, base=base, jobs=jobs) for path in deltas]
     with progress_bar("verify") as progress:
         found += check(
@@ -112,7 +112,7 @@ def manifest(
     path: Annotated[
         Path,
         typer.Argument(
-            parser=to_local, metavar="PATH", help="A checkpoint, or a run: then its latest complete checkpoint."
+            parser=to_local, metavar="PATH", help="A checkpoint, or a run (its latest complete checkpoint)."
         ),
     ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing manifest.")] = False,
@@ -183,7 +183,7 @@ def report(found: Sequence[Verified], deltas: Collection[Path], *, fast: bool) -
         for problem in part.problems:
             print_problem(problem)
     if fast and not all(part.proved_files for part in found):
-        note("only the structure was checked: without --fast every byte is read")
+        note("only the structure was checked: drop --fast to read every byte")
     elif any(part.unchecked_bytes and not part.has_manifest and part.path not in deltas for part in found):
         note("unchecked bytes have no checksum: `ckptkit manifest` records one for later")
 

@@ -34,7 +34,7 @@ def watch(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(parser=to_place, metavar="DIR", help="The directory of {out}; by default `exported` in the run."),
+        typer.Option(parser=to_place, metavar="DIR", help="Directory for {out}; by default `exported` in the run."),
     ] = None,
     every: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between two checks of the run.")] = 30.0,
     tries: Annotated[int, typer.Option(min=1, metavar="N", help="How many times to try a command that fails.")] = 3,
@@ -52,17 +52,18 @@ def watch(
 
     In your commands, {ckpt} is the path of the checkpoint, {name} its name, {step} its step, {out} a path for the
     output, and {prev} the checkpoint that was handled before it. The commands run one after the other, each in a
-    process of its own and without a shell. They also get these values as environment variables: CKPTKIT_CKPT and so on.
+    process of its own and without a shell. They also get these values as environment variables: CKPTKIT_CKPT, _NAME,
+    _STEP, _OUT and _PREV.
 
     watch handles a checkpoint when it is complete and has not changed for --every seconds; prune does not delete it
     meanwhile. watch tries a failed command again after growing pauses. If a command runs longer than --timeout, watch
-    ends it with its children, and then tries it again too. `.ckptkit-watch` in the run lists handled checkpoints, so a
-    restart does not repeat them. For a run on s3:// that list is in the cache of this machine, and {out} is on s3://
-    too, unless --out is a local directory.
+    stops it and its child processes, and then tries it again too. `.ckptkit-watch` in the run lists handled
+    checkpoints, so a restart does not repeat them. For a run on s3:// that list is in the cache of this machine, and
+    {out} is on s3:// too, unless --out is a local directory.
 
     Example: ckptkit watch run --do 'consolidate {ckpt} {out} --dtype bf16' --exec 'python evaluate.py {out}'
 
-    Exit codes: 0 with --once: all are handled; 1 some failed; 2 usage; 3 no run is there; 4 an I/O failure; 5 a watch
+    Exit codes: 0 with --once: all are handled; 1 some failed; 2 usage; 3 RUN is not a run; 4 an I/O failure; 5 a watch
     with the same commands is running; 130 interrupted; 143 terminated.
     """
     from ckptkit.watching.watch import watch as run_it

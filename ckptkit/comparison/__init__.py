@@ -1,1 +1,1 @@
-"""Compare checkpoints: what is in one and not in the other, and by how much they differ."""
+"""Compare checkpoints: entries that only one of them has, and how far the others differ."""

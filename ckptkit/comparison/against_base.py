@@ -1,4 +1,4 @@
-"""Compare the weights that a conversion writes with those of the base: names and shapes, both ways."""
+"""Compare the weights that a conversion writes with the weights of the base: names and shapes, both ways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptkit.names.renames import few_globs
 from ckptkit.pictures.words import count
 from ckptkit.quantized.find import find_quantized
 from ckptkit.quantized.packed import plain_name
-from ckptkit.quantized.signs import is_said_quantized
+from ckptkit.quantized.signs import is_declared_quantized
 from ckptkit.tensors.box import Shape
 
 Shapes = Mapping[str, Shape]
@@ -56,7 +56,7 @@ def origin_of(model: Model, options: ConvertOptions) -> BaseWeights | None:
 
 def is_quantized(model: Model) -> bool:
     """Return whether config.json says that the weights to be written are quantized."""
-    return is_said_quantized(model.config)
+    return is_declared_quantized(model.config)
 
 
 def shapes_in(base: BaseWeights, *, is_quantized: bool) -> Shapes:

@@ -1,4 +1,4 @@
-"""Hold what two checkpoints were found not to have in common, that which matters most first. Reads nothing."""
+"""List the differences between two checkpoints, the most important first."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def conclude(found: Diff) -> str:
     if found.is_equal:
         return f"the same: {amount}"
     weights = sum(one.is_weight for one in found.different)
-    differ = "differs" if len(found.different) == 1 else "differ"
+    differ = "entry differs" if len(found.different) == 1 else "entries differ"
     lines = [
         (len(found.different), differ + (f" ({weights:,} of the model)" if weights else "")),
         (len(found.only_in_a), "only in A"),

@@ -1,4 +1,4 @@
-"""Compare the entries of two checkpoints that are no tensor. Runs nothing of what is in them."""
+"""Compare the entries of two checkpoints that are not tensors. Runs no code from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the masters of weights, rounded, with the weights: those of a trainer's format, and those in an optimizer."""
+"""Compare rounded master weights with the weights, for masters in a trainer's format or in an optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Ite
     remainders = [name for name, master in masters.items() if master.spec.dtype == REMAINDERS]
     if remainders:
         which = f"{count(len(remainders), 'weight')}, such as `{remainders[0]}`"
-        yield f"the optimizer has only remainders of masters of {which}, in {REMAINDERS}: nothing to compare them with"
+        yield f"the optimizer has only remainders of masters of {which}, in {REMAINDERS}: ckptkit cannot compare them"
     narrow = [name for name, dtype in specs.items() if dtype.name in _NARROW and name not in remainders]
     if narrow:
         copies = {name: weights[name] for name in narrow}

@@ -193,7 +193,7 @@ def describe_rest(side: Side) -> str:
     """Return in words what a side has beside the model."""
     rest = ", ".join(f"{left.name} ({left.entries:,})" for left in side.left_out[:4])
     more = ", ..." if side.left_out[4:] else ""
-    return f"only {side.layout.root} has {rest}{more}"
+    return f"{side.layout.root} also has {rest}{more}"
 
 
 def find_model(layout: Layout) -> Weights | None:
@@ -217,7 +217,7 @@ def by_own_names(layout: Layout) -> Side:
     keys = own_keys(layout, found)
     if len(set(keys.values())) < len(keys):
         return Side(layout)
-    return Side(with_keys(layout, keys, cleaner(found)), frozenset(found.came_from), found.wrapper, found.summarise())
+    return Side(with_keys(layout, keys, cleaner(found)), frozenset(found.came_from), found.wrapper, found.summarize())
 
 
 def own_keys(layout: Layout, found: Weights) -> dict[str, KeyPath]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.comparison.matching import by_own_names
-from ckptkit.comparison.plain import Plain
+from ckptkit.comparison.quantized_as_plain import Plain
 from ckptkit.engine.compare import compare
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate
@@ -61,7 +61,7 @@ class Moved(Summarized):
     def summary(self) -> Iterator[str]:
         whole, kinds = self.whole, self.by_kind
         how_far = f"change {whole.change:.3g}, {per_cent(whole.equal)} equal"
-        yield f"{self.a} to {self.b}: {count(whole.tensors, 'tensor')} as one: {how_far}"
+        yield f"{self.a} to {self.b}: all of {count(whole.tensors, 'tensor')} together: {how_far}"
         yield from first_few((f"{kind.name}: change {kind.change:.3g}" for kind in kinds), len(kinds))
 
     @property

@@ -1,4 +1,4 @@
-"""Say as problems of a checkpoint what was found not to be the same as in another."""
+"""Report the differences between two checkpoints as problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find tensors of two checkpoints that are the same under other names, by a rule or by what is in them."""
+"""Find tensors that two checkpoints have under different names, by a rule or by their contents."""
 
 from __future__ import annotations
 

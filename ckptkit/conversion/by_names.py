@@ -40,7 +40,7 @@ _HALVES = ("bfloat16", "float16")
 def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
     """Draft the parts of a checkpoint as one: trained weights in fp32 under `model`, their states under `optimizer`."""
     if options.dtype:
-        raise Usage("this format keeps the dtypes of master weights and moments", hint="leave --dtype out")
+        raise Usage("this format keeps the dtypes of master weights and moments", hint="drop --dtype")
     if options.changes_names:
         raise Usage("this format keeps names and shapes", hint="convert to another format first")
     whole, remarks = with_names_for_numbers(checkpoint)
@@ -72,8 +72,8 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     conversion = with_other_files(
         conversion, checkpoint.path, [part.layout for part in checkpoint.components], world_size
     )
-    carried = {name: path for name, path in conversion.carried.items() if not trainers.is_tracker(name)}
-    return without_copy(replace(conversion, carried=carried), checkpoint.path)
+    copied_files = {name: path for name, path in conversion.copied_files.items() if not trainers.is_tracker(name)}
+    return without_copy(replace(conversion, copied_files=copied_files), checkpoint.path)
 
 
 def with_names_for_numbers(checkpoint: Checkpoint) -> tuple[Layout, list[str]]:
@@ -116,8 +116,8 @@ def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
 def as_weight(name: str, weights: Weights, layout: Layout) -> str:
     """Return what the model calls a parameter that an optimizer has under a name."""
     if name.isdecimal():
-        message = f"the optimizer lists its parameters by number, such as {name}"
-        raise Unsupported(message, path=layout.root, hint="expected an optimizer that lists its parameters by name")
+        message = f"expected an optimizer that lists its parameters by name, found numbers such as {name}"
+        raise Unsupported(message, path=layout.root)
     return own_name(name, weights.came_from)
 
 

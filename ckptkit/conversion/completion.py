@@ -34,7 +34,7 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout]) -> Co
     found = [find_states(layout) for layout in layouts]
     if not any(found):
         message = "found no optimizer with parameter groups, such as torch's own"
-        raise Unsupported(message, path=checkpoint.path, hint="leave --complete-optimizer out")
+        raise Unsupported(message, path=checkpoint.path, hint="drop --complete-optimizer")
     completed: list[Layout] = []
     made: dict[str, str] = {}
     remarks: list[str] = []
@@ -64,8 +64,8 @@ def parameters_for(checkpoint: Checkpoint, layout: Layout, states: States) -> di
     for other in fitting[1:]:
         name = next((one for one in states.lacking if other[one].spec != fitting[0][one].spec), None)
         if name is not None:
-            message = f"two models contain it: one as {fitting[0][name].spec}, the other as {other[name].spec}"
-            raise Unsupported(message, path=layout.root, tensor=name, hint="leave --complete-optimizer out")
+            message = f"two models contain this tensor: one as {fitting[0][name].spec}, the other as {other[name].spec}"
+            raise Unsupported(message, path=layout.root, tensor=name, hint="drop --complete-optimizer")
     return fitting[0]
 
 

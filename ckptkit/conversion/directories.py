@@ -1,7 +1,4 @@
-"""Look around in the directories of source and destination: what collides, what goes along, what stays behind.
-
-Writes nothing.
-"""
+"""Check the directories of source and destination: collisions, and files to copy or to leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold a conversion that is thought through, and of which nothing has been written: all that a dry run needs."""
+"""A conversion that is planned but not yet written: everything that a dry run needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckptkit.formats import FormatWriter, locate, unpack
 from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, StoredTensor, WriterOptions
 from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
-from ckptkit.names.weights import UNKNOWN, LeftOut, Weights, summarise
+from ckptkit.names.weights import UNKNOWN, LeftOut, Weights, summarize
 from ckptkit.tensors.box import whole
 from ckptkit.version import __version__
 
@@ -161,7 +161,7 @@ class Entries:
 
     def groups(self) -> tuple[LeftOut, ...]:
         """Count what was dropped, by where it lies and why."""
-        return summarise(self.read, self.prefix, self.dropped, self.written)
+        return summarize(self.read, self.prefix, self.dropped, self.written)
 
 
 def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
@@ -184,10 +184,10 @@ def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """All that an output is made of: a draft for each part of a checkpoint, and other files, made or carried along.
+    """All that an output is made of: a draft for each part of a checkpoint, and other files, made or copied unchanged.
 
     All of it comes from the `origins`, and some tensors from `also_read`, such as the base. `entries` are what became
-    of all that was read, `left_behind` the files of the sources that are neither read nor carried, `wrapper` the key
+    of all that was read, `left_behind` the files of the sources that are neither read nor copied, `wrapper` the key
     that a model is taken out of, `world_size` the ranks that a sharded output is for, `completed` the entries that are
     zeros because the sources lack them, `notes` what else there is to say, `salvaged` the account of what was damaged,
     if that was asked for.
@@ -198,7 +198,7 @@ class Conversion:
     options: ConvertOptions
     drafts: Sequence[Draft]
     made: Mapping[str, bytes] = field(default_factory=dict)
-    carried: Mapping[str, Path] = field(default_factory=dict)
+    copied_files: Mapping[str, Path] = field(default_factory=dict)
     entries: Sequence[Entries] = ()
     left_behind: Sequence[LeftBehind] = ()
     wrapper: str = ""
@@ -214,8 +214,8 @@ class Conversion:
 
     @property
     def files_used(self) -> set[Path]:
-        """Return the files of the sources that were read, for whatever is in them, and those that are carried."""
-        read = {path for draft in self.drafts for path in draft.read} | set(self.carried.values())
+        """Return the files of the sources that were read, or are copied unchanged."""
+        read = {path for draft in self.drafts for path in draft.read} | set(self.copied_files.values())
         return read | {one.read.root / name for one in self.entries for name in one.read.files}
 
     @property
@@ -223,7 +223,7 @@ class Conversion:
         """Return the bytes of each file, by its name in the output."""
         sizes = {str(Path(part.place, file.name)): file.nbytes for part in self.drafts for file in part.files}
         sizes |= {name: len(content) for name, content in self.made.items()}
-        return sizes | {name: file_size(path) for name, path in self.carried.items()}
+        return sizes | {name: file_size(path) for name, path in self.copied_files.items()}
 
     @cached_property
     def fingerprint(self) -> str:

@@ -92,9 +92,9 @@ def write_made(conversion: Conversion, room: Path) -> None:
         write_file(room / name, content, anew=False)
 
 
-def copy_carried(conversion: Conversion, room: Path) -> None:
+def write_copied_files(conversion: Conversion, room: Path) -> None:
     """Copy the files that go along as they are."""
-    for name, path in conversion.carried.items():
+    for name, path in conversion.copied_files.items():
         copy_file(path, room / name)
 
 

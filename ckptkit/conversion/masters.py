@@ -105,6 +105,23 @@ def note_remainders(model: Model, options: ConvertOptions) -> Model:  # noqa: AR
     return model.say(f"the optimizer has remainders of the masters of {which}; {_OPTION} adds them")
 
 
+def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
+    """Raise `Unsupported` for a cast of weights whose remainders an optimizer would keep: they complete bfloat16."""
+    weights = find_weights(checkpoint.layout).layout
+    tensors = checkpoint.layout.tensors
+    kept = {
+        parameter: name
+        for name, parameter in masters_in(checkpoint.layout, weights.specs)
+        if tensors[name].spec.dtype == REMAINDERS and options.edits.admit(name)
+    }
+    _, casts = options.edits.cast(edits.select(weights, kept.__contains__), lambda _: True)
+    if casts:
+        parameter = next(iter(casts))
+        message = f"--dtype would cast `{parameter}`, which the optimizer completes by remainders in {REMAINDERS}"
+        hint = f"leave --dtype out, or write the model alone: ckptkit consolidate SRC OUT {_OPTION}"
+        raise Unsupported(message, path=checkpoint.path, tensor=kept[parameter], hint=hint)
+
+
 def replaced(layout: Layout, masters: Layout) -> list[str]:
     """Return the weights in whose place another layout has other data."""
     return [name for name, one in layout.tensors.items() if masters.tensors[name].chunks != one.chunks]

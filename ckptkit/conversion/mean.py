@@ -66,7 +66,7 @@ def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> N
     for here, names, there, others in ((path, layout, other_path, other), (other_path, other, path, layout)):
         missing = sorted(names.tensors.keys() - others.tensors.keys())
         if missing:
-            message = f"missing: {here} has it{and_more(len(missing) - 1)}"
+            message = f"missing: {here} has this tensor{and_more(len(missing) - 1)}"
             hint = "select the tensors that both have with --include and --exclude"
             raise Mismatch(message, path=there, tensor=missing[0], hint=hint)
     for name, spec in layout.specs.items():

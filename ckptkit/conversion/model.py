@@ -1,4 +1,4 @@
-"""The one value of a conversion: what is about to be written of a model, and the steps that change it."""
+"""The value that the steps of a conversion pass on: the model that will be written."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: C
     found = [find_optimizers(layout) if want else [] for layout, want in zip(layouts, wants, strict=True)]
     if wanted is not None and not any(found):
         message = "found no optimizer with parameter groups, such as torch's own"
-        raise Unsupported(message, path=checkpoint.path, hint="leave --optimizer-keys out")
+        raise Unsupported(message, path=checkpoint.path, hint="drop --optimizer-keys")
     return [
         [rekeying for optimizer in optimizers if (rekeying := rekey(checkpoint, layout, optimizer, options))]
         for layout, optimizers in zip(layouts, found, strict=True)

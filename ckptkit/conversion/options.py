@@ -1,4 +1,4 @@
-"""Hold all that a conversion may be asked for: the one list of options, of the commands and of the public functions."""
+"""All options of a conversion: one list for the commands and the public functions."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ DEFAULT_SHARD_SIZE = 5 * 10**9
 MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
 QUANTIZATIONS = ("fp8-block", "fp8-channel", "fp8-block-ue8m0")  # the schemes of `quantized.schemes`
 PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # of lora_B of fused experts, see `adapters.experts`
+FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = ("flat", "per-expert", "3d")  # of adapters, see `adapters.expert_pairs`
+ADAPTER = "adapter"  # what to write: the adapter in the checkpoint, as Hugging Face files
 RANK = "rank"  # the part of a process that torchrun started
 
 _AT_LEAST_ONE = ("world_size", "vocab_size", "jobs")
@@ -60,7 +62,8 @@ class ConvertOptions:
     dtype: Annotated[
         tuple[str, ...],
         About(
-            "Dtype of weights: keep, bf16, fp16, fp32, fp64, like:MODEL; 'GLOB=DTYPE' for matches; repeatable.",
+            "Dtype of weights: keep, bf16, fp16, fp32, fp64, or like:MODEL (the dtypes of MODEL); "
+            "'GLOB=DTYPE' for matches; repeatable.",
             "DTYPE",
         ),
     ] = ()
@@ -68,7 +71,7 @@ class ConvertOptions:
     base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
     from_base: Annotated[
         tuple[str, ...],
-        About("Copy tensors that only --base has, matched by their names there; repeatable.", "GLOB"),
+        About("Also copy the tensors of --base that match and that SRC does not have; repeatable.", "GLOB"),
     ] = ()
     text_only: Annotated[bool, About("Write only the text model of a vision-language model, with its own config.")] = (
         False
@@ -89,15 +92,21 @@ class ConvertOptions:
     ] = None
     experts_layout: Annotated[
         str | None,
-        About("With merge: the layout of lora_B of fused experts, if no file says it.", "peft|blocks"),
+        About("With merge or --experts: the layout of lora_B of fused experts, if no file records it.", "peft|blocks"),
     ] = None
-    include: Annotated[tuple[str, ...], About("Write only matching entries; repeatable.", "GLOB")] = ()
-    exclude: Annotated[tuple[str, ...], About("Drop matching entries; repeatable.", "GLOB")] = ()
+    experts: Annotated[
+        str | None,
+        About("Write the matrices of experts of an adapter in this form.", "flat|per-expert|3d"),
+    ] = None
+    include: Annotated[tuple[str, ...], About("Use only matching entries; repeatable.", "GLOB")] = ()
+    exclude: Annotated[tuple[str, ...], About("Skip matching entries; repeatable.", "GLOB")] = ()
     rename: Annotated[
         tuple[str, ...], About("Rename parameters, also in the optimizer; repeatable.", "'REGEX=>TEXT'")
     ] = ()
     allow_unmatched: Annotated[bool, About("Allow globs and regexes that match nothing.")] = False
-    names: Annotated[str | None, About("Names to write: hub, a family, or keep (the source's names).", "FAMILY")] = None
+    names: Annotated[
+        str | None, About("Names to write: hub, keep (the source's names), or a family of names.", "FAMILY")
+    ] = None
     map: Annotated[str | None, About("Your own table of names, used before the built-in ones.", "TOML")] = None
     vocab_size: Annotated[
         int | None, About("Rows of embedding and head: add zero rows, or drop the last rows.", "N", least=1)
@@ -105,13 +114,17 @@ class ConvertOptions:
     weights_from: Annotated[
         str | None,
         About(
-            "master: fp32 weights, also from the optimizer's masters or remainders; module: the 16-bit copy.",
+            "Which copy of the weights: master (fp32, also from the optimizer's masters or "
+            "remainders), or module (16 bits).",
             "master|module",
         ),
     ] = None
     strict: Annotated[
         bool,
-        About("Fail if config.json is missing or does not describe a tensor, or if unknown tensors or files get lost."),
+        About(
+            "Fail if config.json is missing or does not describe a tensor, or if unknown tensors or "
+            "files would be lost."
+        ),
     ] = False
     salvage: Annotated[
         bool,
@@ -122,7 +135,9 @@ class ConvertOptions:
     fill_from: Annotated[str | None, About("With --salvage: take lost tensors from another checkpoint.", "OTHER")] = (
         None
     )
-    overwrite: Annotated[bool, About("Replace OUT if it is one checkpoint and contains no other files.")] = False
+    overwrite: Annotated[bool, About("Replace an existing OUT, if it is one checkpoint and contains nothing else.")] = (
+        False
+    )
     dry_run: Annotated[bool, About("Show what ckptkit would do, and write nothing.")] = field(
         default=False, metadata=_OF_THIS_PROCESS
     )
@@ -152,8 +167,8 @@ class ConvertOptions:
     def check(self) -> None:
         """Raise `Usage` for what is not understood, and for what the format has no use for."""
         require_least(self)
-        if self.to not in FORMATS:
-            raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join(FORMATS)}")
+        if self.to not in (*FORMATS, ADAPTER):
+            raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*FORMATS, ADAPTER))}")
         if self.weights_from not in (None, MASTER, MODULE):
             raise Usage(
                 f"expected `{MASTER}` or `{MODULE}`, found `{self.weights_from}`",
@@ -164,16 +179,16 @@ class ConvertOptions:
             parse_part(self.part)
         writer = self.writer
         if self.world_size is not None and not writer.is_sharded:
-            raise Usage(f"`{self.to}` is the same for any number of ranks", hint="leave --world-size out")
+            raise Usage(f"`{self.to}` is the same for any number of ranks", hint="drop --world-size")
         if self.under and writer.is_model_only:
-            hint = "rename them with --rename '^=>KEY.'"
+            hint = "add a prefix with --rename '^=>KEY.'"
             raise Usage("--under: the weights of a Hugging Face model cannot be under a key", hint=hint)
         if self.optimizer_keys not in (None, NAMES, IDS):
             raise Usage(f"expected optimizer keys `{NAMES}` or `{IDS}`, found `{self.optimizer_keys}`")
         if self.optimizer_keys and writer.is_model_only:
-            raise Usage("a Hugging Face model has no optimizer", hint="leave --optimizer-keys out")
+            raise Usage("a Hugging Face model has no optimizer", hint="drop --optimizer-keys")
         if self.complete_optimizer and (writer.is_model_only or self.merge):
-            raise Usage("the output is a model without an optimizer", hint="leave --complete-optimizer out")
+            raise Usage("the output is a model without an optimizer", hint="drop --complete-optimizer")
         self.check_shard_size()
         self.check_adapters()
         self.check_text_only()
@@ -182,7 +197,7 @@ class ConvertOptions:
         self.check_salvage()
         needs_config = writer.is_model_only or self.merge or self.changes_names
         if self.base is not None and not needs_config:
-            raise Usage(f"`{self.to}` is not compared with a model's config.json", hint="leave --base out")
+            raise Usage(f"ckptkit does not compare `{self.to}` with a config.json", hint="drop --base")
 
     def check_names_and_dtypes(self) -> None:
         """Raise `Usage` for a rule, a family or a table that is not understood."""
@@ -194,19 +209,26 @@ class ConvertOptions:
     def check_shard_size(self) -> None:
         """Raise `Usage` for a size of safetensors files where none are written."""
         if self.max_shard_size != DEFAULT_SHARD_SIZE and not self.writer.is_model_only:
-            raise Usage(f"`{self.to}` does not write safetensors files", hint="leave --max-shard-size out")
+            raise Usage(f"`{self.to}` does not write safetensors files", hint="drop --max-shard-size")
 
     def check_adapters(self) -> None:
         """Raise `Usage` for what is asked of adapters and contradicts itself."""
         if self.adapter_config and not (self.merge or self.writer.is_model_only):
             raise Usage(f"`{self.to}` keeps adapters as they are", hint="drop --adapter-config, or pass --merge")
-        if self.experts_layout is not None and not self.merge:
-            raise Usage("--experts-layout is for a merge", hint="pass --merge, or leave --experts-layout out")
+        if self.to == ADAPTER and self.merge:
+            raise Usage("a merged model is not an adapter", hint="drop --merge, or pass --to hf")
+        if self.experts is not None and (self.merge or not self.writer.is_model_only):
+            raise Usage("--experts is for an adapter as output", hint="pass --to adapter, or drop --experts")
+        if self.experts not in (None, *EXPERT_FORMS):
+            raise Usage(f"--experts: expected {', '.join(EXPERT_FORMS)}, found `{self.experts}`")
+        if self.experts_layout is not None and not (self.merge or self.experts):
+            hint = "pass --merge or --experts, or drop --experts-layout"
+            raise Usage("--experts-layout is for a merge, or for --experts", hint=hint)
         if self.experts_layout not in (None, *EXPERTS_LAYOUTS):
             message = f"--experts-layout: expected {' or '.join(EXPERTS_LAYOUTS)}, found `{self.experts_layout}`"
             raise Usage(message)
         if self.merge and self.changes_names:
-            hint = "merge first, and consolidate the result with --names, --map or --vocab-size"
+            hint = "merge first, then consolidate the result with --names, --map or --vocab-size"
             raise Usage("an adapter only fits the names and rows that its model had in training", hint=hint)
 
     def check_text_only(self) -> None:
@@ -214,10 +236,10 @@ class ConvertOptions:
         if not self.text_only:
             return
         if not self.is_for_hub:
-            hint = "run `ckptkit consolidate SRC OUT --text-only` first, and convert OUT"
+            hint = "run `ckptkit consolidate SRC OUT --text-only` first, then convert OUT"
             raise Usage("--text-only writes a Hugging Face model under the Hub's names only", hint=hint)
         if self.merge or self.from_base or self.vocab_size:
-            hint = "consolidate with the other options first, and the result with --text-only"
+            hint = "consolidate with the other options first, then consolidate the result with --text-only"
             raise Usage("--text-only cannot be combined with --from-base, --merge or --vocab-size", hint=hint)
 
     def check_from_base(self) -> None:
@@ -227,11 +249,11 @@ class ConvertOptions:
         if self.base is None:
             raise Usage("--from-base copies tensors of --base, but --base is missing", hint="pass --base MODEL")
         if not self.is_for_hub:
-            hint = "run `ckptkit consolidate SRC OUT --base MODEL --from-base GLOB` first, and convert OUT"
+            hint = "run `ckptkit consolidate SRC OUT --base MODEL --from-base GLOB` first, then convert OUT"
             raise Usage("--from-base writes a Hugging Face model under the Hub's names only", hint=hint)
         if self.merge or self.quantize:
             first, then = ("--merge", "--from-base") if self.merge else ("--from-base", "--quantize")
-            hint = f"consolidate with {first} first, and the result with {then}"
+            hint = f"consolidate with {first} first, then consolidate the result with {then}"
             raise Usage("--from-base cannot be combined with --merge or --quantize", hint=hint)
 
     def check_quantize(self) -> None:
@@ -241,17 +263,17 @@ class ConvertOptions:
                 raise Usage("--exclude-quantize does nothing without --quantize", hint="add --quantize")
             return
         if self.quantize not in QUANTIZATIONS:
-            raise Usage(f"unknown quantization `{self.quantize}`", hint=f"--quantize {' or '.join(QUANTIZATIONS)}")
+            raise Usage(f"unknown quantization `{self.quantize}`", hint=f"use one of {', '.join(QUANTIZATIONS)}")
         if not self.writer.is_model_only:
             raise Usage(
                 f"`{self.to}` is not a model format that can be quantized",
                 hint="run `ckptkit consolidate SRC OUT --quantize` instead",
             )
         if self.merge:
-            hint = "merge first, and consolidate the result with --quantize"
+            hint = "merge first, then consolidate the result with --quantize"
             raise Usage("ckptkit does not merge and quantize in one step", hint=hint)
         if self.names not in (None, HUB):
-            raise Usage("loaders of quantized weights look for the Hub's names", hint="leave --names out")
+            raise Usage("loaders of quantized weights look for the Hub's names", hint="drop --names")
 
     def check_salvage(self) -> None:
         """Raise `Usage` for what is asked of a damaged checkpoint and contradicts itself."""
@@ -283,7 +305,7 @@ class ConvertOptions:
     @property
     def writer(self) -> FormatWriter:
         """Return the format to write."""
-        return get_writer(self.to)
+        return get_writer("hf" if self.to == ADAPTER else self.to)
 
     @property
     def table(self) -> Family | None:
@@ -314,6 +336,7 @@ class Keywords(TypedDict, total=False):
     merge: bool
     adapter_config: str | Path | None
     experts_layout: str | None
+    experts: str | None
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     rename: str | Sequence[str]

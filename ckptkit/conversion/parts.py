@@ -1,4 +1,4 @@
-"""Draft a checkpoint with all its parts, optimizer and all, and the files that lie beside them, in another form."""
+"""Draft a checkpoint with all its parts, the optimizer and the other files, in another format."""
 
 from __future__ import annotations
 
@@ -184,7 +184,9 @@ def choose(piece: Piece, options: ConvertOptions, world_size: int) -> tuple[Layo
     chosen = edits.select(piece.layout, options.edits.admit)
     opaque = say_opaque(chosen.tensors)
     remarks = [opaque] if opaque else []
-    remarks += [f"`{name}` is tied and was written too" for name in chosen.tensors.keys() & piece.restored]
+    remarks += [
+        f"wrote `{name}` as a tensor of its own, although it is tied" for name in chosen.tensors.keys() & piece.restored
+    ]
     if not options.writer.is_sharded:
         return chosen, remarks
     chosen, more = drop_state_of_ranks(chosen, world_size)
@@ -258,26 +260,26 @@ def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layou
         dropped, remarks = drop_files_of_ranks(found, world_size)
         notes += remarks
         found = {name: path for name, path in found.items() if name not in dropped}
-    return replace(conversion, carried=found, notes=notes)
+    return replace(conversion, copied_files=found, notes=notes)
 
 
 def with_config_of(conversion: Conversion, rows: int) -> Conversion:
     """Return the conversion with each config.json that goes along made anew, for a vocabulary of so many rows."""
     made = dict(conversion.made)
-    for name, path in conversion.carried.items():
+    for name, path in conversion.copied_files.items():
         config = read_config(path) if Path(name).name == CONFIG else None
         if config is not None and vocabulary_of(config) is not None:
             made[name] = dump_config(with_vocabulary(config, rows))
-    carried = {name: path for name, path in conversion.carried.items() if name not in made}
-    return replace(conversion, made=made, carried=carried)
+    copied_files = {name: path for name, path in conversion.copied_files.items() if name not in made}
+    return replace(conversion, made=made, copied_files=copied_files)
 
 
 def without_copy(conversion: Conversion, root: Path) -> Conversion:
     """Return the conversion without a model that lies beside the parts, and would be taken for all there is."""
     reader = detect_format(root)
-    copies = sorted(name for name in conversion.carried if reader and reader.owns(name))
+    copies = sorted(name for name in conversion.copied_files if reader and reader.owns(name))
     if not copies:
         return conversion
     notes = [*conversion.notes, *(f"skipped `{name}`: another copy of the weights" for name in copies)]
-    kept = {name: path for name, path in conversion.carried.items() if name not in copies}
-    return replace(conversion, carried=kept, notes=notes)
+    kept = {name: path for name, path in conversion.copied_files.items() if name not in copies}
+    return replace(conversion, copied_files=kept, notes=notes)

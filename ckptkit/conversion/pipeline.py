@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.conversion.draft import Conversion
-from ckptkit.conversion.made_files import copy_carried, create, seal, write_made
+from ckptkit.conversion.made_files import create, seal, write_copied_files, write_made
+from ckptkit.conversion.one_save import require_one_save
 from ckptkit.conversion.options import RANK, parse_part
 from ckptkit.conversion.report import Written
 from ckptkit.conversion.torchrun import rank_and_ranks, wait_for_ranks
@@ -43,6 +44,9 @@ def write(conversion: Conversion) -> Written:
     alone, in_part, finish = ways_to_write(conversion)
     part = conversion.options.part
     share = share_of(part)
+    if share.number == 0:
+        for one in conversion.entries:
+            require_one_save(one.read)
     if share.count == 1:
         return alone(conversion)
     written = in_part(conversion, share)
@@ -131,7 +135,7 @@ def require_whole(conversion: Conversion, room: Path) -> None:
             path = room / draft.place / file.name
             there = file_size(path) if is_there(path) else 0
             if there != file.nbytes:
-                message = f"{there} bytes remain of {file.nbytes} that were written"
+                message = f"expected {file.nbytes} bytes, as written before, found {there}"
                 raise Corrupt(message, path=path, hint=f"delete {room}, and run all parts again")
 
 
@@ -183,7 +187,7 @@ def require_same_options(conversion: Conversion, count: int, begun: bytes, work:
         return
     parts = ", ".join(f"{number}/{theirs['--part']}" for number in made[:8])
     name = different[0]
-    message = f"parts {parts} were made with another {name}: expected {theirs.get(name)}, found {ours[name]}"
+    message = f"parts {parts} were made with other options: {name}: expected {theirs.get(name)}, found {ours[name]}"
     hint = f"pass the same sources and options; to start over, delete {work.parent}"
     raise Occupied(message, path=conversion.output, hint=hint)
 
@@ -216,7 +220,7 @@ def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledg
     jobs = conversion.options.jobs
     copied = [check_complete(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
     write_made(conversion, stage.path)
-    copy_carried(conversion, stage.path)
+    write_copied_files(conversion, stage.path)
     seal(conversion, plans, copied)
     for origin in (*conversion.origins, *conversion.also_read):
         origin.check()

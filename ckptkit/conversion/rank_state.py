@@ -28,7 +28,7 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
         ranks = 1 + max(owners[name] for name in members)
         if world_size not in (ranks, layout.world_size):  # TP leaves fewer loaders than ranks
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
-            words = f"it has a state for each of {count(ranks, 'rank')}, which {world_size} cannot use"
+            words = f"state of {count(ranks, 'rank')}, which {world_size} cannot use"
             notes.append(f"dropped `{group}`{name_inner(layout, members)}: {words}")
         elif group == OWN:
             notes.append(

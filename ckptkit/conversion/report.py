@@ -31,12 +31,13 @@ from ckptkit.summary import Summarized
 class Written(NamedTuple):
     """What was written of each draft, and what came of checking all of it: None while other parts are to finish.
 
-    `remarks` are on the store that it was written to.
+    `remarks` are on the store that it was written to, which had `kept_bytes` from an earlier call.
     """
 
     ledgers: Sequence[Ledger]
     copied: Sequence[Copied] | None = None
     remarks: Sequence[str] = ()
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> l
         for left in dropped
         if left.why == UNKNOWN
     ]
-    return lines + describe_left([left for left in left_behind if left.why == WEIGHTS], "left behind")
+    return lines + describe_left([left for left in left_behind if left.why == WEIGHTS], "not copied")
 
 
 def count_entries(found: Iterable[Entries]) -> dict[str, int]:
@@ -168,7 +169,7 @@ def complete(conversion: Conversion, prospect: Converted, written: Written, seco
         copies=0,
         checked_bytes=sum(done.checked_bytes for done in copied),
         unchecked_bytes=sum(done.unchecked_bytes for done in copied),
-        resumed_bytes=sum(ledger.resumed_bytes for ledger in ledgers),
+        resumed_bytes=sum(ledger.resumed_bytes for ledger in ledgers) + written.kept_bytes,
         free_bytes=None,
         peak_rss_bytes=peak_rss_bytes(),
         dry_run=False,
@@ -206,7 +207,11 @@ def headline(done: Converted, verb: str) -> str:
             f"{'would average' if done.dry_run else verb} {count(len(done.sources), 'checkpoint')} into {done.output}"
         )
     ranks = f" for {count(done.world_size, 'rank')}" if done.world_size else ""
-    return f"{'would make' if done.dry_run else verb} {done.source} into {done.output}{ranks}"
+    return (
+        f"would write {done.output} from {done.source}{ranks}"
+        if done.dry_run
+        else f"{verb} {done.source} into {done.output}{ranks}"
+    )
 
 
 def amounts(done: Converted) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,9 +11,7 @@ from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.layout import Chunk, Layout
 
 _ALL = 20_000  # envelopes that are all opened
-_SAMPLE = 4096  # of more envelopes, those that are opened beside the last one of each file
-
-Place = tuple[str, int]  # the file of a chunk, and its offset
+_SAMPLE = 4096  # of more envelopes, those that are opened, and as many that are the last of a file
 
 
 class Checked(NamedTuple):
@@ -31,36 +29,33 @@ class Checked(NamedTuple):
 def locate_sample(layout: Layout) -> Checked:
     """Check all envelopes of a layout, or a sample of a large one.
 
-    Raises what `locate` raises. The last envelope of each file is in the sample, so a file that is missing or truncated
-    is found.
+    Raises what `locate` raises. The last envelope of a file is in the sample, of so many files as the sample is large:
+    the reader of the metadata has compared the sizes of all files.
     """
-    places = [
-        (chunk.path, chunk.offset)
-        for tensor in layout.tensors.values()
-        for chunk in tensor.chunks
-        if chunk.wrapper == ENVELOPE
-    ]
-    if len(places) <= _ALL:
+    chunks = [chunk for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.wrapper == ENVELOPE]
+    if len(chunks) <= _ALL:
         found = locate(layout)
         return Checked(found, layout, found)
-    chosen = {*last_in_files(places), *places[:: len(places) // _SAMPLE]}
-
-    def is_chosen(chunk: Chunk) -> bool:
-        return chunk.wrapper != ENVELOPE or (chunk.path, chunk.offset) in chosen
-
+    chosen = {(chunk.path, chunk.offset) for chunk in (*spread(last_in_files(chunks)), *spread(chunks))}
     tensors = {
         name: replace(tensor, chunks=some)
         for name, tensor in layout.tensors.items()
-        if (some := tuple(filter(is_chosen, tensor.chunks)))
+        if (some := tuple(chunk for chunk in tensor.chunks if (chunk.path, chunk.offset) in chosen))
     }
     sample = replace(layout, tensors=tensors)
-    remark = f"checked the headers of {len(chosen):,} of {len(places):,} chunks; the conversion itself checks all"
+    remark = f"checked the headers of {len(chosen):,} of {len(chunks):,} chunks; the conversion itself checks all"
     return Checked(layout, sample, locate(sample), remark)
 
 
-def last_in_files(places: Iterable[Place]) -> Iterable[Place]:
-    """Return the last place in each file."""
-    last: dict[str, int] = {}
-    for path, offset in places:
-        last[path] = max(offset, last.get(path, offset))
-    return last.items()
+def spread(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    """Return every n-th of some chunks, as many as a sample has."""
+    return chunks[:: max(1, len(chunks) // _SAMPLE)]
+
+
+def last_in_files(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Return the last chunk in each file."""
+    last: dict[str, Chunk] = {}
+    for chunk in chunks:
+        if chunk.offset >= last.get(chunk.path, chunk).offset:
+            last[chunk.path] = chunk
+    return list(last.values())

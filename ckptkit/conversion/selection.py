@@ -181,7 +181,9 @@ class Like:
             raise Mismatch(f"{self.model} does not have this tensor, so its dtype is unknown", tensor=name, hint=hint)
         wanted = specs[name].dtype
         if wanted != spec.dtype and not spec.dtype.can_become(wanted):
-            raise Mismatch(f"expected {wanted} as in {self.model}, but {spec.dtype} cannot be cast to it", tensor=name)
+            raise Mismatch(
+                f"expected {wanted} as in {self.model}, found {spec.dtype}, which cannot be cast to it", tensor=name
+            )
         return wanted
 
 
@@ -217,5 +219,5 @@ def parse_cast(rule: str) -> tuple[str | None, DType | Like | None]:
         return (glob if equals else None), None
     dtype = parse_dtype(name)
     if not dtype.can_become(dtype):
-        raise Usage(f"weights can be cast to float64, float32, float16 and bfloat16, not to {dtype}")
+        raise Usage(f"expected float64, float32, float16 or bfloat16 as the dtype of weights, found {dtype}")
     return (glob if equals else None), dtype

@@ -21,10 +21,10 @@ from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.parameters import rename_parameters
-from ckptkit.names.prefixes import take_off_prefix
+from ckptkit.names.prefixes import remove_prefix
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import Weights, find_weights
-from ckptkit.quantized.signs import is_said_quantized
+from ckptkit.quantized.signs import is_declared_quantized
 from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.trainers import who_wrote
 
@@ -84,7 +84,7 @@ def has_known_names(model: Model) -> bool:
 
 def unwrap(model: Model, options: ConvertOptions | None = None) -> Model:  # noqa: ARG001 - all steps have this form
     """Strip what a trainer's module puts before all names, if config.json or a family of names proves it."""
-    weights, remarks = take_off_prefix(model.weights, model.companions.config)
+    weights, remarks = remove_prefix(model.weights, model.companions.config)
     if not remarks:
         return model
     prefix = len(next(iter(model.layout.tensors))) - len(next(iter(weights.layout.tensors)))
@@ -97,8 +97,8 @@ def translate_names(model: Model, options: ConvertOptions) -> Model:
     model = give_names(model, names, options)
     if names == HUB or not options.writer.is_model_only:
         return model
-    whose = "the checkpoint's own" if names == KEEP else f"those of {names}"
-    return model.say(f"the names are {whose}, and were not compared with a config.json")
+    whose = "the checkpoint's own names" if names == KEEP else f"the names of {names}"
+    return model.say(f"the output has {whose}, which ckptkit did not compare with a config.json")
 
 
 def require_files(companions: Companions, options: ConvertOptions) -> None:
@@ -147,7 +147,7 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
     try:
         layout, dropped, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
     except Mismatch as error:
-        if is_said_quantized(model.config):
+        if is_declared_quantized(model.config):
             error.hint = "pass --dtype bf16 to dequantize the weights, or --names keep to copy them unchanged"
         raise
     siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)

@@ -10,9 +10,9 @@ from ckptkit.errors import CkptError, Usage
 from ckptkit.formats import locate, unpack
 from ckptkit.models.predictors import predictors_in
 from ckptkit.models.text_model import find_text_model
+from ckptkit.names.between_families import turn_between
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.tables.transformers import TRANSFORMERS
-from ckptkit.names.turn import turn_between
 from ckptkit.names.weights import JOINED
 from ckptkit.quantized.require_plain import require_plain
 

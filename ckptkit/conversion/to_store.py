@@ -26,7 +26,7 @@ from ckptkit.conversion.report import Written
 from ckptkit.destinations.allocation import create_file, make_folder
 from ckptkit.destinations.assembly import AssembledFiles, Assembly, Gap, PieceKey
 from ckptkit.destinations.destination import Destination
-from ckptkit.destinations.pieces import FilePiece, cut_file, is_large
+from ckptkit.destinations.pieces import FilePiece, cut_file, is_large, new_piece
 from ckptkit.destinations.stores import keeping, open_destination
 from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.copy import check_complete, copy, copy_unit
@@ -64,7 +64,7 @@ def write_share(conversion: Conversion, share: Share) -> Written:
         ledgers = upload.copy(assembly, share)
         words = {"ledgers": [ledger.to_json() for ledger in ledgers], "sent": sorted(assembly.sent)}
         upload.there.note(share_name(share.number), json.dumps(words).encode())
-    return Written(ledgers)
+    return Written(ledgers, kept_bytes=upload.there.kept_bytes)
 
 
 def finish_shares(conversion: Conversion, count: int) -> Written:
@@ -157,7 +157,7 @@ class OutputUpload:
     plans: Sequence[Plan]
     there: Destination
     marks: Sequence[str]
-    held: dict[str, bytearray] = field(default_factory=dict)
+    held: dict[str, memoryview] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -189,7 +189,7 @@ class OutputUpload:
             gaps |= {(str(Path(draft.place, name)), offset): gap for (name, offset), gap in own.items()}
         return Assembly(self.room, self.sizes, gaps, self, only)
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece, or hold it if it is the whole of a mark."""
         if self.is_small_mark(piece.name):
             self.held[piece.name] = data
@@ -228,7 +228,7 @@ class OutputUpload:
         assembly.require_all()
         pairs = zip(self.plans, ledgers, strict=True)
         copied = [check_complete(plan, ledger, jobs=self.jobs) for plan, ledger in pairs]
-        sums = {name: self.send_file(name, path) for name, path in conversion.carried.items()}
+        sums = {name: self.send_file(name, path) for name, path in conversion.copied_files.items()}
         write_made(conversion, self.room)
         files = seal(conversion, self.plans, copied, sums)
         for origin in (*conversion.origins, *conversion.also_read):
@@ -246,7 +246,7 @@ class OutputUpload:
                 content = self.held.get(name) or self.read(name)
                 self.there.mark(name, content, crc32(content))
         self.there.commit()
-        return Written(ledgers, copied, self.there.remarks())
+        return Written(ledgers, copied, self.there.remarks(), self.there.kept_bytes)
 
     def send_file(self, name: str, path: Path) -> int:
         """Send a file that goes along as it is, and return its CRC-32."""
@@ -256,7 +256,8 @@ class OutputUpload:
             make_folder((self.room / name).parent)
             create_file(self.room / name, size, (), is_sparse=True)
             for piece in cut_file(name, size):
-                data = bytearray(read_at(file, piece.length, piece.start))
+                data = new_piece(piece.length)
+                file.read_into(data, piece.start)
                 crc = crc32(data)
                 self.put(piece, data, crc)
                 whole = combine(whole, crc, piece.length)

@@ -1,4 +1,4 @@
-"""Hold a delta that was made of the bytes of tensors: each is XORed with a compressed stream, or overwritten in places.
+"""A delta of the bytes of tensors: each is XORed with a compressed stream, or overwritten in places.
 
 The state that it is for is known by a number only. What tells a wrong base are the digests of the result.
 """

@@ -73,7 +73,10 @@ class DeltaChain:
         message = f"expected base {short(first.base)}, found {short(found)}{self._why(sums)}"
         hint = f"pass the checkpoint that {self.deltas[0].path} was made from"
         if found == self.deltas[-1].record.new:
-            message, hint = "the delta is applied already: this is its result", "pass its base"
+            message, hint = (
+                "the delta is applied already: this checkpoint is its result",
+                "pass the checkpoint that the delta was made from",
+            )
         raise Mismatch(message, path=base.root, hint=hint)
 
     def _check_results(self, base: Layout, sums: Mapping[str, int]) -> None:
@@ -81,9 +84,7 @@ class DeltaChain:
         for delta in self.deltas:
             after |= {name: tensor.crc32_new for name, tensor in delta.record.tensors.items()}
             if (found := identify(base.specs, after)) != delta.record.new:
-                message = (
-                    f"expected the delta to make {short(delta.record.new)}, found that its tensors make {short(found)}"
-                )
+                message = f"expected weights {short(delta.record.new)} after the delta, found {short(found)}"
                 raise Corrupt(message, path=delta.path / RECORD, hint=WRITE_AGAIN)
 
     def _why(self, sums: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Tell whether a directory has a delta, and of which kind, by one small file in it."""
+"""Recognize a delta in a directory, and its kind, by one small file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open a delta of bytes, in whatever format it is."""
+"""Open a delta of bytes, in any of its formats."""
 
 from __future__ import annotations
 

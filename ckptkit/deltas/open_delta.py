@@ -1,4 +1,4 @@
-"""Open a delta of ckptkit's own format: what it says of itself, and where what it holds lies. Reads no values."""
+"""Open a delta of ckptkit's own format: its record, and the locations of its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load what a delta holds of one tensor, check it, and put several of them together."""
+"""Load the changes of one tensor from a delta, check them, and combine the changes of several deltas."""
 
 from __future__ import annotations
 

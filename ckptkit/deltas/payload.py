@@ -1,4 +1,4 @@
-"""Name and place what a delta holds of each tensor: positions and values of what changed, or the whole of it."""
+"""Name and place the data of a delta: positions and values of changed elements, or whole tensors."""
 
 from __future__ import annotations
 

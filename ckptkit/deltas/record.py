@@ -1,4 +1,4 @@
-"""Describe a delta: `delta.json`, which says what it was made of, what it makes, and what changed."""
+"""Read and write `delta.json`: the base of a delta, its result, and the tensors that changed."""
 
 from __future__ import annotations
 

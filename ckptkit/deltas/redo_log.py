@@ -1,4 +1,4 @@
-"""Write what a model is to become as a delta of absolute values, which can be applied again and again."""
+"""Write the changes of a model as absolute values, which can be applied again and again."""
 
 from __future__ import annotations
 

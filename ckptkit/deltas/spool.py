@@ -1,4 +1,4 @@
-"""Keep changed elements in a file as they are found, in whatever order their blocks come, until all are counted."""
+"""Keep changed elements in a file, in any order, until all are counted."""
 
 from __future__ import annotations
 

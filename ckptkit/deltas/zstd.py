@@ -1,4 +1,4 @@
-"""Compress and decompress what formats of deltas hold of a tensor: one zstd frame each."""
+"""Compress and decompress the data of a tensor in a delta: one zstd frame for each."""
 
 from __future__ import annotations
 

@@ -1,20 +1,22 @@
 """Put files together piece by piece. What is known of them lies in a directory; the data comes in blocks, in any order.
 
-A piece goes to its taker as soon as its last byte is there, and is held no longer. Blocks that come nearly in order
-keep few pieces open. Pieces that need no data go right before the next piece that does, so no taker waits for them. The
-CRC-32 of data, which some formats record behind it, is filled in when the data is whole.
+A piece goes to its taker when the block that brought its last byte is whole, and is held no longer. Blocks that come
+nearly in order keep few pieces open: no piece waits for bytes that a thread has but is busy sending another. Pieces
+that need no data go right before the next piece that does, so no taker waits for them. The CRC-32 of data, which some
+formats record behind it, is filled in when the data is whole.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from threading import Lock
 from types import TracebackType
 
-from ckptkit.destinations.pieces import FilePiece, PieceTaker, cut_file, piece_bytes
+from ckptkit.destinations.pieces import FilePiece, PieceTaker, cut_file, new_piece, piece_bytes
 from ckptkit.errors import Corrupt
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.files.file import open_file
@@ -28,6 +30,13 @@ class Gap:
 
     nbytes: int
     crc_at: list[int] = field(default_factory=list)
+
+
+class OwnPieces(threading.local):
+    """Pieces that the thread at hand has made whole, and not sent yet."""
+
+    def __init__(self) -> None:
+        self.whole: list[FilePiece] = []
 
 
 class Assembly:
@@ -51,9 +60,10 @@ class Assembly:
         self._gaps = dict(gaps)
         self._taker = taker
         self._only = None if only is None else set(only)
-        self._data: dict[PieceKey, bytearray] = {}
+        self._data: dict[PieceKey, memoryview] = {}
         self._sums: Checksums[tuple[str, int]] = Checksums()
-        self._lock = Lock()
+        self._lock = threading.Lock()
+        self._own = OwnPieces()
         self._missing: dict[PieceKey, int] = {}
         for (name, offset), gap in gaps.items():
             for start, nbytes in ((offset, gap.nbytes), *((at, 4) for at in gap.crc_at)):
@@ -65,7 +75,7 @@ class Assembly:
         return AssembledFiles(self, place)
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
-        """Write bytes that belong in gaps. No byte may be written twice."""
+        """Write bytes that belong in gaps. No byte may be written twice. What is whole then is sent by `note`."""
         for piece, low, high in self.pieces_in(name, offset, len(data)):
             if not self.is_ours(piece):
                 continue
@@ -75,12 +85,13 @@ class Assembly:
                 self._missing[piece.key] -= high - low
                 is_whole = not self._missing[piece.key]
             if is_whole:
-                for known in self._known_before(piece):
-                    self._send(known)
-                self._send(piece)
+                self._own.whole += [*self._known_before(piece), piece]
 
     def note(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
-        """Take note that of the gap at `offset` bytes from `start` were written, with this CRC-32."""
+        """Take note that of the gap at `offset` bytes from `start` were written, with this CRC-32.
+
+        Sends the pieces that this thread has made whole, in the order of the file.
+        """
         place = name, offset
         with self._lock:
             self._sums.add(place, start, nbytes, crc)
@@ -90,6 +101,9 @@ class Assembly:
                 del self._gaps[place]
         if gap is not None and total is not None:
             self.fill_in(name, gap, total)
+        whole, self._own.whole = self._own.whole, []
+        for piece in sorted(whole, key=attrgetter("start")):
+            self._send(piece)
 
     def fill_in(self, name: str, gap: Gap, crc: int) -> None:
         """Write the CRC-32 of a gap where it stands."""
@@ -143,7 +157,7 @@ class Assembly:
             if low < high:
                 yield piece, low, high
 
-    def _open(self, piece: FilePiece) -> bytearray:
+    def _open(self, piece: FilePiece) -> memoryview:
         """Return the bytes of a piece as far as they are there."""
         with self._lock:
             data = self._data.get(piece.key)
@@ -153,11 +167,11 @@ class Assembly:
                 data = self._data.setdefault(piece.key, data)
         return data
 
-    def _read(self, piece: FilePiece) -> bytearray:
-        data = bytearray(piece.length)
+    def _read(self, piece: FilePiece) -> memoryview:
+        data = new_piece(piece.length)
         if self._missing.get(piece.key, 0) < piece.length:
             with closing(open_file(self._room / piece.name)) as file:
-                file.read_into(memoryview(data), piece.start)
+                file.read_into(data, piece.start)
         return data
 
     def _send(self, piece: FilePiece) -> None:

@@ -86,7 +86,8 @@ class StoreClaim:
 
     def describe(self) -> str:
         """Return in words what is under way, to follow an article."""
-        return f"{self.kind} is under way" + (f" since {self.started}, from {self.host}" if self.started else "")
+        since = f"has been under way since {self.started}, from {self.host}" if self.started else "is under way"
+        return f"{self.kind} {since}"
 
 
 def read_claim(place: Path) -> StoreClaim | None:

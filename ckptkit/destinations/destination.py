@@ -1,4 +1,4 @@
-"""Define what a place in an object store must do to be written to. Opens nothing."""
+"""The protocol of a destination in a store: claim, write, complete."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Destination(Protocol):
     `marks`, which come last and in this order, since no reader takes the rest for a checkpoint without them; and with a
     `plan`: text that is the same for uploads of the same files only. If `is_file`, the one file becomes the object at
     `path` itself. Several threads may put pieces at the same time, and begin those of a file in order.
-    `sent_bytes` counts what this process sent.
+    `sent_bytes` counts what this process sent, `kept_bytes` what it did not send because an earlier one had.
     """
 
     path: RemotePath
     sent_bytes: int
+    kept_bytes: int
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Take the place for this upload, or go on with an interrupted one of the same plan.
@@ -44,7 +45,7 @@ class Destination(Protocol):
         `Unsupported` if the store lets only one process write.
         """
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece of a file, whose CRC-32 is `crc`, unless the store has it.
 
         It may keep `data`, and wait for the pieces before it where a store takes a file from start to end.
@@ -53,13 +54,13 @@ class Destination(Protocol):
     def stop(self, error: BaseException) -> None:
         """End what is under way, since no more is put. Raises the error to the threads that wait in `put`."""
 
-    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file that is no mark, unless the store has it."""
 
     def complete(self, name: str, crc: int) -> None:
         """End a file of which all pieces have been put; `crc` is of the whole. Raises `IOFailure` if it differs."""
 
-    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file that is a mark. Raises `Occupied` if another one is there."""
 
     def note(self, name: str, data: bytes) -> None:

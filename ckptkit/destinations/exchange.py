@@ -1,4 +1,4 @@
-"""Name the hidden siblings of a destination while it is made, and move what was made into its place.
+"""Name the hidden siblings of a destination, and move the finished output into its place.
 
 The move is one step where the system can do that.
 """
@@ -42,7 +42,7 @@ def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:
     try:
         again(os.link, path, dst)
     except FileExistsError as error:
-        raise Occupied("the destination came into being meanwhile", path=dst) from error
+        raise Occupied("another process created the destination meanwhile", path=dst) from error
 
 
 def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
@@ -53,7 +53,7 @@ def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
-            raise Occupied("the destination came into being meanwhile", path=dst) from error
+            raise Occupied("another process created the destination meanwhile", path=dst) from error
     elif not swap(path, dst):
         swap_in_steps(path, dst)
 

@@ -75,7 +75,7 @@ class HubBucketDestination(XetDestination):
                     self._change([{"type": "deleteFile", "path": self._place.key(name)} for name in sorted(names)])
             self._quiet = quiet.pop_all()
 
-    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002
         """Send a whole file to the storage."""
         self._files.put_small(name, data)
 
@@ -86,7 +86,7 @@ class HubBucketDestination(XetDestination):
             if name in self.marks:
                 self._show_mark(name)
 
-    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file that is a mark, and show it once all others are there."""
         self.put_small(name, data, crc)
         self._show_mark(name)

@@ -40,7 +40,7 @@ def look_at(path: RemotePath) -> Prospect:
         hint = "write to hf://org/name or to hf://buckets/org/name/folder"
         raise Unsupported("ckptkit writes to repositories of models only", path=path, hint=hint)
     if _COMMIT.fullmatch(revision):
-        raise Usage("a commit cannot be written to", path=path, hint="name a branch, or leave @ out")
+        raise Usage("a commit cannot be written to", path=path, hint="name a branch, or drop @")
     try:
         head = find(repo_id, revision)
         basis = find(repo_id, MAIN) if head is None and revision != MAIN else head

@@ -89,7 +89,7 @@ class HubRepoDestination(XetDestination):
             self._files = XetFiles(self.path, ask_access(MODEL, found.repo_id, self._branch))
             self._quiet = quiet.pop_all()
 
-    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002
         """Send a whole file to the storage, or hold it for the commit if the Hub wants that."""
         key, there = self._key(name), self._repository
         if len(data) > _INLINE or is_kept_as_data(there.repo_id, self._branch, key, bytes(data)):
@@ -103,7 +103,7 @@ class HubRepoDestination(XetDestination):
         if is_large(self.sizes[name]):
             self._files.require_same(name, crc)
 
-    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file: a mark appears with all others."""
         self.put_small(name, data, crc)
 
@@ -151,7 +151,7 @@ class HubRepoDestination(XetDestination):
         found = frozenset(check())
         if found and not self._overwrite:
             hint = "choose another, or replace it with --overwrite"
-            raise Occupied("a checkpoint is there", path=self.path, hint=hint)
+            raise Occupied("the destination exists", path=self.path, hint=hint)
         return found
 
     def _require_free(self, names: Iterable[str], there: Prospect) -> None:

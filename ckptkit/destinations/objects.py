@@ -17,9 +17,9 @@ from uuid import uuid4
 
 from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import Check
+from ckptkit.destinations.in_order import Turns
 from ckptkit.destinations.pieces import FilePiece, is_large, piece_bytes
 from ckptkit.destinations.place import UploadPlace
-from ckptkit.destinations.turns import Turns
 from ckptkit.errors import IOFailure, Occupied, Unsupported
 from ckptkit.files.crc32 import combine, crc32
 from ckptkit.files.path import RemotePath, at_once
@@ -53,6 +53,7 @@ class ObjectDestination:
     is_file: bool = False
     resumed: bool = False
     sent_bytes: int = 0
+    kept_bytes: int = 0
     whole: dict[str, SentFile] = field(default_factory=dict)
     _bucket: ObjectBucket = field(init=False)
     _place: UploadPlace = field(init=False)
@@ -88,12 +89,15 @@ class ObjectDestination:
             raise self._place.is_not_begun()
         self._owner = begun[0].owner
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece of a file when those before it are sent; a small file at once."""
         if piece.count == 1:
             self.put_small(piece.name, data, crc)
         elif piece.name not in self.whole:
             self._turns.put(piece, data)
+        else:
+            with self._lock:
+                self.kept_bytes += len(data)
 
     def stop(self, error: BaseException) -> None:
         """Give up the files that are not complete."""
@@ -103,7 +107,7 @@ class ObjectDestination:
         for stream in streams:
             stream.stop(error)
 
-    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002 - nobody compares it
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002 - nobody compares it
         """Send a whole file."""
         self._bucket.put(self._place.key(name), data)
         self._count(name, len(data), len(data))
@@ -123,7 +127,7 @@ class ObjectDestination:
             message = f"the file that was sent before differs: expected CRC-32 {crc:08x}, found {sent.crc32:08x}"
             raise IOFailure(message, path=self.path / name, hint="run the same command again: it sends this file again")
 
-    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:  # noqa: ARG002 - nobody compares it
+    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002 - nobody compares it
         """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
         self._require_sizes()
         self._require_claim()
@@ -135,8 +139,8 @@ class ObjectDestination:
 
     def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
         """Raise `Unsupported`: no file can be made by several processes."""
-        message = "several processes cannot write a file together here: the store takes a file from start to end"
-        hint = "leave out --part, or write the parts to a local directory and copy that with `ckptkit cp`"
+        message = "several processes cannot write one file in this store"
+        hint = "drop --part, or write the parts to a local directory and copy that with `ckptkit cp`"
         raise Unsupported(message, path=self.path, hint=hint)
 
     def notes(self) -> NoReturn:
@@ -150,7 +154,7 @@ class ObjectDestination:
 
     def remarks(self) -> list[str]:
         """Return what the store does not do."""
-        words = "this store compared no checksums, and ckptkit compared the sizes of the files"
+        words = "this store does not compare checksums, so ckptkit compared only the sizes of the files"
         return [f"{words}: `ckptkit verify {self.path}` reads every byte back"]
 
     def _begin(self, *, overwrite: bool, check: Check) -> None:
@@ -188,7 +192,7 @@ class ObjectDestination:
             self._bucket.delete([self._place.key(name)])
         self._bucket.delete([self._place.key(name) for name in there])
 
-    def _write(self, piece: FilePiece, data: bytearray) -> None:
+    def _write(self, piece: FilePiece, data: memoryview) -> None:
         """Add the next piece to the stream of its file. A mark is not shown before it is complete."""
         name = piece.name
         if piece.number == 1:

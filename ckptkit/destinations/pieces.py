@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from threading import Lock
 from typing import Protocol
@@ -41,7 +42,7 @@ class PieceTaker(Protocol):
     A taker may want the pieces of a file in order. So threads begin them in order, one after the other.
     """
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Write a piece, whose CRC-32 is `crc`. It may wait for the pieces before it, and keep `data`."""
 
     def stop(self, error: BaseException) -> None:
@@ -51,7 +52,7 @@ class PieceTaker(Protocol):
 class PieceSink(PieceTaker, Protocol):
     """Where pieces of files go that may be there already."""
 
-    def recall(self, piece: FilePiece, data: bytearray) -> bool:
+    def recall(self, piece: FilePiece, data: memoryview) -> bool:
         """Fill `data` with a piece that is there already, if one is. Returns whether it is."""
 
 
@@ -75,27 +76,35 @@ class LocalPieces:
                 continue
             self._done[name, number] = crc
 
-    def recall(self, piece: FilePiece, data: bytearray) -> bool:
+    def recall(self, piece: FilePiece, data: memoryview) -> bool:
         """Fill `data` with what an interrupted copy wrote, if it finished the piece and the disk still has it."""
         crc = self._done.get((piece.name, piece.number))
         if crc is None:
             return False
         with closing(open_file(self.root / piece.name)) as file:
-            file.read_into(memoryview(data), piece.start)
+            file.read_into(data, piece.start)
         is_whole = crc32(data) == crc
         with self._lock:
             self.resumed_bytes += len(data) if is_whole else 0
         return is_whole
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Write a piece, and note it."""
         with closing(open_file(self.root / piece.name, writable=True)) as file:
-            file.write_at(memoryview(data), piece.start)
+            file.write_at(data, piece.start)
         with self._lock, translate_os_errors(self.journal), self.journal.open("a") as journal:
             journal.write(json.dumps([piece.name, piece.number, crc]) + "\n")
 
     def stop(self, error: BaseException) -> None:
         """Do nothing: no piece waits for another."""
+
+
+def new_piece(nbytes: int) -> memoryview:
+    """Return zeroed memory of `nbytes` bytes, which the system has back as soon as nobody refers to it.
+
+    The C library's `free` would keep up to 32 MiB for each thread that asks for memory of this size.
+    """
+    return memoryview(mmap(-1, max(nbytes, 1), flags=MAP_PRIVATE | MAP_ANONYMOUS))[:nbytes]
 
 
 def is_large(nbytes: int) -> bool:

@@ -9,7 +9,7 @@ from ckptkit.destinations.destination import CLAIM, NOTES
 from ckptkit.errors import Occupied
 from ckptkit.files.path import RemotePath
 
-_ABANDON = "wait for it, or abandon it with --overwrite"
+_ABANDON = "wait for it to end, or abandon it with --overwrite"
 
 
 @dataclass(frozen=True, slots=True)

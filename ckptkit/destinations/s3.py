@@ -64,6 +64,7 @@ class S3Destination:
     lists_uploads: bool = True
     resumed: bool = False
     sent_bytes: int = 0
+    kept_bytes: int = 0
     whole: dict[str, int] = field(default_factory=dict)
     _bucket: S3Bucket = field(init=False)
     _place: UploadPlace = field(init=False)
@@ -104,7 +105,7 @@ class S3Destination:
         hint = "delete this object, then start all processes again"
         raise Occupied("no process began the upload that is claimed", path=self._place.claim_path, hint=hint)
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece of a file."""
         if piece.count > 1:
             self.put_part(piece, data, crc)
@@ -114,19 +115,21 @@ class S3Destination:
     def stop(self, error: BaseException) -> None:
         """Do nothing: no part waits for another, and the store keeps all of them."""
 
-    def put_part(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put_part(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a part of a large file, unless the store has it."""
         if piece.name in self.whole:
+            self._count(kept=len(data))
             return
         parts = self._parts.setdefault(piece.name, {})
         there = parts.get(piece.number)
         if there is not None and there.nbytes == len(data) and is_same(there, data, crc):
             parts[piece.number] = SentPart(there.etag, len(data), crc)
+            self._count(kept=len(data))
             return
         more = {"UploadId": self._uploads[piece.name], "PartNumber": piece.number}
         answer = self._call("upload_part", piece.name, Body=data, **more, **self._compared(crc))
         parts[piece.number] = SentPart(answer["ETag"], len(data), crc)
-        self._count(data)
+        self._count(sent=len(data))
 
     def complete(self, name: str, crc: int) -> None:
         """Make the parts of a large file one object, whose CRC-32 the store compares.
@@ -150,27 +153,29 @@ class S3Destination:
                 return
         self._require_same(name, self.sizes[name], crc)
 
-    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file, unless the store has it. Raises `Occupied` if another upload has sent one by now."""
         if self._has(name, len(data), crc):
+            self._count(kept=len(data))
             return
         condition = _ONLY_NEW if self.has_conditions and name not in self._there else {}
         try:
             again(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **condition))
-            self._count(data)
+            self._count(sent=len(data))
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
                 raise
             self._require_same(name, len(data), crc, error)
 
-    def mark(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
         if self._has(name, len(data), crc):
+            self._count(kept=len(data))
             return
         self._require_claim()
         try:
             again(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW))
-            self._count(data)
+            self._count(sent=len(data))
         except IOFailure as error:
             if find_code(error) not in _TAKEN:
                 raise
@@ -230,9 +235,10 @@ class S3Destination:
         self._create(name)
         self._put_claim(self._uploads, {})
 
-    def _count(self, data: bytes | bytearray) -> None:
+    def _count(self, *, sent: int = 0, kept: int = 0) -> None:
         with self._lock:
-            self.sent_bytes += len(data)
+            self.sent_bytes += sent
+            self.kept_bytes += kept
 
     def _begin(self, *, overwrite: bool, first: Iterable[str]) -> None:
         there = self._list()
@@ -403,7 +409,7 @@ class S3Destination:
         return {} if crc is None or not self.has_checksums else {"ChecksumCRC32": encode_crc(crc)}
 
 
-def is_same(part: SentPart, data: bytearray, crc: int) -> bool:
+def is_same(part: SentPart, data: memoryview, crc: int) -> bool:
     """Return whether a part that the store has is made of these bytes, by its CRC-32, or else by its MD5."""
     if part.crc32 is not None:
         return part.crc32 == crc

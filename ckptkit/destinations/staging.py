@@ -1,6 +1,6 @@
 """Stage output in a hidden directory beside its destination, and rename it into place when whole.
 
-At every moment the destination is absent, old and whole, or new and whole. Knows files and renames; no tensor.
+At every moment the destination is absent, old and whole, or new and whole.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> N
     """Raise `Occupied` if something is at `dst` that may not be replaced; an empty directory may, by a directory."""
     with translate_os_errors(dst):
         if dst.is_symlink():
-            raise Unsafe("the destination is a symbolic link", path=dst, hint="name the directory that it points to")
+            raise Unsafe("the destination is a symbolic link", path=dst, hint="pass the directory that it points to")
         if not dst.exists():
             return
         if dst.is_dir() == is_file:

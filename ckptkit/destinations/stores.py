@@ -32,11 +32,11 @@ class StorePieces:
     there: Destination
     marks: Collection[str]
 
-    def recall(self, piece: FilePiece, data: bytearray) -> bool:  # noqa: ARG002
+    def recall(self, piece: FilePiece, data: memoryview) -> bool:  # noqa: ARG002
         """Return False: what a store has is compared by its checksum, and not read."""
         return False
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece."""
         if piece.count > 1 or piece.name not in self.marks:
             self.there.put(piece, data, crc)

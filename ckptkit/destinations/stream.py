@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from ckptkit.destinations.destination import Destination
-from ckptkit.destinations.pieces import FilePiece, cut_file
+from ckptkit.destinations.pieces import FilePiece, cut_file, new_piece
 from ckptkit.files.crc32 import combine, crc32
 
 SENDERS = 4  # threads of a file
@@ -27,7 +27,7 @@ class FileStream:
         self._name = name
         self._pieces = cut_file(name, nbytes)
         self._piece = next(self._pieces)
-        self._data = bytearray(self._piece.length)
+        self._data = new_piece(self._piece.length)
         self._filled = 0
         self._threads = ThreadPoolExecutor(SENDERS, thread_name_prefix="ckptkit-send")
         self._sending: deque[tuple[int, Future[int]]] = deque()  # how many bytes, and the CRC-32 to come
@@ -52,10 +52,10 @@ class FileStream:
         following = next(self._pieces, None)
         if following is not None:
             self._piece = following
-            self._data = bytearray(following.length)
+            self._data = new_piece(following.length)
             self._filled = 0
 
-    def _put(self, piece: FilePiece, data: bytearray) -> int:
+    def _put(self, piece: FilePiece, data: memoryview) -> int:
         crc = crc32(data)
         self._there.put(piece, data, crc)
         return crc

@@ -14,8 +14,8 @@ from typing import Any
 
 from huggingface_hub import constants
 
+from ckptkit.destinations.in_order import Turns
 from ckptkit.destinations.pieces import FilePiece
-from ckptkit.destinations.turns import Turns
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
 from ckptkit.files.crc32 import combine, crc32
 from ckptkit.files.path import RemotePath
@@ -45,7 +45,7 @@ class XetUpload:
     nbytes: int = 0
     crc32: int = 0
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         self.stream.write(bytes(data))  # it takes nothing else
         self.crc32 = combine(self.crc32, crc32(data), len(data))
         self.nbytes += len(data)
@@ -71,11 +71,11 @@ class XetFiles:
         self._session = find_session()()
         self._turns = Turns(self._write)
 
-    def put(self, piece: FilePiece, data: bytearray) -> None:
+    def put(self, piece: FilePiece, data: memoryview) -> None:
         """Send a piece of a file, once the pieces before it are sent."""
         self._turns.put(piece, data)
 
-    def put_small(self, name: str, data: bytes | bytearray) -> None:
+    def put_small(self, name: str, data: bytes | bytearray | memoryview) -> None:
         """Send a whole file."""
         with self._sending(name):
             upload = self._begin(name)
@@ -101,7 +101,7 @@ class XetFiles:
             except (OSError, RuntimeError):  # it has failed already
                 continue
 
-    def _write(self, piece: FilePiece, data: bytearray) -> None:
+    def _write(self, piece: FilePiece, data: memoryview) -> None:
         with self._sending(piece.name):
             upload = self._begin(piece.name) if piece.number == 1 else self._open[piece.name]
             upload.write(data)

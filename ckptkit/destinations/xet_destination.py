@@ -26,10 +26,15 @@ class XetDestination(ABC):
     _files: XetFiles = field(init=False, repr=False)
     _quiet: ExitStack = field(init=False, repr=False)  # what keeps the libraries silent as long as the upload lasts
 
+    @property
+    def kept_bytes(self) -> int:
+        """Return 0: the storage keeps chunks, and does not say from which upload."""
+        return 0
+
     def join(self) -> NoReturn:
         """Raise `Unsupported`: one process makes a commit, and nothing keeps processes apart in a bucket."""
         message = "several processes cannot write to hf:// together"
-        hint = "leave --part and torchrun out; or write to a local directory or to s3://, then `ckptkit cp` it there"
+        hint = "drop --part and torchrun; or write to a local directory or to s3://, then `ckptkit cp` it there"
         raise Unsupported(message, path=self.path, hint=hint)
 
     def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
@@ -40,7 +45,7 @@ class XetDestination(ABC):
         """Raise `Unsupported`, as `join` does."""
         self.join()
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a piece of a file."""
         if piece.count > 1:
             self._files.put(piece, data)
@@ -48,7 +53,7 @@ class XetDestination(ABC):
             self.put_small(piece.name, data, crc)
 
     @abstractmethod
-    def put_small(self, name: str, data: bytes | bytearray, crc: int) -> None:
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
         """Send a whole file to the storage."""
 
     def stop(self, error: BaseException) -> None:

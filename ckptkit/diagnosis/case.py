@@ -1,4 +1,4 @@
-"""Hold a checkpoint and where it is to be loaded: all that the kinds of findings look at. Each part is found once."""
+"""A checkpoint and the model, job or checkpoint to compare it with. Each fact is computed once."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Case:
         return Misfits.of(self.plain_shapes, self.form, self.model)
 
     @cached_property
-    def called(self) -> Mapping[str, str]:
-        """Return what the model calls those of its tensors that are called otherwise here, by a rule for names."""
+    def renames(self) -> Mapping[str, str]:
+        """Return the model's name of each tensor that has another name in the checkpoint, by a rule for names."""
         return self.misfits.renamed() if self.misfits and self.checkpoint.family is None else {}
 
     @property

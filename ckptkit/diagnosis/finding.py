@@ -1,4 +1,4 @@
-"""Hold a finding: what will break when a checkpoint is loaded, and the command that fixes it."""
+"""A finding: what will break when a checkpoint is loaded, and the command that fixes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold the command that fixes a checkpoint as data, and make such commands. The line for a shell is spelled last."""
+"""The command that fixes a checkpoint, as data; it becomes a line for a shell last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List the messages that failed loads end with: what each means, what to do, and what to look for in the checkpoint.
+"""The messages of failed loads: what each means, what to do, and what to look for in the checkpoint.
 
 The words are those of torch, transformers, Accelerate, DeepSpeed and safetensors; `…` stands for what differs. A page
 of the documentation is written from this.
@@ -39,10 +39,10 @@ MESSAGES: tuple[Message, ...] = (
         "torch, `dcp.load`",
         "missing",
         "The model or optimizer asks for a key that the checkpoint does not contain. Often there are more; torch "
-        "reports only the first. If the key is `…state.NAME.step` or `.exp_avg`, the parameter never received a "
-        "gradient, so torch saved no state: `ckptkit doctor CKPT` lists all of them. If the key is a weight, the "
-        "names differ: by `_orig_mod.` (torch.compile), by `module.` (DDP), by a key such as `model`, or because "
-        "the head is tied.",
+        "reports only the first, inside a `CheckpointException`. If the key is `…state.NAME.step` or `.exp_avg`, the "
+        "parameter never received a gradient, so torch saved no state: `ckptkit doctor CKPT` lists all of them. If "
+        "the key is a weight, the names differ: by `_orig_mod.` (torch.compile), by `module.` (DDP), by a key such "
+        "as `model`, or because the head is tied. `ckptkit doctor CKPT --model MODEL` says which, and how to fix it.",
         explanations.find_key,
     ),
     Message(
@@ -57,8 +57,9 @@ MESSAGES: tuple[Message, ...] = (
         "Missing key(s) in state_dict: …",
         "torch, `load_state_dict`",
         "missing",
-        "The state dict does not contain these parameters under the names that the model uses. If the same number "
-        "of keys is unexpected, only a prefix or a wrapper differs. If the names look quite different, another "
+        "The state dict does not contain these parameters under the names that the model uses. If as many "
+        "keys are unexpected as are missing, only a prefix or a wrapper differs. If the names look "
+        "quite different, another "
         "trainer wrote them: see [Names](names.md).",
         explanations.find_keys,
     ),
@@ -90,7 +91,8 @@ MESSAGES: tuple[Message, ...] = (
         "Size mismatch between saved … and current: … for …",
         "torch, `dcp.load`",
         "shape",
-        "As above. If the current size is a single large number, it is FSDP1's flat parameter: load inside "
+        "The name is the same, the shape differs: the vocabulary was padded, or the config belongs to another model. "
+        "If the current size is a single large number, it is FSDP1's flat parameter: load inside "
         "`FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)`, or with `get_state_dict`.",
         explanations.find_size,
     ),
@@ -115,7 +117,7 @@ MESSAGES: tuple[Message, ...] = (
         "transformers 5, with a table of names",
         "missing",
         "transformers only warns, but this is an error if the table lists `MISSING`: those tensors are random now. "
-        "If the same number is `UNEXPECTED`, the names in the file differ from the model's names: by a prefix, a "
+        "If as many are `UNEXPECTED`, the names in the file differ from the model's names: by a prefix, a "
         "wrapper, an adapter, or because they belong to another family. `MISMATCH` means another shape.",
         explanations.find_misfits,
     ),
@@ -124,7 +126,7 @@ MESSAGES: tuple[Message, ...] = (
         "torch, `Optimizer.load_state_dict`",
         "groups",
         "The optimizer was built with another number of groups than the saved one: for example with and without "
-        "weight decay, or with one learning rate a layer. Build it with the saved groups; `ckptkit doctor CKPT "
+        "weight decay, or with one learning rate per layer. Build it with the saved groups; `ckptkit doctor CKPT "
         "--like OTHER` compares two checkpoints.",
         explanations.find_groups,
     ),
@@ -133,7 +135,8 @@ MESSAGES: tuple[Message, ...] = (
         "torch, `Optimizer.load_state_dict`",
         "groups",
         "A group lists another number of parameters: some were frozen or added since, or an adapter was. Parameter "
-        "numbers do not say which ones. With names, the rest can be kept: `--optimizer-keys names`.",
+        "numbers do not say which ones. To keep the rest, write names: "
+        "`ckptkit convert CKPT OUT --to dcp --optimizer-keys names`.",
         explanations.find_groups,
     ),
     Message(
@@ -141,14 +144,16 @@ MESSAGES: tuple[Message, ...] = (
         "torch, FSDP1, when it saves",
         "optimizer_state",
         "A whole FSDP1 unit received no gradient: a vision tower without images, or experts without tokens. Wrap "
-        "with `use_orig_params=True`, or freeze the modules that you do not train. torch saved nothing.",
+        "with `use_orig_params=True`, or freeze the modules that you do not train. torch "
+        "saved nothing: resume from the checkpoint before this step.",
     ),
     Message(
         "is not in the optimizer state. The FSDPParamInfo has the param keys …",
         "torch, FSDP1, when it saves",
         "optimizer_state",
         "In one FSDP1 unit, some parameters received a gradient and others did not. Wrap the parameters that are "
-        "never or not always trained as units of their own. torch saved nothing.",
+        "never or not always trained as units of their own. torch saved nothing: "
+        "resume from the checkpoint before this step.",
     ),
     Message(
         "used a DP world size of … but the current world size is ….",
@@ -163,7 +168,8 @@ MESSAGES: tuple[Message, ...] = (
         "Unable to find latest file at …, if trying to load latest checkpoint",
         "DeepSpeed",
         "incomplete",
-        "Pass the directory above the tag; it contains the file `latest`, which names the tag. If `latest` is "
+        "Pass the directory above the tag (`global_stepN`); it contains the file `latest`, which "
+        "names the tag. If `latest` is "
         "missing there, the save did not finish, because DeepSpeed writes `latest` last. DeepSpeed only warns, and "
         "training starts from scratch.",
     ),
@@ -180,7 +186,8 @@ MESSAGES: tuple[Message, ...] = (
         "Python, under `dcp.load`, verl and others",
         "incomplete",
         "If the file is `.metadata`, the save did not finish, or the file is only on the first node. If it is "
-        "`__3_0` or similar, that rank's shard is on another node. If it is `model_world_size_8_rank_0.pt`, another"
+        "`__3_0` or similar, that rank's shard is on another node. If it is "
+        "`model_world_size_8_rank_0.pt`, another"
         " number of ranks saved the checkpoint.",
         explanations.find_file,
     ),
@@ -228,14 +235,16 @@ MESSAGES: tuple[Message, ...] = (
         "files saved in the legacy .tar format",
         "torch 2.6 and later, `torch.load`",
         "corrupt",
-        "torch before 0.4 wrote the file, or, far more often, the file contains only zeros: its blocks were never "
-        "written because the disk was full or the power failed.",
+        "Most often, the file contains only zeros: its blocks were never "
+        "written because the disk was full or the power failed. Otherwise torch before 0.4 wrote the file.",
     ),
     Message(
         "filename 'storages' not found",
         "torch, `torch.load(weights_only=False)`",
         "corrupt",
-        "As above: the file contains only zeros, or torch before 0.4 wrote it.",
+        "Most often, the file contains only zeros: its blocks were never written because the disk was "
+        "full or the power "
+        "failed. Otherwise torch before 0.4 wrote the file.",
     ),
     Message(
         "EOFError: …",
@@ -257,8 +266,8 @@ MESSAGES: tuple[Message, ...] = (
         "Can't find a valid checkpoint at …",
         "transformers, `Trainer`",
         "no_model",
-        "The Trainer looks for a model file or for FSDP's directories, and now runs with another strategy than the "
-        "one that saved: FSDP's shards need `--fsdp` again. `ckptkit inspect` shows what the checkpoint contains.",
+        "The Trainer looks for a model file or for FSDP's directories, and the job now uses another strategy than "
+        "the one that saved: FSDP's shards need `--fsdp` again. `ckptkit inspect` shows what the checkpoint contains.",
         explanations.find_model,
     ),
     Message(

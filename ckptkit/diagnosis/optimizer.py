@@ -1,4 +1,4 @@
-"""Find what a loader misses in an optimizer: states of parameters without a gradient, and groups as it has them."""
+"""Find what a loader misses in an optimizer: missing states, and other parameter groups."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def find_groups(case: Case) -> Iterator[Finding]:
     for ours, theirs in pairs:
         if ours.is_named != theirs.is_named:
             here, there = (NAMES if one.is_named else IDS for one in (ours, theirs))
-            message = f"it has {here} for its parameters, and {there} in {case.like.path}"
+            message = f"expected {there} of parameters as in {case.like.path}, found {here}"
             yield Finding("optimizer_keys", ours.name, message, rewrite(case.checkpoint, optimizer_keys=there))
         else:
             yield from find_difference(ours, theirs, case.like.path)
@@ -89,14 +89,17 @@ def find_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator
         yield Finding("groups", ours.name, message)
     elif here != there:
         message = (
-            f"its groups have {', '.join(map(str, here))} parameters, in {other} {', '.join(map(str, there))}: "
+            f"expected groups of {', '.join(map(str, there))} parameters as in {other}, found "
+            f"{', '.join(map(str, here))}: "
             "torch fails with `loaded state dict contains a parameter group that doesn't match the size`"
         )
         yield Finding("groups", ours.name, message)
     elif ours.is_named and (moved := find_moved(ours, theirs)):
         name, one, two = moved
         yield Finding(
-            "groups", f"{ours.name}.{name}", f"the parameter is in group {one} here, and in group {two} in {other}"
+            "groups",
+            f"{ours.name}.{name}",
+            f"expected the parameter in group {two} as in {other}, found it in group {one}",
         )
 
 

@@ -25,11 +25,11 @@ def find_shapes(case: Case) -> Iterator[Finding]:
     """Yield the tensors that have another shape than the model calls for."""
     if case.model is None or case.form is None or case.weights is None or not case.is_plain:
         return
-    there = {name: case.form.shapes.get(case.called.get(name, name), shape) for name, shape in case.shapes.items()}
+    there = {name: case.form.shapes.get(case.renames.get(name, name), shape) for name, shape in case.shapes.items()}
     pairs = {name: (shape, there[name]) for name, shape in case.shapes.items() if there[name] != shape}
     vocabulary = vocabulary_in(case.model.config)
     padded = {
-        name: found for name, pair in pairs.items() if (found := vocabulary.sizes(case.called.get(name, name), *pair))
+        name: found for name, pair in pairs.items() if (found := vocabulary.sizes(case.renames.get(name, name), *pair))
     }
     for name, (here, called_for) in padded.items():
         message = (
@@ -50,7 +50,7 @@ def find_other_model(case: Case, pairs: Pairs) -> Iterator[Finding]:
         return
     sizes = [key for key in _SIZES if size_of(own.config, key) != size_of(case.model.config, key)]
     if sizes:
-        said = ", ".join(f"{key} {size_of(case.model.config, key)}, here {size_of(own.config, key)}" for key in sizes)
+        said = ", ".join(f"{key} {size_of(case.model.config, key)}, not {size_of(own.config, key)}" for key in sizes)
         message = f"{case.model.name} is another model: {said}"
         yield Finding("config", None, message, export(case.checkpoint, base=str(own.found_in)))
 

@@ -1,4 +1,4 @@
-"""Find checkpoints that do not hold plain weights of one model: none, several, adapters, quantized or extra state."""
+"""Find checkpoints without plain weights of one model: none, several, adapters, quantized or extra state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def find_quantized(case: Case) -> Iterator[Finding]:
     yield Finding("quantized", None, message, export(case.checkpoint, dtype=("bf16",), base=base))
 
 
-def find_said_quantized(case: Case) -> Iterator[Finding]:
+def find_declared_quantized(case: Case) -> Iterator[Finding]:
     """Yield that the config by which a model is loaded calls weights quantized that are plain."""
     asked = case.model if case.is_asked else None
     config = asked.config if asked else case.checkpoint.companions.config

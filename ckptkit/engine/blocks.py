@@ -1,4 +1,4 @@
-"""Cut the targets of a plan into blocks of bounded size. Opens no file."""
+"""Cut the targets of a plan into blocks of bounded size."""
 
 from __future__ import annotations
 

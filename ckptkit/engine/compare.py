@@ -1,4 +1,4 @@
-"""Compare layouts: both are read, block by block, and measured where they are not the same. Names no format.
+"""Compare layouts: both are read, block by block, and measured where they are not the same.
 
 Blocks that are equal cost no more than being read: numpy is not even imported before two differ.
 """

@@ -1,4 +1,4 @@
-"""Compare tensors of which one or both have to be computed first, block by block. Names no format."""
+"""Compare tensors block by block if one or both of them must be computed first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy what a plan says: blocks are read, checked, converted or combined, and written.
+"""Copy by a plan: read, check, convert or combine, and write each block.
 
 A block is a contiguous run of the destination, so each is one write, and is read straight into place wherever the
 source is contiguous too. A block whose bytes are the same in the source and in the destination is copied in steps that

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
-from ckptkit.destinations.pieces import FilePiece, PieceSink, cut_file
+from ckptkit.destinations.pieces import FilePiece, PieceSink, cut_file, new_piece
 from ckptkit.engine.scan import Progress, Scanned, between, by_file, cut
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Report
@@ -38,14 +38,13 @@ def copy_files(
     regions = {path: cut(root, path, sizes[path], found, report) for path, found in by_file(sizes, extents).items()}
     lock = Lock()
 
-    def sum_up(piece: FilePiece, data: bytearray) -> int:
+    def sum_up(piece: FilePiece, data: memoryview) -> int:
         total = 0
-        with memoryview(data) as view:
-            for region, start, stop in list(between(regions[piece.name], piece.start, piece.start + piece.length)):
-                crc = crc32(view[start - piece.start : stop - piece.start])
-                total = combine(total, crc, stop - start)
-                with lock:
-                    parts.add((region.path, region.offset), start - region.offset, stop - start, crc)
+        for region, start, stop in list(between(regions[piece.name], piece.start, piece.start + piece.length)):
+            crc = crc32(data[start - piece.start : stop - piece.start])
+            total = combine(total, crc, stop - start)
+            with lock:
+                parts.add((region.path, region.offset), start - region.offset, stop - start, crc)
         with lock:
             wholes.add(piece.name, piece.start, piece.length, total)
         return total
@@ -55,10 +54,10 @@ def copy_files(
         with OpenFiles(root, in_order=True) as files:
 
             def step(piece: FilePiece) -> None:
-                data = bytearray(piece.length)
+                data = new_piece(piece.length)
                 is_there = sink.recall(piece, data)
                 if not is_there and data:
-                    files[piece.name].read_into(memoryview(data), piece.start)
+                    files[piece.name].read_into(data, piece.start)
                 crc = sum_up(piece, data)
                 if not is_there:
                     sink.put(piece, data, crc)

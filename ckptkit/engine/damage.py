@@ -1,4 +1,4 @@
-"""Find damage: read every byte of a layout once, and compare each run of bytes with its CRC-32. Names no format.
+"""Find damage: read every byte of a layout once, and compare each run of bytes with its CRC-32.
 
 Where copying ends at the first run that is damaged, this goes on to the last.
 """

@@ -1,4 +1,4 @@
-"""Gather the elements of a box, wherever its chunks lie, into one buffer. Knows bytes and offsets; no format.
+"""Gather the elements of a box from its chunks into one buffer.
 
 Elements that lie in the source as they shall lie in the buffer are read straight there. Only those that must be put
 into another order or dtype go through a second buffer and numpy, which is not even imported before.

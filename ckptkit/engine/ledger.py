@@ -1,4 +1,4 @@
-"""Keep account of the bytes that were read and written, by whichever process, and of their CRC-32. Reads no file."""
+"""Keep account of the bytes that were read and written, by whichever process, and of their CRC-32."""
 
 from __future__ import annotations
 

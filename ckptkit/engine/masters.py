@@ -1,4 +1,4 @@
-"""Compute the fp32 masters of weights, of these and of what an optimizer keeps of their masters. Names no format.
+"""Compute the fp32 masters of weights, of these and of what an optimizer keeps of their masters.
 
 Source: transformer_engine/common/multi_tensor/adam.cu, `AdamFunctorMasterParamRemainder`. A master's lower 16 bits are
 the remainder, in int16. The weight is the upper 16 bits; one more if the remainder is negative, which rounds up. So the
@@ -23,7 +23,7 @@ REMAINDERS, COMPLETED = DTYPES["int16"], DTYPES["bfloat16"]
 _HALF = 1 << 15
 
 
-class HeldAsFloats:
+class RemaindersAsFloats:
     """Says of masters that an optimizer stored as floats how many were remainders."""
 
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
@@ -32,7 +32,7 @@ class HeldAsFloats:
         return f"of {count(len(judged), 'master')} in {FLOAT32}, {remainders} contained remainders, which were added"
 
 
-_HELD_AS_FLOATS = HeldAsFloats()
+_REMAINDERS_AS_FLOATS = RemaindersAsFloats()
 
 
 class Remainder:
@@ -52,7 +52,7 @@ class Master:
 
     def __init__(self, name: str, source: int, weight: DType) -> None:
         self.operands = (Operand(0, name, FLOAT32), Operand(source, name, FLOAT32))
-        self.verdict = _HELD_AS_FLOATS
+        self.verdict = _REMAINDERS_AS_FLOATS
         self._name, self._weight = name, weight
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
@@ -67,7 +67,7 @@ class Master:
         if self._weight == COMPLETED and are_remainders(master):
             return as_stored(add(weight.view(np.int32), master.astype(np.int16)), FLOAT32, dtype), True
         message = f"{differ.sum()} of {len(master)} elements at {box} differ from the master in {self._weight}"
-        hint = "`ckptkit verify` lists such tensors; leave --weights-from out to take the weights"
+        hint = "`ckptkit verify` lists such tensors; drop --weights-from to take the weights"
         raise Mismatch(message, tensor=self._name, hint=hint)
 
 

@@ -1,4 +1,4 @@
-"""Average blocks: the weighted mean of several sources. Names no format.
+"""Average blocks: the weighted mean of several sources.
 
 A float of 16 bits or more is the sum of weight times number, in float64 and in the order of the sources, and is rounded
 when all are added. One that is the same in all sources to the last bit stays what it is. Elements of other dtypes are

@@ -1,4 +1,4 @@
-"""Read a box of one tensor into memory, and no more of it. Names no format."""
+"""Read a box of one tensor into memory, and no more of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rearrange elements from the order and dtype they are stored in to those that are wanted. Opens no file."""
+"""Rearrange elements from the stored order and dtype to the wanted ones."""
 
 from __future__ import annotations
 

@@ -126,7 +126,9 @@ def cut(root: Path, name: str, size: int, extents: Iterable[Extent], report: Rep
         if is_same or not extent.length:
             continue
         if extent.offset < at or end > size:
-            what = f"overlaps the data that ends at {at}" if extent.offset < at else f"does not fit a file of {size}"
+            what = (
+                f"overlaps the data that ends at {at}" if extent.offset < at else f"ends after the file, at byte {size}"
+            )
             message = f"the data at bytes {extent.offset}:{end} {what}"
             report(Corrupt(message, path=root / name, tensor=extent.name or None, offset=extent.offset))
             continue

@@ -1,4 +1,4 @@
-"""Share a plan among processes, unit by unit. Opens no file."""
+"""Share a plan among processes, unit by unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare runs of source bytes with the CRC-32 recorded for them, once they have been read whole. Reads no file."""
+"""Compare runs of source bytes with the CRC-32 recorded for them, once they have been read whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Survey a layout: count what numbers each of its tensors has, to the last element. Names no format."""
+"""Survey a layout: count what numbers each of its tensors has, to the last element."""
 
 from __future__ import annotations
 

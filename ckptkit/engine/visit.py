@@ -1,4 +1,4 @@
-"""Visit the blocks of a plan: threads read them from its sources, look at them or write them, and note what they saw.
+"""Visit the blocks of a plan with threads: read, inspect or write each block, and note the result.
 
 A thread holds one block of each source, and one more of any that has its elements in another order; nothing else holds
 tensor bytes. Copying, combining, comparing and counting are each a step that is shown every block.

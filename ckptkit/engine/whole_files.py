@@ -46,32 +46,55 @@ def compare_headers(layout: Layout) -> None:
 
     Raises `Corrupt` for a file that differs.
     """
+    for path, runs in runs_with_sums(layout).items():
+        if runs:
+            compare_file(layout, path, runs)
+
+
+def compare_archives(layout: Layout) -> None:
+    """Compare each file with its CRC-32 where all of its chunks, found in their archives, have one; the rest is read.
+
+    Raises `Corrupt` for a file that differs: its archives are whole, so another save or rank wrote it.
+    """
+    chunks = (chunk for tensor in layout.tensors.values() for chunk in tensor.chunks)
+    unknown = {chunk.path for chunk in chunks if chunk.where or chunk.crc32 is None}
+    for path, runs in runs_with_sums(layout).items():
+        if not runs or path in unknown:
+            continue
+        try:
+            compare_file(layout, path, runs, most_between=layout.file_sums[path][0])
+        except Corrupt as error:
+            message = "expected the file that the manifest describes, found one of another save or rank"
+            raise Corrupt(message, path=layout.root / path, hint=RESTORE) from error
+
+
+def runs_with_sums(layout: Layout) -> dict[str, list[Extent]]:
+    """Return the bytes of chunks that have a CRC-32, by the files that have one."""
     runs: dict[str, dict[int, Extent]] = {path: {} for path in layout.file_sums}
     for name, tensor in layout.tensors.items():
         for chunk in tensor.chunks:
             if chunk.path in runs and chunk.crc32 is not None and not chunk.where:
                 offset, length = chunk.bytes
                 runs[chunk.path][offset] = Extent(chunk.path, offset, length, chunk.crc32, name)
-    for path, found in runs.items():
-        if found:
-            compare_file(layout, path, found.values())
+    return {path: list(found.values()) for path, found in runs.items()}
 
 
-def compare_file(layout: Layout, path: str, runs: Iterable[Extent]) -> bool:
+def compare_file(layout: Layout, path: str, runs: Iterable[Extent], most_between: int | None = None) -> bool:
     """Return whether a file could be compared with the CRC-32 that the layout has for it. `runs` have theirs.
 
-    Raises `Corrupt` if it differs.
+    It is not if more than `most_between` bytes lie between the runs; without a number, if these are many. Raises
+    `Corrupt` if the file differs.
     """
     nbytes, recorded = layout.file_sums[path]
     if (size := file_size(layout.root / path)) != nbytes:
-        message = f"expected {nbytes} bytes as in the manifest, found {size}"
+        message = f"expected {nbytes} bytes (manifest), found {size}"
         raise Corrupt(message, path=layout.root / path, hint=RESTORE)
     ordered = sorted(runs, key=lambda run: run.offset)
     ends = [0, *(run.offset + run.length for run in ordered)]
     if any(run.offset < end for run, end in zip(ordered, ends, strict=False)):
         return False
     between = nbytes - sum(run.length for run in ordered)
-    if not 0 <= between <= max(nbytes // _NEARLY, _FEW):
+    if not 0 <= between <= (max(nbytes // _NEARLY, _FEW) if most_between is None else most_between):
         return False
     found = sum_file(layout.root, path, nbytes, ordered)
     if found != recorded:

@@ -1,4 +1,4 @@
-"""Share work among threads, each of which takes a unit when it is done with the one before. Knows no work by name."""
+"""Share work among threads: each takes the next unit when it has finished one."""
 
 from __future__ import annotations
 

@@ -96,7 +96,9 @@ def assemble(
         raise Unsupported(f"the config of this `{config.get('model_type')}` lacks a size: {error!r}") from error
     smallest = min(layers, *sizes.values())
     if smallest < 1:
-        raise Unsupported(f"the config of this `{config.get('model_type')}` has a size of {smallest}")
+        raise Unsupported(
+            f"expected sizes of 1 or more in the config of this `{config.get('model_type')}`, found {smallest}"
+        )
     return Architecture(
         model_type=str(config["model_type"]),
         parameters=parameters,

@@ -71,11 +71,15 @@ class Setup:
                 raise Usage(f"{name}: expected {least} or more, found {getattr(self, name)}")
         for name in ("param_dtype", "master_dtype"):
             if getattr(self, name).name not in _COMPUTABLE:
-                raise Usage(f"{name} is {getattr(self, name)}", hint=f"use one of {', '.join(_COMPUTABLE)}")
+                raise Usage(
+                    f"{name}: unknown dtype `{getattr(self, name)}`", hint=f"use one of {', '.join(_COMPUTABLE)}"
+                )
         if self.strategy not in STRATEGIES:
             raise Usage(f"unknown strategy `{self.strategy}`", hint=f"use one of {', '.join(STRATEGIES)}")
         if self.world_size % self.replicas and self.strategy == "hybrid_shard":
-            raise Usage(f"{self.world_size} GPUs do not make {self.replicas} equal replicas")
+            raise Usage(
+                f"hybrid_shard: expected a multiple of {self.replicas} GPUs (replicas), found {self.world_size}"
+            )
 
     @property
     def shards(self) -> int:

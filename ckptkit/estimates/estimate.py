@@ -116,14 +116,17 @@ def choose_length(model: Architecture, wanted: int | None) -> int:
     if wanted is None:
         return min(model.max_length or _USUAL_LENGTH, _USUAL_LENGTH)
     if model.max_length and wanted > model.max_length:
-        raise Usage(f"sequence_length {wanted} is beyond the model's max_position_embeddings {model.max_length}")
+        raise Usage(f"sequence_length: expected at most {model.max_length} (max_position_embeddings), found {wanted}")
     return wanted
 
 
 def vary(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
     """Return the setup under `strategy`, or under each; without hybrid_shard if nobody asked and the ranks are odd."""
     if replicas is not None and strategy not in {"hybrid_shard", None}:
-        raise Usage(f"{replicas} replicas under {strategy}", hint="use `--strategy hybrid_shard`")
+        raise Usage(
+            f"strategy: expected hybrid_shard for {replicas} replicas, found {strategy}",
+            hint="use `--strategy hybrid_shard`",
+        )
     asked = strategy is not None or replicas is not None
     copies = 2 if replicas is None else replicas
     names = [strategy] if strategy is not None else list(STRATEGIES)
@@ -181,7 +184,10 @@ def find_config(model: str) -> Path:
     if path.exists():
         return path / _CONFIG if path.is_dir() else path
     if not is_model_id(model):
-        message = f"expected a config.json, a directory with one, or a Hub id like `org/model`; found `{model}`"
+        message = (
+            "expected a size such as 8b, a config.json, a directory with one, or a Hub id like "
+            f"`org/model`; found `{model}`"
+        )
         raise Usage(message, hint=hint_on_id(model))
     from huggingface_hub import hf_hub_download
 

@@ -1,4 +1,4 @@
-"""Compute CRC-32: of bytes, of a whole from its pieces in any order, of a whole that many ranks wrote. Reads no file.
+"""Compute CRC-32: of bytes, of a whole from its pieces in any order, of a whole that many ranks wrote.
 
 But for the inversions at its two ends a CRC is linear: that of a whole is the XOR of those of its parts, each taken as
 though all other bytes were 0. So a rank that wrote ten thousand columns of a tensor has one number to tell.
@@ -32,13 +32,15 @@ WAS_CHANGED = "the file changed after it was written: restore it from a copy, or
 
 def tell_damage(length: int, offset: int, found: int | None, recorded: int | None) -> str:
     """Tell in words that bytes have another CRC-32 than they should have, both of which are known."""
-    return f"the {length} bytes at {offset} are damaged: their CRC-32 is {found:08x}, recorded is {recorded:08x}"
+    return (
+        f"expected CRC-32 {recorded:08x} of the {length} bytes at {offset}, found {found:08x}: these bytes are damaged"
+    )
 
 
 class Checksums(Generic[Key]):
     """The CRC-32 of many byte ranges, each known by a key, gathered piece by piece.
 
-    Neighbouring pieces are merged as they come, so what is held stays as small as the disorder.
+    Neighboring pieces are merged as they come, so what is held stays as small as the disorder.
     """
 
     def __init__(self) -> None:

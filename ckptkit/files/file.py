@@ -114,7 +114,7 @@ def read_small(path: Path, limit: int) -> bytes:
     with opening(path) as file:
         size = file.size
         if size > limit:
-            raise Corrupt(f"{size} bytes, more than the {limit} such a file may have", path=path)
+            raise Corrupt(f"expected at most {limit} bytes, found {size}", path=path)
         return read_at(file, size, 0)
 
 
@@ -260,13 +260,13 @@ class ReadAhead:
 
         def read(offset: int, count: int) -> bytes:
             if offset < 0 or count < 0 or offset + count > length:
-                raise Corrupt(f"bytes {offset}:{offset + count} lie outside the item's {length}")
+                raise Corrupt(f"expected an item of at least {offset + count} bytes, found {length}")
             return self.read(name, start + offset, count)
 
         return read
 
 
-def recognise(head: bytes) -> str | None:
+def recognize(head: bytes) -> str | None:
     """Return a hint on what a file really is whose first bytes, `head`, are not what they should be."""
     if head.startswith(b"version https://git-lfs"):
         return "this is a Git LFS pointer, not the file itself: run `git lfs pull`"
@@ -278,7 +278,7 @@ def recognise(head: bytes) -> str | None:
 def children(path: Path) -> list[Path]:
     """Return everything that lies in a directory, by name."""
     with translate_os_errors(path):
-        return sorted(path / name for name in names_in(path))
+        return [path / name for name in sorted(names_in(path))]
 
 
 def absent(path: Path) -> NotACheckpoint:

@@ -1,4 +1,4 @@
-"""Open local files that a stranger may have named, and read and write ranges of their bytes. Knows no tensor."""
+"""Open local files that a stranger may have named, and read and write ranges of their bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class LocalFile:
             while done < len(buffer):
                 count = os.preadv(self._fd, [buffer[done:]], offset + done)
                 if count == 0:
-                    message = f"the file ends at byte {self.size}, but {offset + len(buffer)} bytes are needed"
+                    message = (
+                        f"expected at least {offset + len(buffer)} bytes, found {self.size}: the file is truncated"
+                    )
                     raise Corrupt(message, path=self.path)
                 done += count
 
@@ -72,7 +74,9 @@ def open_regular(path: Path) -> LocalFile:
     try:
         fd = open_to_read(path)
     except FileNotFoundError as error:
-        raise Incomplete("the file is missing", path=path, hint="a shard was lost or never copied here") from error
+        raise Incomplete(
+            "the file is missing", path=path, hint="copy the file here; it was lost or never copied"
+        ) from error
     except ValueError as error:
         raise Unsafe(f"{path.name!a} cannot be a file's name", path=path.parent) from error
     except OSError as error:

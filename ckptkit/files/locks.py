@@ -1,4 +1,4 @@
-"""Lock files, for as long as a process lives and has them open. Knows nothing of what the locks are for."""
+"""Lock files, for as long as a process lives and has them open."""
 
 from __future__ import annotations
 

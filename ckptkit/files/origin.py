@@ -1,4 +1,4 @@
-"""Tell whether a checkpoint still is the one that it was when reading began. Reads nothing itself."""
+"""Tell whether a checkpoint still is the one that it was when reading began."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Read ranges of remote files with few requests. Small reads are answered from pages that were read before.
 
 A small read brings the bytes around it; ranges that will be needed can be named beforehand, and are then fetched in few
-large ones at once. Large reads are a request each, and kept nowhere. Knows offsets and lengths; no format.
+large ones at once. Large reads are a request each, and kept nowhere.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class RemoteFile:
         """Fill `buffer` from `offset`. Raises `Corrupt` if the file ends before, `IOFailure` if it cannot be read."""
         stop = offset + len(buffer)
         if stop > self.size:
-            raise Corrupt(f"the file ends at byte {self.size}, but {stop} bytes are needed", path=self.path)
+            message = f"expected at least {stop} bytes, found {self.size}: the file is truncated"
+            raise Corrupt(message, path=self.path)
         if not buffer:
             return
         if len(buffer) > _WINDOW:
@@ -112,7 +113,7 @@ class RemoteFile:
                 hint = "run the command again: another process deletes this file"
                 raise IOFailure("the file vanished while it was being read", path=self.path, hint=hint) from error
         if len(data) != stop - start:
-            message = f"asked for {stop - start} bytes at {start}, the store gave {len(data)}"
+            message = f"expected {stop - start} bytes at {start} from the store, found {len(data)}"
             raise IOFailure(message, path=self.path, hint="run the same command again")
         return data
 

@@ -1,4 +1,4 @@
-"""Make directories, remove them with all they hold, and force them to the disk."""
+"""Make directories, remove them with their contents, and sync them to the disk."""
 
 from __future__ import annotations
 

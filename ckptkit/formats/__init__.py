@@ -61,6 +61,7 @@ class KnownFormat(NamedTuple):
 
 
 _STATES = r"(state|.*model.*|checkpoint.*|ckpt.*)\.(pt|pth|bin|ckpt)"
+_COMMON = ("dcp", "hf", "deepspeed", "pt")  # formats that the hint on an unknown path names
 
 # by the word that users type; `detect_format` asks in this order
 FORMATS = PluginTable(
@@ -166,8 +167,8 @@ def title_of(name: str) -> str:
 
 
 def describe_formats() -> str:
-    """Return what every format is known by, for the hint on a path that no format claims."""
-    return ", ".join(get_format(name).known_by for name in FORMATS)
+    """Return how to recognize the most common formats, for the hint on a path that no format claims."""
+    return ", ".join(get_format(name).known_by for name in _COMMON)
 
 
 def detect_format(path: Path) -> FormatReader | None:
@@ -203,7 +204,7 @@ def one_of_dcp(path: Path) -> NotACheckpoint | None:
         if not has_name([path.name], FORMATS["dcp"].files) or not path.is_file():
             return None
     kind = "one shard" if path.suffix == ".distcp" else "the metadata"
-    hint = f"name the directory: {path.absolute().parent}"
+    hint = f"pass the directory {path.absolute().parent}"
     return NotACheckpoint(f"this file is {kind} of a DCP directory, not a checkpoint", path=path, hint=hint)
 
 
@@ -242,7 +243,7 @@ def find_format(path: Path) -> FormatReader:
         if (shard := one_of_dcp(path)) is not None:
             raise shard
         what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
-        raise NotACheckpoint(what, path=path, hint=f"pass a path with {describe_formats()}")
+        raise NotACheckpoint(what, path=path, hint=f"pass a checkpoint: {describe_formats()} and others")
     return reader
 
 

@@ -1,4 +1,4 @@
-"""Tell safetensors that hold what changed in a model from those of a model, by the JSON file beside them."""
+"""Distinguish the safetensors of a delta from the safetensors of a model, by the JSON file beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parse JSON that a stranger wrote, strictly. Opens no file, and knows nothing of what it says."""
+"""Parse JSON that a stranger wrote, strictly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt
-from ckptkit.files.file import recognise
+from ckptkit.files.file import recognize
 
 
 def parse_json(data: bytes, path: Path) -> Any:
@@ -18,7 +18,7 @@ def parse_json(data: bytes, path: Path) -> Any:
     except CkptError as error:
         raise error.blame(path=path) from None
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"not valid JSON ({error})", path=path, hint=recognise(data[:512])) from error
+        raise Corrupt(f"not valid JSON ({error})", path=path, hint=recognize(data[:512])) from error
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Define what a format must do to be read, and what besides to be written. Opens no file."""
+"""The protocols of a format: reader, writer and writer of entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read and make the header of a safetensors file: which tensors it holds, and where. Touches no tensor data.
+"""Read and make the header of a safetensors file: which tensors it holds, and where.
 
 Source: https://github.com/huggingface/safetensors#format. A file is 8 bytes of header length, a JSON header, and the
 tensors without a gap. `HuggingFaceStorageWriter` of torch.distributed.checkpoint notes beside them where in its tensor
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files.file import opening, read_at, recognise
+from ckptkit.files.file import opening, read_at, recognize
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Chunk, Spec
 from ckptkit.tensors.box import Box, Shape
@@ -76,9 +76,11 @@ def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
         length = int.from_bytes(head[:8], "little")
         if size < 8 or length > min(size - 8, _LIMIT):
             message = (
-                f"a header of {length} bytes does not fit the file's {size}" if size >= 8 else f"only {size} bytes"
+                f"expected at least {length + 8} bytes (header), found {size}"
+                if size >= 8
+                else f"expected at least 8 bytes, found {size}"
             )
-            raise Corrupt(message, path=path, hint=recognise(head))
+            raise Corrupt(message, path=path, hint=recognize(head))
         header = parse_json(read_at(file, length, 8), path)
     if not isinstance(header, dict):
         raise Corrupt("the header is not a JSON object", path=path)
@@ -113,15 +115,17 @@ def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path,
     if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, *start, begin, end)) or end < begin:
         raise Corrupt("the header gives an impossible shape or offset", path=path, tensor=name)
     if len(shape) > _MOST_AXES:
-        raise Unsupported(f"{len(shape)} axes, more than {_MOST_AXES}", path=path, tensor=name)
+        raise Unsupported(f"expected at most {_MOST_AXES} axes, found {len(shape)}", path=path, tensor=name)
     if len(start) != len(shape):
-        message = f"`{_START}` has {len(start)} numbers for shape {list(shape)}"
+        message = f"`{_START}`: expected {len(shape)} numbers for shape {list(shape)}, found {len(start)}"
         raise Corrupt(message, path=path, tensor=name)
     if dtype is None:
         raise Unsupported(f"dtype `{entry['dtype']!a}`", path=path, tensor=name)
     spec = Spec(dtype, unpack_shape(dtype, shape, path, name))
     if spec.nbytes != end - begin:
-        raise Corrupt(f"{spec} needs {spec.nbytes} bytes, the header gives it {end - begin}", path=path, tensor=name)
+        raise Corrupt(
+            f"expected {spec.nbytes} bytes for {spec}, found {end - begin} in the header", path=path, tensor=name
+        )
     return Chunk(Box(start, spec.shape), path.name, data_start + begin, end - begin, dtype)
 
 
@@ -130,7 +134,9 @@ def unpack_shape(dtype: DType, shape: Shape, path: Path, name: str) -> Shape:
     if dtype.name != _PACKED:
         return shape
     if not shape or shape[-1] % 2:
-        raise Unsupported(f"an odd number of 4-bit numbers in shape {list(shape)}", path=path, tensor=name)
+        raise Unsupported(
+            f"expected an even number of 4-bit numbers, found shape {list(shape)}", path=path, tensor=name
+        )
     return (*shape[:-1], shape[-1] // 2)
 
 
@@ -152,7 +158,7 @@ def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: 
         at += length
     if at != size:
         raise Corrupt(
-            f"the header describes {at} bytes, the file has {size}",
+            f"expected {at} bytes (header), found {size}",
             path=path,
             hint="copy the file again: it is truncated" if size < at else "use another copy: bytes were appended",
         )
@@ -161,12 +167,12 @@ def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: 
 def check_writable(name: str, spec: Spec) -> None:
     """Raise `Unsupported` for a tensor that safetensors has no spelling for, or none yet in the version installed."""
     if spec.dtype.name not in SPELLINGS:
-        raise Unsupported(f"safetensors cannot hold dtype {spec.dtype}", tensor=name, hint="drop it with --exclude")
+        raise Unsupported(f"safetensors does not have dtype {spec.dtype}", tensor=name, hint="drop it with --exclude")
     if not is_known(SPELLINGS[spec.dtype.name]):
         hint = "install a newer version, or drop the tensor with --exclude"
         raise Unsupported(f"the safetensors library here does not know dtype {spec.dtype}", tensor=name, hint=hint)
     if spec.dtype.name == _PACKED and not spec.shape:
-        raise Unsupported("safetensors cannot hold a 0-d tensor of 4-bit numbers", tensor=name)
+        raise Unsupported("safetensors cannot store a 0-d tensor of 4-bit numbers", tensor=name)
     if name == "__metadata__":
         raise Unsupported("safetensors reserves this name", tensor=name)
     if any(0xD800 <= ord(c) <= 0xDFFF for c in name):
@@ -175,7 +181,7 @@ def check_writable(name: str, spec: Spec) -> None:
 
 @cache
 def is_known(spelling: str) -> bool:
-    """Return True if the installed safetensors library, which has learnt some dtypes late, knows one by this name."""
+    """Return True if the installed safetensors library, which has learned some dtypes late, knows one by this name."""
     from safetensors import SafetensorError, deserialize
 
     header = json.dumps({"": {"dtype": spelling, "shape": [0], "data_offsets": [0, 0]}}).encode()
@@ -205,7 +211,7 @@ def check_readable(path: Path, chunks: Mapping[str, Chunk]) -> None:
     meant = {name: (SPELLINGS[spec.dtype.name], pack_shape(spec)) for name, spec in specs.items()}
     wrong = min((name for name in found.keys() | meant.keys() if found.get(name) != meant.get(name)), default=None)
     if wrong is not None:
-        message = f"the safetensors library sees {found.get(wrong)} where {meant.get(wrong)} was written"
+        message = f"expected {meant.get(wrong)}, as written, found {found.get(wrong)} in the safetensors library"
         raise Corrupt(message, path=path, tensor=wrong)
     if order != sorted(order, key=lambda name: chunks[name].offset):
         raise Corrupt("the safetensors library sees the tensors in another order than they were written", path=path)

@@ -53,13 +53,13 @@ def sum_all(contents: Mapping[str, Content], jobs: int | None, told: Told | None
 def difference(content: Content, sha256: str, remote: HubFile | None) -> str | None:
     """Say how a file here, of this SHA-256, and one on the Hub differ; None if they do not."""
     if remote is None:
-        return "it is not on the Hub"
+        return "expected the file on the Hub, found none"
     if (here := size_of(content)) != remote.nbytes:
-        return f"{here} bytes here, {remote.nbytes} on the Hub"
+        return f"expected {here} bytes, found {remote.nbytes} on the Hub"
     if remote.sha256 is not None:
-        return None if sha256 == remote.sha256 else f"its SHA-256 is {sha256} here, {remote.sha256} on the Hub"
+        return None if sha256 == remote.sha256 else f"expected SHA-256 {sha256}, found {remote.sha256} on the Hub"
     oid = digest(content, hashlib.sha1(b"blob %d\0" % here, usedforsecurity=False))  # as git computes it
-    return None if oid == remote.oid else f"git's id of it is {oid} here, {remote.oid} on the Hub"
+    return None if oid == remote.oid else f"expected git id {oid}, found {remote.oid} on the Hub"
 
 
 def differences(

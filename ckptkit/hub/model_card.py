@@ -1,4 +1,4 @@
-"""Write the model card, the README.md that the Hub shows: origin, sizes, and how to load it. Names no local path."""
+"""Write the model card, the README.md that the Hub shows: origin, sizes, and how to load it."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def pull(
     sync: bool = True,
     bars: Bars = no_bar,
 ) -> Pulled:
-    """Fetch the files of `org/model[@revision]` from the Hub into directory `out`, those that the globs choose.
+    """Fetch the files of `org/model[@revision]` that match the globs from the Hub into directory `out`.
 
     Raises `NotACheckpoint` if there is no such repository, `Unsafe` if a name in it would leave the directory,
     `Corrupt` if what came is not what the Hub has, `NoRoom`, and `IOFailure` if the Hub cannot be reached.

@@ -145,7 +145,7 @@ def make_plan(
     there = basis.files if basis else {}
     notes = []
     if basis and public and basis.is_private:
-        notes.append("the repository is there, and private; it stays so")
+        notes.append("the repository exists and stays private")
     if selection.layout.format != "hf":
         notes.append("not a model that transformers loads: `ckptkit consolidate` makes one")
     return Pushed(

@@ -52,7 +52,7 @@ class Selection:
     def without_card(self) -> Selection:
         """Return the selection for a repository that has a model card, which stays as it is."""
         contents = {name: content for name, content in self.contents.items() if name != CARD}
-        kept = {} if self.has_card else {CARD: "the one on the Hub is kept"}
+        kept = {} if self.has_card else {CARD: "the Hub keeps its model card"}
         return replace(self, contents=contents, left_out={**self.left_out, **kept})
 
 
@@ -61,7 +61,7 @@ def select_files(source: Source, repo_id: str) -> Selection:
     checkpoint = Checkpoint.open(source)
     root, reader = checkpoint.model_component.path, checkpoint.model_component.reader
     if not root.is_dir():
-        hint = "name the directory that the file is in, or one that `ckptkit consolidate` makes of it"
+        hint = "pass the directory that the file is in, or an output of `ckptkit consolidate`"
         raise Usage("only directories are pushed", path=root, hint=hint)
     layout, manifest = reader.read(root), read_manifest(root)
     needed = OwnFiles(reader, root, layout, manifest).needed

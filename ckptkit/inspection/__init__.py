@@ -1,1 +1,1 @@
-"""Say what a checkpoint is: its groups, ties and modules."""
+"""Describe a checkpoint: its groups, ties and modules."""

@@ -44,5 +44,5 @@ def row_of(line: Branch) -> Markup:
 
 
 def cell(side: str) -> str:
-    """Return how a cell looks; colours are the page's."""
+    """Return how a cell looks; colors are the page's."""
     return f"text-align:{side}"

@@ -142,7 +142,9 @@ def split(tensor: StoredTensor, axis: int, extents: Shape) -> StoredTensor:
     """Return the tensor with one axis split in several, row-major. Raises `Mismatch` if their product is another."""
     tensor, shape = unsplit(tensor), tensor.spec.shape
     if prod(extents) != shape[axis]:
-        raise Mismatch(f"axis {axis} of shape {list(shape)} cannot be split in {list(extents)}")
+        raise Mismatch(
+            f"expected axis {axis} of size {prod(extents)} to split in {list(extents)}, found shape {list(shape)}"
+        )
     chunks = (part for chunk in tensor.chunks for part in split_chunk(chunk, axis, extents))
     return StoredTensor(Spec(tensor.spec.dtype, replace_at(shape, axis, 1, extents)), tuple(chunks))
 
@@ -179,7 +181,10 @@ def unsplit(tensor: StoredTensor) -> StoredTensor:
     for axis, extents in enumerate(tensor.splits):
         apart = [part for chunk in chunks for part in parts_that_merge(chunk, shape, axis, len(extents))]
         if len(apart) > _MOST_CHUNKS:
-            raise Unsupported(f"{len(apart)} pieces of one tensor: its rows would be reordered twice")
+            raise Unsupported(
+                f"expected at most {_MOST_CHUNKS} pieces of the tensor, found {len(apart)}: its rows "
+                "would be reordered twice"
+            )
         merged = (merge_chunk(chunk, shape, axis, len(extents)) for chunk in apart)
         chunks = [chunk for chunk in merged if chunk is not None]
         shape = replace_at(shape, axis, len(extents), (prod(extents),))

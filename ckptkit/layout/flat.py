@@ -1,4 +1,4 @@
-"""Cut a tensor out of a flat one, of which ranks have pieces."""
+"""Cut a tensor out of a flat one that ranks have in pieces."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def match(
     check_numbers(groups, sizes)
     total = sum(map(len, groups))
     if total != len(parameters):
-        message = f"the optimizer has {count(total, 'parameter')}, the model {len(parameters)} that could match"
+        message = f"expected {count(len(parameters), 'parameter')} as in the model, found {total} in the optimizer"
         raise Unsupported(message, hint=_HINT)
     if len(groups) * total > _MOST_STEPS:
         raise Unsupported(f"{count(len(groups), 'group')} of parameters: their shapes alone do not tell them apart")
@@ -101,7 +101,10 @@ def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mappin
     for size, states in wanted.items():
         if found[size] != states:
             there = count(states, "state")
-            message = f"the optimizer has {there} of shape {as_text(size)}, the model {found[size]} such tensors"
+            message = (
+                f"expected {found[size]} states of shape {as_text(size)} as in the model, found {there} in "
+                "the optimizer"
+            )
             raise Unsupported(
                 message, hint="check that the optimizer belongs to this model, and whether a part was frozen"
             )

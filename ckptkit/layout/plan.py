@@ -1,4 +1,4 @@
-"""Plan the byte copies that fill one layout from another, or from several. Opens no file."""
+"""Plan the byte copies that fill one layout from another, or from several."""
 
 from __future__ import annotations
 
@@ -133,8 +133,10 @@ class Plan:
 
 def not_located(layout: Layout, chunk: Chunk, name: str) -> Usage:
     """Return the error for a chunk that is still in its envelope, or whose bytes are not there."""
-    message = f"the bytes at {chunk.offset} are an envelope, `{chunk.wrapper}`, and not yet the elements in it"
-    hint = "a layout is planned, read and compared after `ckptkit.formats.locate`"
+    message = (
+        f"expected the elements at {chunk.offset}, found the envelope `{chunk.wrapper}`, which must be opened first"
+    )
+    hint = "call `ckptkit.formats.locate` before you plan, read or compare a layout"
     if chunk.wrapper is None:
         message, hint = "the bytes of a chunk are lost or unreadable", "drop the tensor before planning"
     return Usage(message, path=layout.root / chunk.path, tensor=name, offset=chunk.offset, hint=hint)
@@ -227,7 +229,7 @@ def join(name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Rec
             ours = [Copy(part, chunks[i], chunk, source, number) for i, part in index.meeting(box)]
             covered = sum(copy.region.numel for copy in ours)
             if covered != box.numel:
-                message = f"the source has {covered} of the {box.numel} elements of {box}"
+                message = f"expected {box.numel} elements of {box}, found {covered} in the source"
                 raise Mismatch(message, path=sources[source].root, tensor=operand.name)
             copies += ours
         yield Target(name, chunk, tuple(copies), recipe)

@@ -1,1 +1,1 @@
-"""What a config.json describes: parameters, shapes, ties, linear layers, and the small files beside the weights."""
+"""What a config.json describes: parameters, shapes, ties, linear layers, and the other small files of a model."""

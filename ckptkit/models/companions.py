@@ -68,7 +68,7 @@ class Companions:
         places: dict[Path, list[str]] = {}
         for name in self.files:
             places.setdefault(self.path_of(name).parent, []).append(name)
-        return [f"{', '.join(names)} from {place}" for place, names in places.items()]
+        return [f"used {', '.join(names)} from {place}" for place, names in places.items()]
 
     def to_files(self) -> dict[str, bytes]:
         """Return the files as they will be written, by name; {} without a config.json."""
@@ -83,7 +83,7 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
     if base is not None:
         found = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache is made of links
         if found is None:
-            raise NotACheckpoint("the base does not have the config.json of a model", path=base)
+            raise NotACheckpoint("expected a model's config.json in the base, found none", path=base)
         return with_tokenizer(found, checkpoint)
     for place in places_of(checkpoint.absolute()):
         found = read_companions(place)

@@ -1,4 +1,4 @@
-"""Answer what a config.json calls for: parameters in order, shapes, ties, forms on disk, and linear layers.
+"""Compute what a config.json describes: parameters in order, shapes, ties, forms on disk, and linear layers.
 
 ckptkit's own table is asked first. transformers, whose import takes seconds, is asked only where the table has no
 answer.

@@ -1,4 +1,4 @@
-"""Check that weights belong to a config.json: tied ones are dropped, missing ones refused. Writes nothing."""
+"""Check that weights belong to a config.json: tied ones are dropped, missing ones refused."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
         inner = known.get_text_config()
         said: dict[str, Any] = json.loads(inner.to_json_string(use_diff=True))
     if inner is known:
-        raise Usage(f"expected a model with a text model, found type `{model_type}`", hint="leave --text-only out")
+        raise Usage(f"expected a vision-language model, found type `{model_type}`", hint="drop --text-only")
     classes = transformers.AutoModelForCausalLM._model_mapping
     same = _SAME_AS.get(inner.model_type, {"model_type": inner.model_type})
     kind = transformers.CONFIG_MAPPING[same["model_type"]]
@@ -62,7 +62,7 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
         message = (
             f"transformers {transformers.__version__} does not have a causal language model for `{inner.model_type}`"
         )
-        raise Unsupported(message, hint="leave --text-only out")
+        raise Unsupported(message, hint="drop --text-only")
     if inner.model_type in _SAME_AS:
         said["rope_parameters"] = without_images(said.get("rope_parameters"))
     said |= {key: config[key] for key in _FROM_ABOVE if said.get(key) is None and config.get(key) is not None}
@@ -89,5 +89,5 @@ def names_in(whole: MetaModel, text: MetaModel, model_type: str) -> dict[str, st
     different = [name for name, old in names.items() if whole.shapes.get(old) != text.shapes[name]]
     if different:
         message = f"ckptkit does not know the names of the text model in `{model_type}`"
-        raise Unsupported(message, tensor=different[0], hint="leave --text-only out")
+        raise Unsupported(message, tensor=different[0], hint="drop --text-only")
     return names

@@ -1,4 +1,4 @@
-"""Find the largest number that a tokenizer gives to a token, in whatever files it comes. Runs no tokenizer."""
+"""Find the largest token id of a tokenizer, in any of its files. Runs no tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build a model by transformers' own classes, without memory, for what it says of its tensors. Runs no model's code.
+"""Build a model of transformers without memory, to learn about its tensors. Runs no model's code.
 
 Known are the classes of the installed transformers; code that lies beside a model's config.json is never run. Importing
 transformers takes seconds, so that it is asked only of types of models that ckptkit has no table for.
@@ -19,7 +19,7 @@ from typing import Any
 from ckptkit.errors import Unsupported
 from ckptkit.tensors.box import Shape
 
-INSTALL = "install transformers, which knows more types: pip install 'ckptkit-fsdp[hf]'"
+OLDEST = (5, 6)  # the first with `PrefixChange`; pyproject.toml has it too
 # what would be a hint to load code, or change the tensors in ways that no table of names tells
 _LEFT_OUT = re.compile(r"_.*|.*_implementation|.*kernel.*config.*|auto_map|torch_dtype|dtype")
 _FLOAT = "__float__"  # what transformers writes for numbers that JSON has not
@@ -42,7 +42,7 @@ class UnknownType(Unsupported):
 
 
 class NotInstalled(Unsupported):
-    """A type of models that only transformers knows, and transformers is not installed."""
+    """transformers is missing, is too old, or cannot be imported."""
 
 
 class NotBuilt(Unsupported):
@@ -84,11 +84,12 @@ def build(text: str) -> MetaModel:
     config = without_hints(json.loads(text))
     model_type = str(config.get("model_type"))
     try:
-        import torch
-        import transformers
-    except ImportError as error:
-        message = f"only transformers knows models of type `{model_type}`, and it is not installed"
-        raise NotInstalled(message, hint=INSTALL) from error
+        transformers = import_transformers()
+    except NotInstalled as error:
+        error.message = f"only transformers knows models of type `{model_type}`: {error.message}"
+        raise
+    import torch
+
     check_counts(config)
     try:
         with quiet(), torch.device("meta"):
@@ -112,6 +113,23 @@ def build(text: str) -> MetaModel:
             "float16": pattern_of(model, "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"),
         },
     )
+
+
+def import_transformers() -> Any:
+    """Return the module transformers. Raises `NotInstalled` if it is missing, too old, or cannot be imported."""
+    if not is_installed():
+        raise NotInstalled("transformers is not installed", hint="pip install 'ckptkit-fsdp[hf]'")
+    upgrade = "pip install --upgrade 'ckptkit-fsdp[hf]'"
+    try:
+        import transformers
+    except ImportError as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise NotInstalled(f"transformers cannot be imported: {reason}", hint=upgrade) from error
+    if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        message = f"expected transformers {oldest} or newer, found {transformers.__version__}"
+        raise NotInstalled(message, hint=upgrade)
+    return transformers
 
 
 def kind_of(transformers: Any, model_type: str) -> Any:

@@ -1,4 +1,4 @@
-"""Turn a model's tensors from those that transformers has in memory into those on its disk, and back.
+"""Convert a model's tensors between transformers' form in memory and its form on disk.
 
 The table is transformers' own, of the version that is installed: its transforms rename tensors, and move their
 elements by functions of torch. Source: transformers/core_model_loading.py, `revert_weight_conversion`, and

@@ -98,7 +98,7 @@ class NewVocabulary:
         first = next(iter(sizes))
         other = next((name for name, rows in sizes.items() if rows != sizes[first]), None)
         if other is not None:
-            message = f"it has {sizes[other]} rows, `{first}` {sizes[first]}: they do not belong to one vocabulary"
+            message = f"expected {sizes[first]} rows as in `{first}`, found {sizes[other]}"
             raise Mismatch(message, tensor=other)
         return sizes[first]
 

@@ -1,4 +1,4 @@
-"""List the families of names that are known, and tell of which one tensors are. Each is one file."""
+"""The known families of names, one file for each, and how to recognize them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that a model under the Hub's names has the layers and experts that its config calls for, and no others."""
+"""Check that a model under the Hub's names has exactly the layers and experts of its config."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
 _OF_EXPERTS = re.compile(r"\.experts\.|_moe\.")
 _MORE = "num_nextn_predict_layers"  # behind the others: they predict further tokens
+_ZERO = "zero_expert_num"  # LongCat's experts without weights: transformers saves a gate and an up for each
 _HINT = "check that config.json belongs to this model"
 
 
@@ -36,15 +37,20 @@ def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
     find_shapes = cache(lambda: shapes_of(names, sizes))
     count, wanted = sizes.find("layers"), sizes.find("experts")
     if layers and count is not None:
-        more = sizes.text.get(_MORE)
-        check_numbers(layers, count, more if type(more) is int else 0, "model.layers.{}", path)
+        check_numbers(layers, count, further(sizes, _MORE), "model.layers.{}", path)
     if wanted is not None:
         if layers and not has_experts and calls_for_experts(find_shapes()):
             raise Mismatch(f"expected {wanted} experts (config.json), found none", path=path, hint=_HINT)
         for (above, below), numbers in experts.items():
-            check_numbers(numbers, wanted, 0, f"{above}.{{}}.{below}", path)
+            check_numbers(numbers, wanted, further(sizes, _ZERO), f"{above}.{{}}.{below}", path)
     if layers and count is not None:
         check_alike({number: layers[number] for number in range(count)}, find_shapes, path)
+
+
+def further(sizes: Sizes, key: str) -> int:
+    """Return a number of config.json, 0 without it."""
+    number = sizes.text.get(key)
+    return number if type(number) is int else 0
 
 
 def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Read a table of one's own: rules as those of the families, in a file of TOML. Its errors say the line and the key.
+"""Read a table of rules from a TOML file. Errors name the line and the key.
 
 A step is a word, or a table of a word with what belongs to it.
 
@@ -52,7 +52,7 @@ _MOST = 64  # axes, or tensors that one becomes
 def read_table(path: Path) -> Family:
     """Return the family that a file describes. Raises `Usage` for one that is not understood."""
     if not is_there(path):
-        raise Usage("no such table of names", path=path)
+        raise Usage("no such file: --map takes a table of names", path=path)
     with translate_os_errors(path):
         data = read_small(path, _LIMIT)
     try:
@@ -71,7 +71,7 @@ def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
     require_keys(parsed, ("name", "drop", "rule"), "the file")
     name = parsed.get("name", name)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise Usage(f"`name` is {name!r}", hint="use letters, digits, `-` and `_` in a name")
+        raise Usage(f"`name`: expected a plain name, found {name!r}", hint="use letters, digits, `-` and `_` in a name")
     entries = parsed.get("rule")
     if not isinstance(entries, list) or not entries:
         raise Usage("the table does not contain a `[[rule]]`")
@@ -95,7 +95,7 @@ def rule_in(entry: object) -> Rule:
     own, hub = texts_in(entry, "own"), texts_in(entry, "hub")
     flat = entry.get("flat", "")
     if flat and flat not in SYMBOLS:
-        raise Usage(f"`flat` is {flat!r}", hint=f"use one of {', '.join(SYMBOLS)}")
+        raise Usage(f"`flat`: unknown symbol {flat!r}", hint=f"use one of {', '.join(SYMBOLS)}")
     step = step_in(entry.get("step", "same"))
     check_numbers("own", own)
     check_numbers("hub", hub)
@@ -112,7 +112,7 @@ def texts_in(found: Mapping[str, Any], key: str, default: tuple[str, ...] | None
     for text in texts:
         if not isinstance(text, str) or not _TEXT.fullmatch(text):
             hint = "write a name like `layers.{layer}.wq.weight`: numbers in braces, optional parts in brackets"
-            raise Usage(f"`{key}` is {value!r}", hint=hint)
+            raise Usage(f"`{key}`: expected a name, found {value!r}", hint=hint)
         if outline_of(text)[1]:
             raise Usage(
                 f"`{key}` has a number in {text!r}", hint="write {layer} or a similar placeholder instead of the number"
@@ -154,7 +154,7 @@ def step_in(value: object) -> TensorStep:
         return Chain(tuple(map(step_in, value)))
     table = {value: None} if isinstance(value, str) else value
     if not isinstance(table, dict) or not table:
-        raise Usage(f"`step` is {value!r}", hint=f"use one of {', '.join(_STEPS)}")
+        raise Usage(f"`step`: expected the name of a step, found {value!r}", hint=f"use one of {', '.join(_STEPS)}")
     name, argument = next(iter(table.items()))
     if name not in _STEPS:
         raise Usage(f"`step`: unknown step `{name}`", hint=f"use one of {', '.join(_STEPS)}")
@@ -167,7 +167,10 @@ def step_in(value: object) -> TensorStep:
 def number_in(value: object, what: str, least: int = 0) -> int:
     """Return a number. Raises `Usage` for anything else."""
     if type(value) is not int or not least <= value <= _MOST:
-        raise Usage(f"`step`: {what} is {value!r}", hint=f"use a number from {least} to {_MOST}")
+        raise Usage(
+            f"`step`: {what}: expected a number from {least} to {_MOST}, found {value!r}",
+            hint=f"use a number from {least} to {_MOST}",
+        )
     return value
 
 
@@ -176,7 +179,9 @@ def joined(argument: object, more: Mapping[str, Any]) -> TensorStep:
     count, axis = number_in(argument, "joined", 1), number_in(more.get("axis", 0), "axis")
     parts = more.get("parts", [])
     if not isinstance(parts, list) or (parts and len(parts) != count) or any(one not in _EXTENTS for one in parts):
-        raise Usage(f"`step`: parts is {parts!r}", hint=f"{count} of {', '.join(_EXTENTS)}")
+        raise Usage(
+            f"`step`: parts: expected {count} sizes, found {parts!r}", hint=f"use {count} of {', '.join(_EXTENTS)}"
+        )
     return Concatenated(count, axis, tuple(parts))
 
 
@@ -188,7 +193,10 @@ def transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
     """Return the step for axes that are exchanged."""
     axes = [0, 1] if argument is None else argument
     if not isinstance(axes, list) or len(axes) != 2:
-        raise Usage(f"`step`: transposed is {argument!r}", hint="use the numbers of two axes, like [0, 1]")
+        raise Usage(
+            f"`step`: transposed: expected two axes, found {argument!r}",
+            hint="use the numbers of two axes, like [0, 1]",
+        )
     one, other = (number_in(axis, "transposed") for axis in axes)
     return SwappedAxes((one, other))
 

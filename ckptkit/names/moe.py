@@ -35,6 +35,15 @@ _EXPERTS = {
     "qwen3_next": ExpertNames(shared="mlp.shared_expert"),
 }
 
+# types whose files have a tensor for each expert, and whose fused experts have all gates above all up projections
+SEPARATE = frozenset(
+    {
+        *("mixtral", "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
+        *("qwen3_omni_moe_text", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1"),
+        *("ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "kimi_k25", "longcat_flash", "solar_open"),
+    }
+)
+
 
 def experts_of(model_type: str) -> ExpertNames:
     """Return the names for a type of model; those of most for one that is not listed."""

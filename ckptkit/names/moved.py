@@ -115,9 +115,12 @@ def permute(tensor: StoredTensor, dims: Sequence[int]) -> StoredTensor:
     return axes.permute(tensor, [axis_of(tensor, dim) for dim in dims])
 
 
-def squeeze(tensor: StoredTensor, dim: int) -> StoredTensor:
-    axis = axis_of(tensor, dim)
-    return axes.take(tensor, axis, 0) if tensor.spec.shape[axis] == 1 else tensor
+def squeeze(tensor: StoredTensor, dim: int | None = None) -> StoredTensor:
+    """Return the tensor without an axis of size 1, or without all of them."""
+    for axis in reversed(range(len(tensor.spec.shape))) if dim is None else [axis_of(tensor, dim)]:
+        if tensor.spec.shape[axis] == 1:
+            tensor = axes.take(tensor, axis, 0)
+    return tensor
 
 
 def unsqueeze(tensor: StoredTensor, dim: int) -> StoredTensor:

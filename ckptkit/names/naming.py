@@ -1,4 +1,4 @@
-"""Give a model's tensors the names that are asked for: the Hub's, those of a family, or their own."""
+"""Give a model's tensors the requested names: the Hub's, a family's, or their own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor, edits
 from ckptkit.models.expected import AskBase
 from ckptkit.models.vocabulary import NewVocabulary, check_rows, with_vocabulary
 from ckptkit.names import KEEP, family_of, get_family
+from ckptkit.names.between_families import choose_family, turn_between
 from ckptkit.names.complete import check_complete
 from ckptkit.names.custom import in_front
 from ckptkit.names.family import Family
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.training import translate_training
 from ckptkit.names.translate import Translated, Turn
-from ckptkit.names.turn import choose_family, turn_between
 from ckptkit.names.weights import JOINED, OF_ONE, Weights, find_model_key, find_weights
 from ckptkit.pictures.words import count
 
@@ -94,7 +94,7 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
         return layout, []
     if change is not None and change.here is not None and change.here.is_model_only:
         message = f"ckptkit translates {change.here.whose} names only for a model without optimizer"
-        hint = "run `ckptkit consolidate SRC OUT`, and convert OUT"
+        hint = "run `ckptkit consolidate SRC OUT` first, then convert OUT"
         raise Unsupported(message, path=layout.root, hint=hint)
     asked.check(weights, asked.config)
     layout = locate(unpack(layout))
@@ -223,7 +223,7 @@ def describe(change: FamilyChange, made: Translated) -> list[str]:
     """Return what there is to say of new names."""
     before = len({old for olds in made.came_from.values() for old in olds})
     one, other = (family.name if family else "the Hub" for family in (change.here, change.there))
-    notes = [f"{count(before, 'tensor')} as {one} calls them became {len(made.came_from)} as {other} does"]
+    notes = [f"translated {count(before, 'tensor')} from the names of {one} to {len(made.came_from)} of {other}"]
     if made.unplaced:
         notes.append(
             f"dropped {count(len(made.unplaced), 'tensor')} that {other} does not have, such as `{made.unplaced[0]}`"

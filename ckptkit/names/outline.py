@@ -1,4 +1,4 @@
-"""Take the numbers out of a tensor's name: what is left is the same in all layers."""
+"""Remove the numbers from a tensor's name, so that it is the same in all layers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ckptkit.tensors.box import Shape
 Shapes = Mapping[str, Shape]
 
 
-def take_off_prefix(found: Weights, config: Mapping[str, Any] | None) -> tuple[Weights, list[str]]:
+def remove_prefix(found: Weights, config: Mapping[str, Any] | None) -> tuple[Weights, list[str]]:
     """Return weights without the prefix before all their names, and words on it; as they are, if there is none."""
     shapes = found.layout.shapes
     of_family = prefix_of_family(shapes)

@@ -193,7 +193,7 @@ def parse_rule(rule: str) -> tuple[re.Pattern[str], str]:
         compiled = re.compile(pattern)
         compiled.sub(text, "")
     except (re.error, IndexError) as error:
-        raise Usage(f"--rename '{rule}': {error}") from error
+        raise Usage(f"--rename '{rule}': not a valid regular expression: {error}") from error
     return compiled, text
 
 

@@ -1,4 +1,4 @@
-"""Hold the numbers of a model that the maps between names need, as config.json gives them."""
+"""The sizes from config.json that the rules between names need."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ class Sizes:
             return width
         hidden, heads = self["hidden"], self["heads"]
         if hidden % heads:
-            raise Mismatch(f"config.json says {heads} heads, which do not divide the hidden size {hidden}")
+            raise Mismatch(f"expected heads that divide the hidden size {hidden} (config.json), found {heads}")
         return hidden // heads

@@ -1,4 +1,4 @@
-"""Take the steps that lead from the tensors of one family to those of the Hub, each of which has a way back.
+"""The steps that turn tensors of a family into tensors of the Hub, each with its inverse.
 
 A step is given the tensors that one rule brings together and returns those that they become. Nothing is computed:
 chunks move, by the arithmetic in `ckptkit.layout.axes`.
@@ -125,7 +125,7 @@ def group(sizes: Sizes) -> tuple[int, int, int]:
     """Return how many key heads there are, the query heads of each, and their width."""
     heads, groups = sizes["heads"], sizes["key_heads"]
     if heads % groups:
-        raise Mismatch(f"config.json says {groups} key heads, which do not divide the {heads} heads")
+        raise Mismatch(f"expected key heads that divide {heads} heads (config.json), found {groups}")
     return groups, heads // groups, sizes.head_width
 
 

@@ -151,9 +151,12 @@ def follow(
                 require_equal(layout, found, place)
             made.tensors[new] = others[next(iter(found), there[0])]
         else:
-            shapes = f"{list(one.spec.shape)} beside a parameter of {list(weights.tensors[there[0]].spec.shape)}"
+            shapes = (
+                f"expected shape {list(weights.tensors[there[0]].spec.shape)} of its parameter, found "
+                f"{list(one.spec.shape)}"
+            )
             hint = "drop it with --exclude: the optimizer then starts anew"
-            message = f"its shape is {shapes}: the state cannot follow, because its parameter is split or joined"
+            message = f"{shapes}: ckptkit splits or joins the parameter, but cannot split or join this state"
             raise Unsupported(message, path=layout.root, tensor=dotted(place.key(there[0])), hint=hint)
     return made
 

@@ -1,4 +1,4 @@
-"""Turn tensors of one family into those of the Hub, or back, by a table of rules. No bytes move."""
+"""Translate tensors of a family to the Hub's names, or back, by a table of rules. No bytes move."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> 
     if len(folded) > len(tensor.spec.shape):
         shape = list(tensor.spec.shape)
         raise Mismatch(
-            f"its shape is {shape}, without an axis for each {' and each '.join(folded)}", tensor=slot.pattern.text
+            f"expected an axis for each {' and each '.join(folded)}, found shape {shape}", tensor=slot.pattern.text
         )
     if prod(tensor.spec.shape[: len(folded)]) > _MOST or max(tensor.spec.shape[: len(folded)], default=0) > _MOST:
         message = (
-            f"its shape is {list(tensor.spec.shape)}: no known model has an axis of so many {' and '.join(folded)}s"
+            f"found shape {list(tensor.spec.shape)}: no known model has an axis of so many {' and '.join(folded)}s"
         )
         raise Mismatch(message, tensor=slot.pattern.text)
     own = dict(zip(slot.pattern.captures, numbers, strict=True))
@@ -192,7 +192,7 @@ def step(
         return side.take(rule, tensors, sizes)
     except IndexError:  # a step asks for an axis that a tensor has not
         shapes = " and ".join(str(list(tensor.spec.shape)) for tensor in tensors)
-        raise Mismatch(f"its shape is {shapes}: an axis that its rule needs is missing", tensor=names[0]) from None
+        raise Mismatch(f"found shape {shapes}: an axis that the rule needs is missing", tensor=names[0]) from None
     except CkptError as error:
         raise error.blame(tensor=names[0]) from None
 

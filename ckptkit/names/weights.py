@@ -78,9 +78,9 @@ class Weights:
         olds = (self.came_from[name] for name in names if name in self.came_from)
         return frozenset(old for joined in olds for old in joined.split(JOINED))
 
-    def summarise(self) -> tuple[LeftOut, ...]:
+    def summarize(self) -> tuple[LeftOut, ...]:
         """Count what was left out, by where it lies and why."""
-        return summarise(self.whole, self.prefix, self.left_out, self.came_from.values())
+        return summarize(self.whole, self.prefix, self.left_out, self.came_from.values())
 
 
 def find_weights(layout: Layout) -> Weights:
@@ -217,7 +217,7 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
         globs = [f"{escape(candidate)}.*" for candidate in candidates]
         return SeveralModels(message, path=layout.root, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
-    held = ", ".join(f"{count} under `{name}`" for name, count in tops.most_common(4)) or "no tensors"
+    held = ", ".join(f"{count} entries under `{name}`" for name, count in tops.most_common(4)) or "no tensors"
     return Mismatch(
         f"expected model weights, found only {held}",
         path=layout.root,
@@ -225,7 +225,7 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
     )
 
 
-def summarise(
+def summarize(
     layout: Layout, prefix: KeyPath, left_out: Mapping[str, str], written: Iterable[str]
 ) -> tuple[LeftOut, ...]:
     """Count entries by why they are left out and where they lie; objects of layers as one.

@@ -34,6 +34,7 @@ INSIDE = (
 WRAPPERS = (DDP, *INSIDE)
 
 PROMPT = "prompt_embeddings"  # all that prompt learning of PEFT leaves
+_ADAPTED = ("lora_", "base_model.", ".base_layer.", "trainable_tokens_delta", ".adapter.")
 _FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py, of several versions
 
 
@@ -65,7 +66,4 @@ def is_flat_name(name: str) -> bool:
 
 def may_be_adapted(names: Collection[str]) -> bool:
     """Return whether tensors of these names may be an adapter's, at a glance."""
-    return PROMPT in names or any(
-        "lora_" in name or "base_model." in name or ".base_layer." in name or "trainable_tokens_delta" in name
-        for name in names
-    )
+    return PROMPT in names or any(any(part in name for part in _ADAPTED) for name in names)

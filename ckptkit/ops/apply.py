@@ -43,7 +43,7 @@ def apply(
     sync: bool = True,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write the Hugging Face model that one or more deltas make of checkpoint `base` to directory `out`.
+    """Apply one or more deltas to checkpoint `base`, and write the resulting Hugging Face model to directory `out`.
 
     `base` may have any format: ckptkit uses it as `consolidate` would write it, in `dtype` if you pass one. The result
     has the config and tokenizer of `base`, and its shards if `base` is a Hugging Face model. Its weights equal those

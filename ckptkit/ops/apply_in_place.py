@@ -66,7 +66,7 @@ class Update(NamedTuple):
 
 
 def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
-    """Apply the deltas in `root` that follow its state to the Hugging Face model in directory `local`.
+    """Apply to the Hugging Face model in `local` the deltas in `root` that continue from its state.
 
     `root` is a delta, or a directory of deltas or versions. A journal in `local` makes this safe: after a crash the
     model is old or new, or the same call completes it. A server that has mapped the files sees a mixture meanwhile.
@@ -129,7 +129,7 @@ def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], 
     for delta in deltas:
         if (other := by_base.get(delta.record.base)) and other.record.new != delta.record.new:
             message = f"expected one delta of base {short(delta.record.base)}, also found {other.path.name}"
-            raise Usage(message, path=delta.path, hint="name one of them instead of the directory")
+            raise Usage(message, path=delta.path, hint="pass one of them instead of the directory")
         by_base[delta.record.base] = delta
     at = identify(model.specs, sums)
     if at not in by_base and all(delta.record.new != at for delta in deltas):

@@ -1,4 +1,4 @@
-"""See a checkpoint as `consolidate` would write it: its tensors by name, each in its dtype. Reads no data."""
+"""See a checkpoint as `consolidate` would write it: its tensors by name, each in its dtype."""
 
 from __future__ import annotations
 

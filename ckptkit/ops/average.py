@@ -12,7 +12,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of
 from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
-from ckptkit.ops.convert import carry_out
+from ckptkit.ops.convert import run_conversion
 from ckptkit.pictures.words import count
 from ckptkit.runs.run import RunFolder
 
@@ -41,12 +41,15 @@ def average(
     """
     asked = ConvertOptions.of(options, to=to)
     if asked.quantize:
-        raise Usage("ckptkit does not quantize an average", hint="ckptkit consolidate MEAN OUT --quantize does it")
+        raise Usage(
+            "ckptkit does not quantize an average",
+            hint="average first, then run `ckptkit consolidate MEAN OUT --quantize`",
+        )
     chosen = choose_sources(sources, last)
     if asked.changes_names and not asked.writer.is_model_only:
         hint = "write a Hugging Face model first, then convert it"
         raise Usage(f"a mean keeps names and rows as `{asked.to}`", hint=hint)
-    done = carry_out(chosen, dst, replace(asked, weights=divide(weights, len(chosen))))
+    done = run_conversion(chosen, dst, replace(asked, weights=divide(weights, len(chosen))))
     total = fsum(weights)
     if not weights or isclose(total, 1, abs_tol=_SLACK):
         return done
@@ -58,8 +61,12 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     given = list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
     if last is None:
         if len(given) < 2:
-            hint = "name another, or take the last of a run with --last"
-            raise Usage("average needs at least 2 checkpoints", path=path_of(given[0]) if given else None, hint=hint)
+            hint = "pass another, or --last N for the last N of a run"
+            raise Usage(
+                "expected at least 2 checkpoints to average, found 1",
+                path=path_of(given[0]) if given else None,
+                hint=hint,
+            )
         return [Checkpoint.open(source) for source in given]
     if len(given) != 1:
         raise Usage(f"--last: expected 1 run, found {count(len(given), 'path')}")
@@ -67,7 +74,11 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     complete = RunFolder(run).checkpoints()
     if not 0 < last <= len(complete):
         hint = "`ckptkit ls` shows the checkpoints of a run"
-        raise Usage(f"the run has {len(complete)} complete checkpoints, not {last}", path=run, hint=hint)
+        raise Usage(
+            f"--last: expected at most {len(complete)} (complete checkpoints of the run), found {last}",
+            path=run,
+            hint=hint,
+        )
     return list(complete[-last:])
 
 
@@ -77,10 +88,10 @@ def divide(weights: Sequence[float], sources: int) -> tuple[float, ...]:
         return (1 / sources,) * sources
     if len(weights) != sources:
         raise Usage(
-            f"{count(len(weights), 'weight')} for {count(sources, 'checkpoint')}",
-            hint="give one for each, like --weights 2,1,1",
+            f"expected {count(sources, 'weight')}, one for each checkpoint, found {len(weights)}",
+            hint="pass a weight for each, like --weights 2,1,1",
         )
     if not all(isfinite(weight) and weight > 0 for weight in weights):
-        raise Usage(f"weights must be positive: {', '.join(map(str, weights))}")
+        raise Usage(f"expected positive weights, found {', '.join(map(str, weights))}")
     total = fsum(weights)
     return tuple(weight / total for weight in weights)

@@ -20,7 +20,7 @@ from ckptkit.collector import collector_paused
 from ckptkit.conversion.directories import check_free, files_taken, require_separate_destination, to_output
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take
-from ckptkit.conversion.options import MASTER, MODULE, ConvertOptions, Keywords, spell_out
+from ckptkit.conversion.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
@@ -53,7 +53,8 @@ def convert(
     """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
 
     "dcp" and "pt" keep everything, also the optimizer and the other files of the checkpoint. If `dst` is a name like
-    `model.pt`, the result is one file, without other files. "hf" writes only the model, as `consolidate` does. `under`
+    `model.pt`, the result is one file, without other files. "hf" writes only the model, as `consolidate` does, and
+    "adapter" only the adapter. `under`
     puts everything under a key, such as `model`. "dcp" is written for `world_size` ranks, by default as many as in the
     source. `optimizer_keys` writes the optimizer's parameters by "names" or "ids". By default, an optimizer in one file
     gets names when it becomes shards, if the names are certain. With `complete_optimizer`, parameters without a state,
@@ -62,7 +63,7 @@ def convert(
     """
     own = {"to": to, "world_size": world_size, "under": under, "optimizer_keys": optimizer_keys}
     own["complete_optimizer"] = complete_optimizer
-    return carry_out([src], dst, ConvertOptions.of(options, **own))
+    return run_conversion([src], dst, ConvertOptions.of(options, **own))
 
 
 def has_quantized(model: Model, options: ConvertOptions) -> bool:
@@ -89,6 +90,11 @@ def may_leave_remainders(model: Model, options: ConvertOptions) -> bool:
     """Return whether an optimizer may have remainders of the weights that are not asked for."""
     dtypes = (tensor.spec.dtype.name for tensor in model.part.layout.tensors.values())
     return options.writer.is_model_only and options.weights_from is None and "int16" in dtypes
+
+
+def may_complete(checkpoint: Checkpoint, options: ConvertOptions) -> bool:
+    """Return whether an optimizer may have remainders that complete weights, and a cast is asked for."""
+    return bool(options.dtype) and any(t.spec.dtype.name == "int16" for t in checkpoint.layout.tensors.values())
 
 
 def has_base(model: Model, options: ConvertOptions) -> bool:
@@ -141,7 +147,7 @@ STEPS = (  # the model, or several whose mean it is to be
 )
 
 
-def carry_out(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
+def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:
     """Make of a checkpoint, or of the mean of several, what `options` say, or a part of that.
 
     Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
@@ -222,11 +228,14 @@ def draft_of(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptio
 
         if adapted := [found for part in parts if (found := open_adapters(part, options))]:
             if parts[0].masters is not None:
-                hint = "leave --weights-from out to take the adapter as it was saved"
+                hint = "drop --weights-from to take the adapter as it was saved"
                 raise Unsupported("ckptkit does not take the masters of an adapter", path=parts[0].path, hint=hint)
             return draft_adapters(adapted, remarks, dst, options)
+    if options.to == ADAPTER or options.experts:
+        hint = "pass --to hf and drop --experts to write the model"
+        raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint=hint)
     if options.adapter_config:
-        raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="leave --adapter-config out")
+        raise Usage("the checkpoint contains no adapter", path=parts[0].path, hint="drop --adapter-config")
     return draft_model(parts, remarks, dst, options)
 
 
@@ -297,7 +306,7 @@ def require_all_taken(conversion: Conversion) -> None:
         for left in entries.groups():
             if left.why == UNKNOWN:
                 message = f"`{left.name}` would be lost: {count(left.entries, 'tensor')} ({left.why})"
-                hint = f"leave it out with --exclude '{left.name}*', or drop --strict"
+                hint = f"drop it with --exclude '{left.name}*', or drop --strict"
                 raise Mismatch(message, path=conversion.origins[0].path, hint=hint)
     for file in conversion.left_behind:
         if not file.is_known:
@@ -313,21 +322,25 @@ def align(models: Sequence[Model]) -> Model:
 
 def draft_parts(checkpoint: Checkpoint, dst: Path, options: ConvertOptions) -> Conversion:
     """Draft all parts of a checkpoint, the optimizer too, in the form that the format wants."""
+    if may_complete(checkpoint, options):
+        from ckptkit.conversion.masters import require_completed
+
+        require_completed(checkpoint, options)
     if options.writer.needs_names:
         from ckptkit.conversion.by_names import draft_by_names
 
         return draft_by_names(checkpoint, dst, options)
     from ckptkit.conversion import parts
 
-    return parts.draft_parts(checkpoint, dst, options, refuse_torn)
+    return parts.draft_parts(checkpoint, dst, options, refuse_separated)
 
 
-def refuse_torn(part: Component, casts: Mapping[str, str]) -> None:
+def refuse_separated(part: Component, casts: Mapping[str, str]) -> None:
     """Raise an error if casts would tear quantized weights from their scales."""
     if casts and may_be_quantized(part.layout.specs):
         from ckptkit.quantized import plain
 
-        plain.refuse_torn(part, casts, {})
+        plain.refuse_separated(part, casts, {})
 
 
 def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:

@@ -197,7 +197,7 @@ def require_small(made: WrittenDelta) -> None:
     """Raise `Unsupported` for a delta that is not much smaller than the model."""
     if made.share > LARGEST:
         message = (
-            f"the delta would have {format_bytes(made.nbytes)}, {per_cent(made.share)} of the model: "
-            f"{per_cent(made.density)} of the elements changed"
+            f"expected a delta of at most {LARGEST:.0%} of the model, found {per_cent(made.share)} "
+            f"({format_bytes(made.nbytes)}): {per_cent(made.density)} of the elements changed"
         )
         raise Unsupported(message, path=made.output, hint="copy the checkpoint instead, or pass --force")

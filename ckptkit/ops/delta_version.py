@@ -179,7 +179,7 @@ def next_version(root: Path, asked: int | None) -> tuple[int, str, dict[str, str
     number = (asked or 1) if newest is None else newest + 1
     if asked not in (None, number):
         message = f"--version: expected {number}, which follows the newest version, found {asked}"
-        raise Mismatch(message, path=root, hint="leave --version out, or use another directory")
+        raise Mismatch(message, path=root, hint="drop --version, or use another directory")
     digests: dict[str, str] = {}
     algorithm: str | None = None
     for path in reversed(versions.values()):

@@ -1,4 +1,4 @@
-"""Say what is not the same in two checkpoints, whatever their formats, world sizes and dtypes."""
+"""Compare two checkpoints of any formats, world sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def diff(
     notes += [line for side in (one, two) for line in describe_left(side.files_beside, f"not compared in {side.path}")]
     pairs = [(ours, theirs) for ours, theirs, _ in matches]
     if any(is_one_packed(*pair) for pair in pairs):
-        notes.append("numbers of 8 bits were compared without their scales: `ckptkit stats A B` takes these along")
+        notes.append("8-bit numbers were compared without their scales: `ckptkit stats A B` includes the scales")
     asked.check_globs([side.layout for pair in pairs for side in pair])
     if not any(side.layout.names for pair in pairs for side in pair):
         raise Usage(f"nothing to compare: this and {two.path} have no entries", path=one.path)

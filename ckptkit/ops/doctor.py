@@ -92,7 +92,9 @@ def doctor(
         return replace(found, notes=(*notes, f"nothing was fixed: {many if certain else 'no fix is certain to help'}"))
     made = run_fix(certain[0], checkpoint, fix)
     fixed = doctor(fix, model=model, like=like, world_size=world_size)
-    left_out = [f"left out `{one.name}`" for one in made.dropped] + describe_left(made.left_behind, "left behind")
+    left_out = [f"not in the output: `{one.name}`" for one in made.dropped] + describe_left(
+        made.left_behind, "not copied"
+    )
     return replace(found, fixed_by=certain[0], fixed=replace(fixed, notes=(*made.notes, *left_out, *fixed.notes)))
 
 
@@ -136,7 +138,7 @@ def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel 
 def notes_on(case: Case | None) -> Iterator[str]:
     """Yield what was not looked at, and what happens on purpose."""
     if case is None:
-        yield "nothing else was checked"
+        yield "the checkpoint cannot be opened, so nothing else was checked"
         return
     states = [] if case.checkpoint.model_component.reader.is_sharded else list(list_missing_states(case))
     if states:

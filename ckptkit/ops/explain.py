@@ -1,4 +1,4 @@
-"""Explain the error of a load that has just failed, by what is in the checkpoint."""
+"""Explain the error of a failed load by what is in the checkpoint."""
 
 from __future__ import annotations
 

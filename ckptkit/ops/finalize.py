@@ -38,7 +38,9 @@ def finalize(
     text = read_note(begun) if isinstance(begun, RemotePath) else read_key(begun)
     if text is None:
         raise NotACheckpoint(
-            "no parts of this output have been made", path=place, hint="make them with --part 1/N to --part N/N"
+            "no parts of this output have been made",
+            path=place,
+            hint="run the conversion with --part 1/N to --part N/N first",
         )
     sources, options, count = parse_key(text, begun)
     asked = replace(options, jobs=jobs, sync=sync, progress=progress)

@@ -1,4 +1,4 @@
-"""Inspect a checkpoint: say what it is, from its metadata alone."""
+"""Describe a checkpoint from its metadata alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say what a delta is, without reading what it holds."""
+"""Describe a delta without reading its data."""
 
 from __future__ import annotations
 

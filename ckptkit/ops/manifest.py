@@ -27,7 +27,7 @@ def make_manifest(
         raise Usage(
             "expected a directory: a manifest lists the files of one",
             path=checkpoint.path,
-            hint="name the directory that the file is in",
+            hint="pass the directory that the file is in",
         )
     parts = [place for place in checkpoint.places if place.is_dir()]  # a file beside a model is in its manifest
     known = [part for part in parts if (part / NAME).exists()]
@@ -43,7 +43,9 @@ def make_manifest(
 def freeze(root: Path, jobs: int | None, progress: Told | None) -> Verified:
     """Verify what is in a directory, and write its manifest."""
     found = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
-    require_sound(found, "`ckptkit verify` lists all problems; a manifest would make them look right")
+    require_sound(
+        found, "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"
+    )
     others = files_in(root) - found.sums.keys()
     replace_manifest(root, Manifest({**found.sums, **sum_files(root, others, ())}))
     return found

@@ -12,7 +12,7 @@ from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.report import Converted
 from ckptkit.errors import Usage
 from ckptkit.files.path import to_model_path
-from ckptkit.ops.convert import carry_out
+from ckptkit.ops.convert import run_conversion
 from ckptkit.pictures.words import count
 
 
@@ -40,11 +40,11 @@ def merge(
         raise Usage("expected at least one adapter to merge, found none")
     if weights and len(weights) != len(given):
         raise Usage(
-            f"{count(len(weights), 'weight')} for {count(len(given), 'adapter')}",
-            hint="give one for each, like --weights 1,0.5",
+            f"expected {count(len(given), 'weight')}, one for each adapter, found {len(weights)}",
+            hint="pass a weight for each, like --weights 1,0.5",
         )
     if not all(map(isfinite, weights)):
-        raise Usage(f"weights must be finite: {', '.join(map(str, weights))}")
+        raise Usage(f"expected finite weights, found {', '.join(map(str, weights))}")
     options["merge"] = True
     base = model if isinstance(model, Checkpoint) else to_model_path(model)
-    return carry_out([base, *given], dst, ConvertOptions.of(options, to=to, scales=tuple(weights)))
+    return run_conversion([base, *given], dst, ConvertOptions.of(options, to=to, scales=tuple(weights)))

@@ -26,7 +26,7 @@ def pin(*checkpoints: Source) -> list[Path]:
 
 
 def unpin(*checkpoints: Source) -> list[Path]:
-    """Remove the pins of checkpoints, which need not exist any more; return those that were pinned.
+    """Remove the pins of checkpoints, which need not exist any more; return the ones that were pinned.
 
     Raises `NotACheckpoint`, with nothing changed, if one is neither pinned nor a complete checkpoint.
     """

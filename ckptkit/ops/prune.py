@@ -75,11 +75,11 @@ class Pruned(Summarized):
         freed = format_bytes(sum(entry.freed_bytes for entry in gone))
         what, verb = count(len(gone), "checkpoint"), "demote" if self.demote else "delete"
         if not gone:
-            yield "every checkpoint stays"
+            yield "every checkpoint stays: nothing to delete"
         elif self.deleted:
             yield f"{verb}d {what}, {freed} freed"
         else:
-            yield f"to be {verb}d: {what}, which frees {freed}; nothing was {verb}d yet"
+            yield f"would {verb} {what} and free {freed}; nothing was {verb}d yet"
 
 
 def prune(
@@ -104,7 +104,7 @@ def prune(
     """
     policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
     if policy.keeps_all:
-        raise Usage("no rule says what to keep", hint="give --keep-last, --keep-every or --keep-best")
+        raise Usage("no rule says what to keep", hint="pass --keep-last, --keep-every or --keep-best")
     root = run_of(run)
     keeper = keeper_of(root)
     if demote and isinstance(root, RemotePath):
@@ -121,7 +121,7 @@ def prune(
             raise no_checkpoint(root)
     with keeper.pruning() if yes else nullcontext():
         plan = make_plan(keeper, policy, demote=demote)
-        return carry_out(plan, keeper, jobs, progress) if yes else plan
+        return apply_plan(plan, keeper, jobs, progress) if yes else plan
 
 
 def make_plan(keeper: Keeper, policy: Policy, *, demote: bool) -> Pruned:
@@ -177,11 +177,11 @@ def judge(saved: SavedCheckpoint, entry: PruneEntry, keeper: Keeper, *, demote: 
     freed = entry.nbytes - demotion.nbytes
     if freed <= 0:
         return replace(entry, reason="its weights alone are not smaller")
-    reason = f"nothing keeps all of it; deletes {', '.join(demotion.deletes[:6])}{and_more(len(demotion.deletes) - 6)}"
+    reason = f"only its weights stay; deletes {', '.join(demotion.deletes[:6])}{and_more(len(demotion.deletes) - 6)}"
     return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 
 
-def carry_out(plan: Pruned, keeper: Keeper, jobs: int | None, progress: Progress | None) -> Pruned:
+def apply_plan(plan: Pruned, keeper: Keeper, jobs: int | None, progress: Progress | None) -> Pruned:
     """Do what a plan says, the oldest first. A checkpoint that was pinned or held meanwhile stays."""
     kept: list[PruneEntry] = []
     deleted: list[PruneEntry] = []
@@ -216,16 +216,16 @@ def examine(path: Path) -> SavedCheckpoint | str:
     if any(place.is_symlink() for place in roots_of(path)):
         return "a symbolic link"
     if step is None or is_epoch(path):
-        return "its name has no step"
+        return "its name has no step number"
     if not checkpoint.components:
         return checkpoint.unreadable.message if checkpoint.unreadable else "no checkpoint in any known format"
     problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]
     if problems:
-        return f"not whole: {describe(problems[0], path)}"
+        return f"incomplete or damaged: {describe(problems[0], path)}"
     try:
         return SavedCheckpoint(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only)
     except (Corrupt, Unsafe) as error:
-        return f"not whole: {describe(error, path)}"
+        return f"cannot be read: {describe(error, path)}"
 
 
 def describe(problem: CkptError, checkpoint: Path) -> str:

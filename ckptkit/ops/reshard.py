@@ -11,7 +11,7 @@ from ckptkit.conversion.options import ConvertOptions, Keywords, spell_out
 from ckptkit.conversion.report import Converted
 from ckptkit.files.path import RemotePath
 from ckptkit.formats import writable_formats
-from ckptkit.ops.convert import carry_out
+from ckptkit.ops.convert import run_conversion
 
 RUN = "run"  # where `ckptkit train` saves unless told otherwise
 
@@ -37,7 +37,7 @@ def reshard(
     asked = ConvertOptions.of(options, to="dcp", **own)
     source = Checkpoint.open(src if src is not None else default_source())
     asked = replace(asked, to=own_format(source))
-    return carry_out([source], dst if dst is not None else default_output(source.path, to), asked)
+    return run_conversion([source], dst if dst is not None else default_output(source.path, to), asked)
 
 
 def own_format(source: Checkpoint) -> str:

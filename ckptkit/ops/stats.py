@@ -57,7 +57,7 @@ class Stats(Summarized):
         yield f"{self.path}: {words.count(len(self.tensors), 'tensor')}, {words.count(self.total.numbers, 'number')}"
         left_out = sum(not tensor.in_total for tensor in self.tensors)
         if 0 < left_out < len(self.tensors):
-            yield f"not added up: {words.count(left_out, 'tensor')} of counters, such as the steps of an optimizer"
+            yield f"not in the totals: {words.count(left_out, 'counter')}, such as the steps of an optimizer"
 
     def by_module(self) -> Iterator[tuple[Branch, Count]]:
         """Return the tensors folded as `inspect --tree` folds them, each line with all the numbers in it."""
@@ -108,7 +108,7 @@ def stats(
     """
     if other is not None:
         if include or exclude:
-            raise Usage("--include and --exclude are for one checkpoint", hint="leave them out, or OTHER")
+            raise Usage("--include and --exclude are for one checkpoint", hint="drop them, or drop OTHER")
         return moved(source, other, jobs=jobs, progress=progress)
     checkpoint = Checkpoint.open(source)
     whole = checkpoint.layout
@@ -116,7 +116,7 @@ def stats(
     asked.check_globs([whole])
     layout = locate(edits.select(replace(whole, blobs={}), asked.admit))
     if not layout.tensors and (include or exclude):
-        raise Usage("there is no tensor left to look at", path=checkpoint.path, hint="check --include and --exclude")
+        raise Usage("no tensor is left to measure", path=checkpoint.path, hint="check --include and --exclude")
     found = survey(layout, jobs=jobs, progress=telling(progress, layout.nbytes))
     counters = find_counters(whole)
     specs = layout.specs.items()

@@ -1,4 +1,4 @@
-"""List the unfinished uploads to a store, and abort those that died."""
+"""List the unfinished uploads to a store, and abort the stale ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PrunedUploads(Summarized):
         elif self.aborted:
             yield f"aborted {what}, {nbytes} of parts freed"
         else:
-            yield f"to be aborted: {what}, which frees {nbytes} of parts; nothing was aborted yet"
+            yield f"would abort {what} and free {nbytes} of parts; nothing was aborted yet"
 
 
 def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> PrunedUploads:
@@ -59,7 +59,7 @@ def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> Pru
     if older < 0:
         raise Usage(f"`older`: expected at least 0 seconds, found {older:g}")
     if not isinstance(root, RemotePath):
-        hint = "`ckptkit prune RUN --yes` removes what dead writers left in a local directory"
+        hint = "run `ckptkit prune RUN --keep-last N --yes`, which also removes the remains of interrupted saves"
         raise Usage("only stores have uploads, and this is a local path", path=root, hint=hint)
     if root.parts[0] not in _SCHEMES:
         hint = "abort uploads there with the tools of the store"

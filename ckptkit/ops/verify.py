@@ -112,7 +112,7 @@ def verify(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> list[Verified]:
-    """Look for damage in checkpoints, or in every checkpoint of a run. Returns a result for each part of a checkpoint.
+    """Look for damage in checkpoints, or in every checkpoint of a run. Returns a result for each component of each.
 
     With `fast`, reads no tensors: checks the structure and, with a manifest, the checksums that the files record. If a
     store keeps checksums, such as S3, `fast` asks for them: with a manifest, its CRC-32 of each file proves the
@@ -345,7 +345,7 @@ def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
             continue
         known = own.recorded.get(name)
         if known is not None and known.nbytes != sizes[name]:
-            message = f"the file has {sizes[name]} bytes, but the manifest says {known.nbytes}"
+            message = f"expected {known.nbytes} bytes (manifest), found {sizes[name]}"
             problems.add(Corrupt(message, path=path, hint=RESTORE))
     return sizes
 
@@ -385,7 +385,7 @@ def compare_extents(
             continue  # what has no bytes lies where the next extent begins
         is_whole = crc == extent.crc32
         length, offset = extent.length, extent.offset
-        other = f"the {length} bytes at {offset} changed: the manifest recorded CRC-32 {wanted:08x} for them"
+        other = f"expected CRC-32 {wanted:08x} of the {length} bytes at {offset} (manifest), found {crc:08x}"
         problems.add(
             Corrupt(
                 other if is_whole else tell_damage(length, offset, crc, wanted),

@@ -115,5 +115,5 @@ def compare_with_manifest(root: Path, manifest: Manifest, files: Iterable[str], 
     found = sum_files(root, known, ())
     for name, wanted in known.items():
         if found[name] != wanted and not problems.are_in(root / name):
-            message = f"expected CRC-32 {wanted.crc32:08x} as in the manifest, found {found[name].crc32:08x}"
+            message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {found[name].crc32:08x}"
             problems.add(Corrupt(message, path=root / name, hint=RESTORE))

@@ -1,4 +1,4 @@
-"""Cut flat parameters into those that they were made of, by names and shapes from an optimizer or a config.json.
+"""Cut flat parameters into the original ones, by names and shapes from an optimizer or a config.json.
 
 Source: torch/distributed/fsdp/_flat_param.py. FSDP1's local state has one flat tensor for each wrapped module, and no
 file says what is in it: its name says which module, whose parameters follow one another in the order of the model's
@@ -146,10 +146,8 @@ def cut(flat: StoredTensor, known: Known, name: str, layout: Layout) -> Iterator
         raise Unsupported(message, path=layout.root, tensor=name)
     if not starts:
         total = sum(map(prod, members.values()))
-        message = f"a flat parameter of {flat.spec.numel} numbers, but {known.said_by} has {len(members)} of {total}"
-        raise Corrupt(
-            f"{message} for it", path=layout.root, tensor=name, hint=f"check that {known.said_by} belongs to this model"
-        )
+        message = f"expected {total} numbers in {len(members)} parameters ({known.said_by}), found {flat.spec.numel}"
+        raise Corrupt(message, path=layout.root, tensor=name, hint=f"check that {known.said_by} belongs to this model")
     pieces = [FlatPiece(chunk.start[0], chunk.box.stop[0], chunk) for chunk in flat.chunks]
     for (parameter, shape), start in zip(members.items(), *starts.values(), strict=True):
         yield parameter, StoredTensor(replace(flat.spec, shape=shape), tuple(cut_out(pieces, start, shape)))

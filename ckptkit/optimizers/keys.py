@@ -24,7 +24,7 @@ from ckptkit.tensors.box import Shape
 NAMES, IDS = "names", "ids"
 _STATE, _GROUPS = "state", "param_groups"
 # entries of a state that are shaped as their parameter, whatever lies beside them
-_SHAPED = ("exp_avg", "momentum_buffer", "exp_avg_sq", "square_avg", "sum", "state1")
+_SHAPED = ("exp_avg", "momentum_buffer", "momentum", "exp_avg_sq", "square_avg", "sum", "state1")
 _FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")  # of a matrix, in Adafactor
 
 
@@ -202,5 +202,5 @@ def shape_of(state: Mapping[str, Shape]) -> Shape | None:
         return (*rows, *columns[-1:])
     others = {shape for name, shape in state.items() if name != "step"}
     if len(others) > 1:
-        raise Unsupported(f"the optimizer holds {', '.join(sorted(state))}: none of them has the parameter's shape")
+        raise Unsupported(f"expected a state with the parameter's shape, found only {', '.join(sorted(state))}")
     return others.pop() if others else None

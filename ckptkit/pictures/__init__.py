@@ -1,1 +1,1 @@
-"""Draw layouts and numbers as text for a terminal, and as SVG. Opens no checkpoint and writes no file."""
+"""Draw layouts and numbers as text for a terminal, and as SVG."""

@@ -24,7 +24,7 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
     stretches = [stretch for one in drawn for stretch in one.stretches]
     x = Axis(min(s.first for s in stretches), max(s.last for s in stretches), _LEFT, _RIGHT)
     y = value_axis(min(one.low for one in drawn), max(one.high for one in drawn), _BOTTOM, _TOP, may_be_log=may_be_log)
-    summary = "; ".join(summarise(one) for one in drawn)
+    summary = "; ".join(summarize(one) for one in drawn)
     return picture(
         f"{title} by step: {summary}",
         f"0 0 {_WIDTH} {_HEIGHT}",
@@ -39,7 +39,7 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
     )
 
 
-def summarise(series: Series) -> str:
+def summarize(series: Series) -> str:
     bad = f", not finite at {count(series.bad_count, 'step')}" if series.bad_count else ""
     return f"{series.name} from {brief(series.low)} to {brief(series.high)}, last {brief(series.latest or 0.0)}{bad}"
 

@@ -10,7 +10,7 @@ from ckptkit.pictures.cuts import Rectangle
 from ckptkit.pictures.markup import Markup, element, picture
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.shards import DrawnShard, Row, ShardMap
-from ckptkit.pictures.style import colour, read_style
+from ckptkit.pictures.style import color, read_style
 from ckptkit.pictures.words import count
 
 _BARS = 96  # height of the bars, with what is written below
@@ -93,7 +93,7 @@ def draw_bars(shards: ShardMap, columns: MapColumns) -> Iterator[Markup]:
         height = tall * most.nbytes / full
         name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}, at most"
         tip = element("title", f"{name}: {format_bytes(most.nbytes)}")
-        fill = colour(i * together, len(owners))
+        fill = color(i * together, len(owners))
         yield element("rect", tip, x=i * step, y=base - height, width=step, height=height, fill=fill, class_="part")
         if step >= 22:
             yield element("text", group[0].mark, x=(i + 0.5) * step, y=base + 14, text_anchor="middle")
@@ -147,7 +147,7 @@ def draw_parts(
         width, tall = (area.right - area.left) * across, (area.bottom - area.top) * (height - 4)
         owner = group[0][1].owner
         tip = element("title", describe(row, shards, [shard for _, shard in group]))
-        fill = colour(owner, len(shards.owners))
+        fill = color(owner, len(shards.owners))
         yield element("rect", tip, x=x, y=y, width=width, height=tall, fill=fill, class_="part")
         mark = shards.owners[owner].mark
         if len(group) == 1 and width > 8 * len(mark) + 6 and tall > 13:

@@ -1,4 +1,4 @@
-"""Draw the shard map as text: characters and who owns each, for a terminal to colour. Knows no colours, no screen."""
+"""Draw the shard map as text: characters and who owns each, for a terminal to color."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import ceil
 from ckptkit.pictures.cuts import Rectangle
 from ckptkit.pictures.shards import Owner, Row, ShardMap
 
-_FILLS = "░▒"  # by turns, so that cuts show without colour
+_FILLS = "░▒"  # by turns, so that cuts show without color
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 _TALLEST = 4  # lines of a tensor that is cut along two axes
 _NARROWEST = 3  # columns of a part that has its own place; thinner ones are only sampled
@@ -41,7 +41,7 @@ def draw(row: Row, owners: Sequence[Owner], width: int) -> list[Line]:
 
 
 def at_level(row: Row, level: float) -> list[tuple[Rectangle, int]]:
-    """Return the rectangles that a level line crosses, left to right, with their owners; neighbours of one joined."""
+    """Return the rectangles that a level line crosses, left to right, with their owners; neighbors of one joined."""
     crossed = [
         (rectangle, shard.owner)
         for rectangle, shard in zip(row.cut.rectangles, row.shards, strict=True)
@@ -75,7 +75,7 @@ def share_columns(fractions: Sequence[float], width: int) -> list[int]:
 
 
 def crowd(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
-    """Draw a column per sample, in its owner's colour, with the first mark, the number of parts, and the last mark."""
+    """Draw a column per sample, in its owner's color, with the first mark, the number of parts, and the last mark."""
     first, last = (owners[parts[i][1]].mark for i in (0, -1))
     middle = f" {len(parts)} parts ".center(width - len(first) - len(last), _FILLS[0])
     shown = f"{first}{middle}{last}"[:width]

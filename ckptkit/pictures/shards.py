@@ -1,4 +1,4 @@
-"""Find who holds which part of a checkpoint, folded so that a thousand tensors fit a picture. Opens no file."""
+"""Find who holds which part of a checkpoint, folded so that a thousand tensors fit a picture."""
 
 from __future__ import annotations
 

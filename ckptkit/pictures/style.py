@@ -1,4 +1,4 @@
-"""Return the colours of owners, and the style sheet of pictures."""
+"""Return the colors of owners, and the style sheet of pictures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def read_style() -> str:
     return files("ckptkit.pictures").joinpath("style.css").read_text()
 
 
-def colour(position: int, count: int) -> str:
-    """Return the colour of one of `count` owners: one each where they are few, else a blend along the whole row."""
+def color(position: int, count: int) -> str:
+    """Return the color of one of `count` owners: one each where they are few, else a blend along the whole row."""
     if count <= len(OWNERS):
         return OWNERS[position]
     place = position / (count - 1) * (len(OWNERS) - 1)
@@ -24,6 +24,6 @@ def colour(position: int, count: int) -> str:
     return "#" + "".join(f"{round(a + (b - a) * (place - left)):02x}" for a, b in pairs)
 
 
-def channels(colour: str) -> tuple[int, int, int]:
+def channels(color: str) -> tuple[int, int, int]:
     """Return red, green and blue of `#rrggbb`, 0 to 255."""
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)

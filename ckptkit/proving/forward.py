@@ -1,4 +1,4 @@
-"""Run a model of transformers with the tensors of a checkpoint, of which no more than one block is in memory."""
+"""Run a model of transformers with the tensors of a checkpoint, one block in memory at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: S
         return torch.randint(size, (1, count), generator=generator)
     beyond = next((one for one in wanted if not 0 <= one < size), None)
     if beyond is not None:
-        raise Usage(f"token {beyond} is not in the vocabulary, which has {size}")
+        raise Usage(f"expected tokens below {size}, the size of the vocabulary, found {beyond}")
     return torch.tensor([list(wanted)])
 
 

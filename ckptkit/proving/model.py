@@ -1,4 +1,4 @@
-"""Open a checkpoint as a model of transformers: what its config.json calls for, and its tensors as in memory there."""
+"""Open a checkpoint as a model of transformers: the tensors of its config.json, as in memory there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prove an export: its tensors are those of its source, and so is what transformers computes with them."""
+"""Prove an export: its tensors equal the tensors of its source, and transformers computes the same with both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose the weights of a model that are quantized: those of linear layers, but for what loaders want as it is.
+"""Choose the weights to quantize: linear layers, except where loaders expect plain weights.
 
 Transformers leaves the head, and what its classes keep in fp32 (transformers/quantizers/base.py). vLLM computes
 routers, encoders of images and sounds, and the projection of a model's own drafts without scales, and joins some

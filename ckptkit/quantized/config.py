@@ -1,4 +1,4 @@
-"""Read what a config.json says of how a model was quantized. Believes nothing that could not be so.
+"""Read from config.json how a model was quantized, and check that it is possible.
 
 Sources: transformers/utils/quantization_config.py, compressed_tensors/quantization/quant_args.py, and
 mlx_lm/utils.py. The blocks of DeepSeek's models are 128 x 128 where nothing says otherwise.
@@ -31,7 +31,7 @@ Block = tuple[int, int]
 
 
 class Integers(NamedTuple):
-    """How integers stand for weights: their bits, and how many neighbours have one scale (None: a row, or all).
+    """How integers stand for weights: their bits, and how many neighbors have one scale (None: a row, or all).
 
     They have zero points unless it `is_symmetric`. Columns that are in the order of activations are `is_ordered`.
     """
@@ -108,8 +108,8 @@ def as_affine(value: Mapping[str, Any]) -> Integers:
         case [2 | 3 | 4 | 5 | 6 | 8 as bits, int(group)] if group > 0 and group % 32 == 0 and group <= _LARGEST:
             return Integers(bits, group, is_symmetric=False)
         case [bits, group]:
-            message = f"config.json says that weights have {bits} bits in groups of {group}"
-            raise Corrupt(f"{message}: expected 2 to 6 or 8 bits, in groups of a multiple of 32")
+            message = "config.json: expected weights of 2 to 6 or 8 bits, in groups of a multiple of 32"
+            raise Corrupt(f"{message}; found {bits} bits in groups of {group}")
 
 
 def weights_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -138,7 +138,7 @@ def integers_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def is_grouped(weights: Mapping[str, Any]) -> bool:
-    """Return whether some neighbours of a row have a scale of their own."""
+    """Return whether some neighbors of a row have a scale of their own."""
     strategy, size = weights.get("strategy"), weights.get("group_size")
     return strategy in ("group", "tensor_group") or (strategy is None and size not in (None, -1))
 
@@ -147,9 +147,9 @@ def as_integers(weights: Mapping[str, Any]) -> Integers:
     """Return how integers stand for weights. Raises `Corrupt` for what compressed-tensors would not have either."""
     bits, is_symmetric = weights.get("num_bits", 8), weights.get("symmetric", True)
     if not (isinstance(bits, int) and 1 <= bits <= 16):
-        raise Corrupt(f"config.json says that weights have {bits} bits")
+        raise Corrupt(f"config.json: expected weights of 1 to 16 bits, found {bits!r}")
     if not isinstance(is_symmetric, bool):
-        raise Corrupt(f"config.json says that quantization is symmetric: expected true or false, found {is_symmetric}")
+        raise Corrupt(f"config.json: `symmetric`: expected true or false, found {is_symmetric}")
     group = as_block([1, weights.get("group_size")])[1] if is_grouped(weights) else None
     order = weights.get("actorder")
     return Integers(bits, group, is_symmetric, order is True or str(order).lower() in ("group", "dynamic"))
@@ -160,7 +160,7 @@ def as_block(value: object) -> Block:
     match value:
         case [int(rows), int(columns)] if 0 < rows <= _LARGEST and 0 < columns <= _LARGEST:
             return rows, columns
-    raise Corrupt(f"config.json says that the blocks of quantized weights are {value}: two sizes are needed")
+    raise Corrupt(f"config.json: expected two sizes as blocks of quantized weights, found {value}")
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Find the quantized weights of a checkpoint, and what goes with each, by names, dtypes, shapes and a config.json.
+"""Find the quantized weights of a checkpoint and their scales, by names, dtypes, shapes and config.json.
 
 How each way of storing them looks, `stored` says, a module each.
 """
@@ -114,9 +114,16 @@ def check_partners(layout: Layout, taken: set[str]) -> None:
     specs, hint = layout.specs, "check that no file of the model is missing"
     alone = min((name for name, spec in specs.items() if name not in taken and are_numbers(name, spec)), default=None)
     if alone is not None:
-        raise Mismatch(f"it is {specs[alone]}, and no scales of it are here", path=layout.root, tensor=alone, hint=hint)
+        raise Mismatch(
+            f"expected scales for these {specs[alone]} weights, found none", path=layout.root, tensor=alone, hint=hint
+        )
     orphan = min((name for name, spec in specs.items() if name not in taken and are_scales(name, spec)), default=None)
     if orphan is not None:
         weight = f"{orphan.rpartition('.')[0]}.weight"
-        found = f"is {specs[weight]}" if weight in specs else "is not here"
-        raise Mismatch(f"these are scales, and `{weight}` {found}", path=layout.root, tensor=orphan, hint=hint)
+        found = specs.get(weight, "missing")
+        raise Mismatch(
+            f"these scales belong to no quantized weight: `{weight}` is {found}",
+            path=layout.root,
+            tensor=orphan,
+            hint=hint,
+        )

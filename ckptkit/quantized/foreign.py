@@ -1,4 +1,4 @@
-"""Tell quantized weights that ckptkit does not compute, by the names that each library gives to what is beside them.
+"""Recognize quantized weights that ckptkit does not support, by the names of the tensors beside them.
 
 Sources: bitsandbytes/functional.py (QuantState.as_dict), the state dicts of GPTQModel and AutoAWQ,
 torchao/prototype/safetensors, compressed_tensors/compressors, NVIDIA's ModelOpt.

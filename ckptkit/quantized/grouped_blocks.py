@@ -1,8 +1,8 @@
-"""Compute weights of few bits, whole groups of neighbours at a time: numbers in a stream of bits, times scales.
+"""Compute weights of few bits, whole groups of neighbors at a time: numbers in a stream of bits, times scales.
 
-Names no format. A row of a weight is cut into groups. What all numbers of a group have in common lies in further
-tensors with an element for each group: a scale, a zero point, a bias. A part of a recipe applies one of them. All is
-computed in float32; products that a library rounds to another dtype are rounded to it.
+A row of a weight is cut into groups. Further tensors have an element for each group: a scale, a zero point, a bias. A
+part of a recipe applies one of them. All is computed in float32; products that a library rounds to another dtype are
+rounded to it.
 """
 
 from __future__ import annotations
@@ -271,11 +271,11 @@ class Requantized:
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
         """Return for how many weights it is so; `noted` are the others."""
         others = [name for name in judged if name in noted]
-        again = f"quantized again to int{self.bits} with scales of maximum / {self.largest}"
+        again = f"if you quantize them to int{self.bits} again, with scales of maximum / {self.largest}"
         if not others:
-            return f"{again}, {count(len(judged), 'weight')} would have the same integers"
+            return f"{again}, {count(len(judged), 'weight', 'gets')} the same integers"
         same = len(judged) - len(others)
-        return f"{again}, {same} of {count(len(judged), 'weight')} would have the same integers, not {abridge(others)}"
+        return f"{again}, only {same} of {count(len(judged), 'weight')} get the same integers, not {abridge(others)}"
 
 
 class Extremes:
@@ -296,7 +296,7 @@ class Extremes:
 
 
 def peaks_of(values: Array) -> Array:
-    """Return the largest magnitude in each group: neighbours are compared, which takes a sixth of numpy's time."""
+    """Return the largest magnitude in each group: neighbors are compared, which takes a sixth of numpy's time."""
     found, size = np.abs(values).reshape(-1), values.shape[-1]
     while size % 2 == 0:
         found, size = np.maximum(found[::2], found[1::2]), size // 2

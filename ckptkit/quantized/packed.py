@@ -1,4 +1,4 @@
-"""Say what a quantized weight is, however it is stored: its tensors, its plain shape, and how ckptkit computes it."""
+"""A quantized weight: its tensors, its plain shape, and how ckptkit computes it."""
 
 from __future__ import annotations
 

@@ -42,11 +42,11 @@ def open_quantized(model: Model, options: ConvertOptions) -> Model:
         raise Unsupported(message, path=model.part.path, hint=hint)
     if options.quantize:
         refuse_quantized(model.part, quantized)
-        model = without_words(model)
+        model = without_declaration(model)
     chosen = choose_plain(quantized, model.weights, asked)
     if quantized is None or not chosen:
         check_together(quantized, model, asked)
-        return without_false_words(model)
+        return without_false_declaration(model)
     return make_plain(model, quantized, chosen)
 
 
@@ -67,7 +67,7 @@ def refuse_quantized(part: Component, quantized: Quantized | None) -> None:
         raise Unsupported(message, path=part.path, hint=hint)
 
 
-def without_words(model: Model) -> Model:
+def without_declaration(model: Model) -> Model:
     """Return a model whose config.json does not mention quantization. Raises `Usage` if there is no config.json."""
     if model.companions.config is None:
         hint = "pass --base MODEL, the model that the training began with"
@@ -75,7 +75,7 @@ def without_words(model: Model) -> Model:
     return model.with_config(without_quantization(model.config))
 
 
-def without_false_words(model: Model) -> Model:
+def without_false_declaration(model: Model) -> Model:
     """Return a model whose config.json does not call plain weights quantized.
 
     A training that began with a quantized model has plain weights, and the config.json of that model.
@@ -117,7 +117,7 @@ def make_all_plain(model: Model) -> Model:
     quantized = look_for_quantized(model.part, model.config)
     chosen = frozenset(old for old in model.weights.came_from.values() if quantized and old in quantized.weights)
     if quantized is None or not (chosen or quantized.refusal):
-        return without_false_words(model)
+        return without_false_declaration(model)
     if quantized.refusal is not None:
         root, tensor = quantized.layout.root, min(quantized.members)
         raise Unsupported(quantized.refusal, path=root, tensor=tensor, hint=_BY_LIBRARY)
@@ -195,11 +195,11 @@ def check_casts(model: Model, options: ConvertOptions) -> Model:
     """
     if model.stored_as:  # plain weights were made of them
         return model
-    refuse_torn(model.part, model.casts, model.weights.came_from)
+    refuse_separated(model.part, model.casts, model.weights.came_from)
     return model.say(*say_small(model.layout, options.edits))
 
 
-def refuse_torn(part: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
+def refuse_separated(part: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
     """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded by themselves."""
     quantized = look_for_quantized(part) if casts else None
     if quantized is None:
@@ -207,7 +207,7 @@ def refuse_torn(part: Component, casts: Mapping[str, str], came_from: Mapping[st
     torn = sorted(new for new in casts if came_from.get(new, new) in quantized.members)
     if torn:
         quantized.require_known()
-        hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or leave --dtype out"
+        hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or drop --dtype"
         raise Usage(
             f"{abridge(torn)} belong to quantized weights ({quantized.method}): rounding would destroy them", hint=hint
         )

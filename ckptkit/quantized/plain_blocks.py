@@ -1,4 +1,4 @@
-"""Compute quantized weights, block by block: numbers of few bits by a table, times their scales. Names no format.
+"""Compute quantized weights, block by block: numbers of few bits by a table, times their scales.
 
 All is computed in float32 and rounded once, as torch's QuantizedHuggingFaceStorageReader and transformers do.
 """

@@ -1,4 +1,4 @@
-"""Quantize matrices, some rows at a time: numbers of 8 bits, and a scale for each box of them. Names no format.
+"""Quantize matrices, some rows at a time: numbers of 8 bits, and a scale for each box of them.
 
 All is computed in float32, and each number is rounded once. Numbers and scales are two tensors, of which each is made
 of the matrix by itself, in whatever order and by whichever process: it is read twice.

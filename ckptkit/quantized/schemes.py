@@ -1,4 +1,4 @@
-"""Describe the ways in which ckptkit quantizes: what scales are called, what has one, what config.json says of it.
+"""The ways in which ckptkit quantizes: names of scales, grids, and entries of config.json.
 
 Sources: transformers/quantizers/quantizer_finegrained_fp8.py, and the preset FP8_DYNAMIC in
 compressed_tensors/quantization/quant_scheme.py. Both keep inputs in 8 bits too, with scales that are found while the

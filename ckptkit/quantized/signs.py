@@ -21,10 +21,10 @@ def may_be_quantized(specs: Mapping[str, Spec]) -> bool:
 
 def may_hold_quantized(specs: Mapping[str, Spec], config: Mapping[str, Any]) -> bool:
     """Return whether some of these tensors may be quantized, or config.json says that the model is."""
-    return is_said_quantized(config) or may_be_quantized(specs)
+    return is_declared_quantized(config) or may_be_quantized(specs)
 
 
-def is_said_quantized(config: Mapping[str, Any]) -> bool:
+def is_declared_quantized(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json says that the weights are quantized."""
     text = config.get(TEXT)
     sections = [config, text] if isinstance(text, dict) else [config]

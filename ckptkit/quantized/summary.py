@@ -1,4 +1,4 @@
-"""Say whether the weights of a checkpoint are quantized, and whether ckptkit can compute them. Reads no tensor."""
+"""Say whether the weights of a checkpoint are quantized, and whether ckptkit can compute them."""
 
 from __future__ import annotations
 

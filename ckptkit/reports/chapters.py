@@ -1,4 +1,4 @@
-"""Choose what the chapters of a run's report show, of what was found out before. Reads nothing.
+"""Make the chapters of a run's report.
 
 Each function returns the values of one chapter for `report.html`, None for a chapter with nothing to show.
 """

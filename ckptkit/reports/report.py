@@ -76,7 +76,7 @@ def report(
     place = root.absolute()
     content = {
         "title": place.name or str(place),
-        "lines": [str(place), summarise(settings), describe(latest) if latest else ""],
+        "lines": [str(place), summarize(settings), describe(latest) if latest else ""],
         "facts": facts_of(listing, history, latest, settings),
         "training": chapters.training(history),
         "checkpoints": chapters.checkpoints(listing, history.last_step),
@@ -132,7 +132,7 @@ def describe(latest: Inspected) -> str:
     return f"latest checkpoint: {latest.whole.name}, {latest.layout.format}{written}{producer}"
 
 
-def summarise(settings: Mapping[str, object]) -> str:
+def summarize(settings: Mapping[str, object]) -> str:
     """Describe a run by its settings, in a line."""
     said = {
         "model": "model {}",

@@ -1,4 +1,4 @@
-"""Define who marks, protects and deletes the checkpoints of a run, and find the one for where the run lies."""
+"""The protocol that marks, protects and deletes the checkpoints of a run, on a disk or in a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pins: marks on checkpoints that are never deleted, whatever the rules of retention say.
+"""Pins: marks on checkpoints that are never deleted.
 
 A pin is an empty file `.pins/NAME` in the run, for the checkpoint called NAME. Pins move with the run, but a copy of a
 checkpoint elsewhere has none. Setting a pin rewrites no file.

@@ -1,4 +1,4 @@
-"""Keep a run on S3, where nothing can be locked or renamed: by objects that claim, pin and hold a checkpoint.
+"""Keep a run on S3, without locks or renames: objects claim, pin and protect a checkpoint.
 
 A deletion claims the checkpoint as an upload does, so that neither works on what the other does. Then it looks for pins
 and watches; whoever pins or holds looks for a claim afterwards: of two that come at the same time one sees the other.
@@ -58,6 +58,7 @@ class S3Keeper:
     def __init__(self, root: RemotePath) -> None:
         self.root = root
         self.bucket = S3Bucket(root.top)
+        self._half_deleted: set[Path] = set()
 
     def refresh(self) -> None:
         """Ask the store anew from now on."""
@@ -76,6 +77,9 @@ class S3Keeper:
     def delete(self, checkpoint: Path) -> tuple[str, ...]:
         """Delete a checkpoint unless something holds it, such as an upload that has claimed its place."""
         claim = self._claim(checkpoint)
+        if claim is None:
+            is_reused = bool(list_objects(self.bucket, f"{key_of(checkpoint)}/"))
+            return ("another process finished its deletion, and new files are there",) if is_reused else ()
         if not claim.is_deletion:
             return (f"an {claim.describe()}",)
         self.refresh()
@@ -101,6 +105,7 @@ class S3Keeper:
         for path in self._claimed_to_delete():
             if not Checkpoint.at(path).is_complete and not self._has_new_files(path):
                 found[path] = "its deletion did not finish"
+        self._half_deleted |= found.keys()
         return found
 
     def work_on(self, checkpoint: Path) -> str | None:
@@ -169,9 +174,14 @@ class S3Keeper:
             time.sleep(_PAUSE)
         self.refresh()
 
-    def _claim(self, checkpoint: Path) -> StoreClaim:
-        """Claim a checkpoint for its deletion. Return the claim that is there now, ours or another's."""
+    def _claim(self, checkpoint: Path) -> StoreClaim | None:
+        """Claim a checkpoint for its deletion. Return the claim that is there now, ours or another's.
+
+        Returns None if only a deletion was to be finished, and it is by now.
+        """
         there = self._read_claim(checkpoint)
+        if there is None and checkpoint in self._half_deleted:
+            return None
         if there is not None:
             is_decided_anew = there.is_deletion and Checkpoint.at(checkpoint).is_complete
             if not is_decided_anew:

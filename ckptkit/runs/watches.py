@@ -1,4 +1,4 @@
-"""Hold the checkpoint that a watch is handling, so that nobody deletes or demotes it meanwhile.
+"""Protect the checkpoint that a watch is handling from deletion.
 
 A watch has one file in the run, `.ckptkit-watch/KEY.lock`. It is locked as long as the watch lives, or a command that
 the watch started and that outlived it. The file holds the name of the checkpoint that is being handled; without the
@@ -42,7 +42,7 @@ def claiming(root: Path, key: str) -> Iterator[int]:
             lock = acquire(path, patience=_PATIENCE)
         except Occupied as error:
             hint = "wait for it to end, or for the command that it had begun when it was killed"
-            raise Occupied("another watch is doing the same here", path=root, hint=hint) from error
+            raise Occupied("another watch with the same commands handles this run", path=root, hint=hint) from error
     try:
         let_go(lock)
         yield lock

@@ -101,7 +101,7 @@ def fill_part(part: Component, filler: FillSource, faults: Faults) -> tuple[Comp
     for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
         found = filler.tensor(own[name])
         if found is not None and not fits(replace(tensors[name], splits=None), found):
-            remarks.append(f"`{name}` is {tensors[name].spec} here and {found.spec} in {filler.path}: not taken")
+            remarks.append(f"did not fill `{name}`: expected {tensors[name].spec}, found {found.spec} in {filler.path}")
         elif found is not None:
             faults.note_filled(found.chunks, str(filler.path))
             tensors[name] = replace(found, spec=tensors[name].spec)

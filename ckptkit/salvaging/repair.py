@@ -1,4 +1,4 @@
-"""Repair the parts of a checkpoint: mark what is lost in each part, and replace it by copies that the part has."""
+"""Repair the parts of a checkpoint: mark lost data, and replace it with copies in the same part."""
 
 from __future__ import annotations
 

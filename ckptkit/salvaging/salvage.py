@@ -66,17 +66,17 @@ class Salvage:
         weights = self.weigh(conversion)
         if weights.are_all_lost:
             raise no_weights_left(self.checkpoint, lost, weights)
-        carried, unread = self.readable(conversion.carried)
+        copied_files, unread = self.readable(conversion.copied_files)
         path, described_by = self.checkpoint.path, faults.described_by
         found = Account([*lost, *unread], filled, tuple(faults.repaired), kept, path, described_by, self.other, weights)
         made: Mapping[str, bytes] = conversion.made
         if not (found.is_whole or conversion.is_file):
-            made = {**made, NAME: found.to_bytes(carried.pop(NAME, None))}
+            made = {**made, NAME: found.to_bytes(copied_files.pop(NAME, None))}
         return replace(
             conversion,
             origins=[*conversion.origins, *self.origins],
             made=made,
-            carried=carried,
+            copied_files=copied_files,
             notes=[*conversion.notes, *self.notes, *self.say_unused(filled)],
             salvaged=found,
         )
@@ -96,12 +96,12 @@ class Salvage:
 
     def say_unused(self, filled: Sequence[Filled]) -> list[str]:
         """Return a note if another checkpoint was named to fill this one from, and nothing was taken from it."""
-        return [] if self.other is None or filled else [f"--fill-from: nothing was taken from {self.other}"]
+        return [] if self.other is None or filled else [f"--fill-from: took no tensor from {self.other}"]
 
-    def readable(self, carried: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
+    def readable(self, copied_files: Mapping[str, Path]) -> tuple[dict[str, Path], list[Lost]]:
         """Return the readable other files that do not belong to a lost part, and an account of the unreadable ones."""
         places = self.faults.places
-        kept = {name: path for name, path in carried.items() if not {path, *path.parents}.intersection(places)}
+        kept = {name: path for name, path in copied_files.items() if not {path, *path.parents}.intersection(places)}
         unread = [Lost(name, fault.why, path) for name, path in kept.items() if (fault := fault_of(path))]
         return {name: path for name, path in kept.items() if name not in {one.name for one in unread}}, unread
 
@@ -168,7 +168,7 @@ def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions, look:
         return Salvage(repaired, faults)
     notes = []
     if faults.described_by is not None:
-        words = "every item in its files has the dtype, shape, length and order that it says"
+        words = "every item in its files agrees with that metadata in dtype, shape, length and order"
         notes.append(f"{checkpoint.path} has no metadata: ckptkit used that of {faults.described_by}; {words}")
     origin = Origin.of(other.path)
     filled, remarks = fill(repaired, other, faults)
@@ -181,6 +181,6 @@ def with_earlier_account(conversion: Conversion, source: Path) -> Conversion:
     if earlier is None:
         return conversion
     note = f"the source was {describe_account(earlier)}; {NAME} lists them"
-    is_apart = conversion.is_file or NAME in conversion.carried
+    is_apart = conversion.is_file or NAME in conversion.copied_files
     made = conversion.made if is_apart else {**conversion.made, NAME: read_small(source / NAME, LIMIT)}
     return replace(conversion, made=made, notes=[*conversion.notes, note])

@@ -113,4 +113,4 @@ def problem_of(place: Chunk | Blob, root: Path, sizes: dict[str, int | CkptError
         return Corrupt("the file cannot be read", path=root / place.path)
     if place.offset + place.length <= size:
         return None
-    return Corrupt(f"the file is cut short, it ends at byte {size}", path=root / place.path)
+    return Corrupt(f"the file is truncated: it ends at byte {size}", path=root / place.path)

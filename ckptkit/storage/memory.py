@@ -1,4 +1,4 @@
-"""See torch's tensors as bytes, which a block is read into or taken from. Knows no files and no layout."""
+"""See torch's tensors as bytes, which a block is read into or taken from."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def require_collectives(options: Mapping[str, Any]) -> None:
     """
     if not options.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
         message = f"use_collectives=False: {dist.get_world_size()} ranks write the same files together"
-        raise Unsupported(message, hint="leave it out, or save with torch's FileSystemWriter, which ckptkit reads")
+        raise Unsupported(message, hint="drop it, or save with torch's FileSystemWriter, which ckptkit reads")
 
 
 def without_gaps(plans: list[SavePlan], root: Path) -> list[SavePlan]:
@@ -63,7 +63,9 @@ def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
                 continue
             spec, box = describe_item(item)
             if specs.setdefault(name, spec) != spec:
-                raise Mismatch(f"one rank has {specs[name]}, another {spec}", path=root, tensor=name)
+                raise Mismatch(
+                    f"expected {specs[name]} as on another rank, found {spec} on rank {rank}", path=root, tensor=name
+                )
             chunk = Chunk(box, f"rank {rank}", i, box.numel * spec.dtype.itemsize, spec.dtype)
             chunks.setdefault(name, []).append(chunk)
     tensors = {name: StoredTensor(spec, tuple(chunks[name])) for name, spec in specs.items()}
@@ -102,7 +104,7 @@ def resolve_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
         raise Unsupported("not a plain dense tensor with data", tensor=name)
     spec, box = describe_item(item)
     if tuple(tensor.shape) != box.size:
-        raise Mismatch(f"the plan has {list(box.size)}, the tensor is {list(tensor.shape)}", tensor=name)
+        raise Mismatch(f"expected {list(box.size)} as in the plan, found {list(tensor.shape)}", tensor=name)
     return widen(tensor.detach().resolve_conj().resolve_neg(), spec.dtype, name)
 
 

@@ -56,7 +56,7 @@ class Portion:
         written = sum(result.size_in_bytes for result in results if not isinstance(result.storage_data, Blob))
         planned = sum({chunk: chunk.length for t in self.planned.tensors.values() for chunk in t.chunks}.values())
         if written != planned:
-            raise Corrupt(f"{written} of {planned} bytes were written", path=self.root)
+            raise Corrupt(f"expected {planned} written bytes, found {written}", path=self.root)
         writer = get_writer(self.format)
         blobs = self._embed(writer, options, results)
         made = locate(read_made(writer, self.root, self.planned.tensors))
@@ -102,7 +102,7 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     for name in planned.blobs:
         if prefix and planned.key(name)[: len(prefix)] == prefix:
             inner = ".".join(map(str, planned.key(name)[len(prefix) :]))
-            hint = f"leave it out, or save to a format that has a place for it, such as `{_BESIDE}`"
+            hint = f"drop it, or save to a format that has a place for it, such as `{_BESIDE}`"
             raise Unsupported(
                 "only tensors can be saved in this format, and this entry is not a tensor", tensor=inner, hint=hint
             )

@@ -1,4 +1,4 @@
-"""Let ranks act together and fail together: an error of one of them is raised on all. Knows no files and no tensors."""
+"""Let ranks act together and fail together: an error of one of them is raised on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say what a checkpoint lacks of what is to be loaded, and which dtypes differ: errors, unless they are allowed.
+"""What a load may miss or convert: missing entries and other dtypes are errors, unless they are allowed.
 
 torch's planner ends with the first name that is missing, or with `allow_partial_load` leaves out all that are without
 a word; and it never looks at dtypes: values are cast to those of the tensors that they are read into.
@@ -64,11 +64,11 @@ class LoadTerms:
 
     def __post_init__(self) -> None:
         if self.missing not in (ERROR, KEEP, ZERO):
-            raise Usage(f"missing is `{ERROR}`, `{KEEP}` or `{ZERO}`, not `{self.missing}`")
+            raise Usage(f"missing: expected `{ERROR}`, `{KEEP}` or `{ZERO}`, found `{self.missing}`")
         if self.cast not in (ERROR, ALLOW):
-            raise Usage(f"cast is `{ERROR}` or `{ALLOW}`, not `{self.cast}`")
+            raise Usage(f"cast: expected `{ERROR}` or `{ALLOW}`, found `{self.cast}`")
         if self.unasked not in (WARN, ERROR, IGNORE):
-            raise Usage(f"unasked is `{WARN}`, `{ERROR}` or `{IGNORE}`, not `{self.unasked}`")
+            raise Usage(f"unasked: expected `{WARN}`, `{ERROR}` or `{IGNORE}`, found `{self.unasked}`")
 
     def with_planner(self, planner: LoadPlanner) -> LoadTerms:
         """Return the terms under a planner: one that allows a partial load has what is missing kept."""
@@ -99,7 +99,11 @@ class LoadTerms:
             return
         refused = [name for name in names if self.missing == ERROR or not isinstance(wanted.get(name), Tensor)]
         if refused:
-            what = "and only tensors can be zero" if self.missing == ZERO else "but the state to load asks for it"
+            what = (
+                "and only tensors can be set to zero"
+                if self.missing == ZERO
+                else "but the state to load into asks for it"
+            )
             message = f"the checkpoint does not contain it, {what}"
             if len(refused) > 1:
                 message += f"; also missing: {abridge(refused[1:])}"
@@ -125,12 +129,14 @@ class LoadTerms:
         for name, spec, tensor in found:
             ours = str(tensor.dtype).removeprefix("torch.")
             if ours != spec.dtype.name:
-                changed[name] = f"{spec.dtype.name} in the checkpoint, {ours} where it is to be loaded"
+                changed[name] = (
+                    f"expected {ours} as in the state to load into, found {spec.dtype.name} in the checkpoint"
+                )
         if changed:
             first, *others = changed
-            more = f"; so {'does' if len(others) == 1 else 'do'} {abridge(others)} differ" if others else ""
+            more = f"; also: {abridge(others)}" if others else ""
             hint = 'cast="allow" converts floats of 16 bits and more'
-            raise Mismatch(f"it is {changed[first]}{more}", tensor=first, hint=hint)
+            raise Mismatch(f"{changed[first]}{more}", tensor=first, hint=hint)
 
 
 def abridge(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Find names that share the memory of one tensor, and compare what a checkpoint has for each of them."""
+"""Find names that share the memory of one tensor, and compare their values in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load the weights of a checkpoint of any format into the tensors of a model, of which only the names are known."""
+"""Load the weights of a checkpoint of any format into the tensors of a model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
 from ckptkit.names import HUB, KEEP, family_of
+from ckptkit.names.between_families import choose_family
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.turn import choose_family
 from ckptkit.pictures.words import count
 from ckptkit.quantized.require_plain import require_plain
 from ckptkit.storage.ranks import Ranks, find_cause
@@ -45,7 +45,7 @@ def load_weights(
     With `missing` "keep" what the checkpoint lacks stays as it is, with "zero" it becomes zero, and a warning says so.
     With `cast` "allow" floats of 16 bits and more are converted to the dtypes of `tensors`.
 
-    With torch.distributed initialised every rank must call it, and an error of one is raised on all: `Mismatch` for a
+    With torch.distributed initialized every rank must call it, and an error of one is raised on all: `Mismatch` for a
     tensor that is missing, has another shape or dtype, or differs from one that it is tied to; whatever
     reading the checkpoint raises else.
     """
@@ -87,13 +87,13 @@ def find_fitting(
             f"the checkpoint lacks {len(missing)} of the model's {count(len(tensors), 'tensor')}",
             path=path,
             tensor=missing[0],
-            hint="is this a checkpoint of the same model?",
+            hint="check that the checkpoint is of the same model",
         )
     for name, tensor in tensors.items():
         shape = layout.tensors[name].spec.shape if name in layout.tensors else tuple(tensor.shape)
         if shape != tuple(tensor.shape):
-            message = f"the checkpoint has shape {list(shape)}, the model {list(tensor.shape)}"
-            raise Mismatch(message, path=path, tensor=name, hint="is this a checkpoint of the same model?")
+            message = f"expected shape {list(tensor.shape)} as in the model, found {list(shape)} in the checkpoint"
+            raise Mismatch(message, path=path, tensor=name, hint="check that the checkpoint is of the same model")
     return layout, missing
 
 

@@ -1,4 +1,4 @@
-"""Make numpy arrays and torch tensors of stored elements. Reads no file; imports torch when a tensor is made."""
+"""Make numpy arrays and torch tensors of stored elements."""
 
 from __future__ import annotations
 

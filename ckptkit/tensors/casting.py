@@ -1,4 +1,4 @@
-"""Cast the numbers of a block from one float dtype to another. Opens no file, and needs no torch.
+"""Cast the numbers of a block from one float dtype to another.
 
 bfloat16 is the upper half of float32 (https://en.wikipedia.org/wiki/Bfloat16_floating-point_format), so shifts and an
 addition on integers round it to nearest, ties to even, as torch does. Everything goes through float32, as in torch.
@@ -30,7 +30,7 @@ def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
     """
     if not src.can_become(dst):
         raise Unsupported(f"no conversion from {src} to {dst}")
-    widen, narrow = widener(src), _narrower(dst)
+    widen, narrow = widener(src), _narrower(dst, min(_PART, len(values)))
     for start in range(0, len(values), _PART):
         part = slice(start, start + _PART)
         wide = widen(values[part])
@@ -59,16 +59,24 @@ def are_small(values: Array, dst: DType) -> bool:
 def widener(src: DType) -> Callable[[Array], Array]:
     """Return what makes of stored floats of 16 bits and more float32, or float64 where that is what is stored."""
     if src.name == "bfloat16":
-        return lambda stored: np.left_shift(stored.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
+        return bfloat16_to_float32
     if src.name == "float16":
         return lambda stored: stored.view(np.float16).astype(np.float32)
     return lambda stored: stored.view(_NUMPY[src.name])
 
 
-def _narrower(dst: DType) -> Callable[[Array, Array, bool], None]:
-    """From float32 or float64, all of them small or not, to the stored form."""
+def bfloat16_to_float32(stored: Array) -> Array:
+    """Return the float32 numbers of stored bfloat16 elements."""
+    bits = stored.view(np.uint16).astype(np.uint32)
+    bits <<= 16  # in two steps: numpy shifts and widens at once at two thirds of this speed
+    return bits.view(np.float32)
+
+
+def _narrower(dst: DType, count: int) -> Callable[[Array, Array, bool], None]:
+    """From at most `count` float32 or float64, all of them small or not, to the stored form."""
     if dst.name == "bfloat16":
-        return lambda wide, out, small: _to_bfloat16(_to_float32(wide), out.view(np.uint16), small)
+        scratch = np.empty(count, np.uint32)
+        return lambda wide, out, small: _to_bfloat16(_to_float32(wide), out.view(np.uint16), small, scratch)
     if dst.name == "float16":
         return lambda wide, out, _: _assign(out.view(np.float16), _to_float32(wide))
     return lambda wide, out, _: _assign(out.view(_NUMPY[dst.name]), wide)
@@ -86,9 +94,9 @@ def _assign(out: Array, values: Array) -> None:
         out[...] = values
 
 
-def _to_bfloat16(values: Array, out: NDArray[np.uint16], are_small: bool) -> None:
+def _to_bfloat16(values: Array, out: NDArray[np.uint16], are_small: bool, scratch: NDArray[np.uint32]) -> None:
     bits = values.view(np.uint32)
-    rounded = np.right_shift(bits, 16)
+    rounded = np.right_shift(bits, 16, out=scratch[: len(bits)])
     rounded &= 1  # the last bit that stays: of two neighbors equally near, the even one
     rounded += 0x7FFF
     rounded += bits

@@ -1,4 +1,4 @@
-"""Count the kinds of numbers among stored elements, and take their moments. Reads no file, and needs no torch.
+"""Count the kinds of numbers among stored elements, and take their moments.
 
 Floats are told apart by their bits, which order like integers within a sign
 (https://en.wikipedia.org/wiki/IEEE_754-1985#Comparing_floating-point_numbers): the extremes of the bits, read as signed

@@ -1,4 +1,4 @@
-"""Tell how far the numbers of one tensor are from those of another. Knows no bytes; measures nothing itself."""
+"""Measure how far the numbers of two tensors differ."""
 
 from __future__ import annotations
 

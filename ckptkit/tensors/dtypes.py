@@ -85,5 +85,5 @@ def parse_dtype(name: str | torch.dtype) -> DType:
     plain = str(name).removeprefix("torch.").lower()
     dtype = DTYPES.get(SHORT_NAMES.get(plain, plain))
     if dtype is None:
-        raise Usage(f"unknown dtype `{name}`", hint=f"use one of {', '.join(DTYPES)}")
+        raise Usage(f"unknown dtype `{name}`", hint="use bf16, fp16, fp32, fp64 or another dtype of torch")
     return dtype

@@ -1,4 +1,4 @@
-"""Round numbers to 8 bits, to float8_e4m3fn: to nearest, ties to even, as torch does. Opens no file, needs no torch.
+"""Round numbers to 8 bits, to float8_e4m3fn: to nearest, ties to even, as torch does.
 
 The upper half of a float32 is enough to tell, if its last bit is set wherever the lower half has one: no tie is made or
 lost by that, since four of its bits are more than the result has. There are 65,536 of them, so a table has the answers.

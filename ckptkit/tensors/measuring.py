@@ -1,4 +1,4 @@
-"""Measure how far stored elements are from others, of any two dtypes. Reads no file, and needs no torch."""
+"""Measure how far stored elements are from others, of any two dtypes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.tensors.box import Box
+from ckptkit.tensors.casting import bfloat16_to_float32
 from ckptkit.tensors.distance import Distance, Index, Tolerance
 from ckptkit.tensors.dtypes import DType
 from ckptkit.tensors.moments import sum_of_squares
@@ -106,7 +107,7 @@ def _numbers(elements: Elements) -> Array:
     data, dtype = elements
     stored: Array = np.frombuffer(data, _NUMPY.get(dtype.name, dtype.name))
     if dtype.name == "bfloat16":
-        return np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
+        return bfloat16_to_float32(stored)
     if dtype.name == "complex32":
         return stored.astype(np.float32).view(np.complex64)
     if dtype.kind == "small_float":

@@ -1,4 +1,4 @@
-"""Take mean and spread of numbers, in parts that are put together without loss of accuracy. Reads no file.
+"""Take mean and spread of numbers, in parts that are put together without loss of accuracy.
 
 All sums are in float64. Those of a part are of differences to its first number, so that a spread much smaller than the
 mean is not lost; parts are merged by the formula of Chan, Golub and LeVeque

@@ -58,7 +58,7 @@ def own_keys() -> tuple[tuple[re.Pattern[str], ...], ...]:
 
 
 def is_whole(name: str) -> bool:
-    return any(matches("wholes", name))
+    return any(matches("complete_folders", name))
 
 
 def is_exported(name: str) -> bool:
@@ -138,9 +138,16 @@ def step_keys() -> tuple[tuple[str, KeyPath], ...]:
 
 
 def is_tracker(name: str) -> bool:
-    return any(name in trainer.trackers for trainer in TRAINERS.values()) or name in json_trackers()
+    return name in plain_trackers() or name in json_trackers()
 
 
+@cache
+def plain_trackers() -> frozenset[str]:
+    """Return the names of trackers that contain the name of the checkpoint and nothing else."""
+    return frozenset(name for trainer in TRAINERS.values() for name in trainer.trackers)
+
+
+@cache
 def json_trackers() -> dict[str, tuple[str, ...]]:
     """Return the trackers in JSON, each with the keys that lead to the name of the checkpoint."""
     return {name: keys for trainer in TRAINERS.values() for name, keys in trainer.json_trackers.items()}
@@ -179,7 +186,7 @@ def find_foreign(names: Iterable[str]) -> Unread | None:
 
 
 def say_opaque(names: Iterable[str]) -> str | None:
-    """Return what tensors among these names are that can only be carried as they are, None if there are none."""
+    """Return what tensors among these names are that can only be copied unchanged, None if there are none."""
     return look_up([trainer.opaque for trainer in TRAINERS.values()], names)
 
 

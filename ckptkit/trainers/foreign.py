@@ -1,4 +1,4 @@
-"""List the files of other programs that hold a model but are no checkpoint of PyTorch: what they are, and what to do.
+"""Files of other programs that contain a model but are not a PyTorch checkpoint: what they are, and what to do.
 
 Only where nothing else is a checkpoint: such files also lie beside one.
 """
@@ -9,14 +9,19 @@ from ckptkit.trainers.trainer import Unread
 
 # Sources: ggml-org/llama.cpp, gguf-py; keras-team/keras, src/saving/saving_lib.py; NVIDIA-NeMo/NeMo,
 # nemo/core/connectors/save_restore_connector.py; coreweave/tensorizer; NVIDIA/TensorRT-LLM, `rank0.engine`;
-# NovaSky-AI/SkyRL, whose Tinker server keeps tar files of adapters.
+# sgl-project/sglang, `PreshardedModelLoader` and model_loader/expert_pack; NovaSky-AI/SkyRL, whose Tinker server keeps
+# tar files of adapters.
 FOREIGN = {
     r".*\.gguf": Unread(
         "a model of llama.cpp, in GGUF", "load it with transformers' `gguf_file=`, then `save_pretrained`"
     ),
     r".*\.nemo": Unread("an archive of NeMo 1", "run `tar xf` on it, and pass the directory"),
+    r"model-[0-9]{5}-(common|rank-[0-9,]+)\.safetensor": Unread(
+        "weights as SGLang's ranks hold them (presharded)", "take the model that it was made of"
+    ),
+    r".*\.expert-pack": Unread("experts as SGLang reads them from a disk (expert pack)", "take the model in GGUF"),
     r".*\.keras": Unread("a model of Keras", "load it with Keras, and save its weights as safetensors"),
-    r".*\.weights\.h5": Unread("weights of Keras, in HDF5", "load them with Keras, and save them as safetensors"),
+    r".*\.h5": Unread("weights of Keras, in HDF5", "load them with Keras, and save them as safetensors"),
     r".*\.tensors": Unread(
         "tensors of CoreWeave's tensorizer", "load them with `TensorDeserializer`, and save them as safetensors"
     ),

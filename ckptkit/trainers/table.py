@@ -85,8 +85,8 @@ MEGATRON = TrainerFacts(
         )
     },
     opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
-    companions=("tokenizer",),
-    states=(r"train_state\.pt",),
+    companions=("tokenizer", "hf"),
+    states=(r"train_state\.pt", r"metadata\.json", r"run_config\.yaml"),
     beside={r"common\.pt": ""},
     step_keys=(("", ("iteration",)), ("", ("common_state/shard_0_1", 0, "iteration"))),
     own_keys=(("rank_state", r"\[([0-9]+)\]"),),  # as the legacy format is read
@@ -153,8 +153,28 @@ VERL = TrainerFacts(
     steps=("global_step_([0-9]{1,18})",),
     trackers=("latest_checkpointed_iteration.txt",),
     companions=("huggingface", "lora_adapter"),
-    own_keys=((".*", r"rank_(\d+)", ".*"),),  # random states and others: `rng.rank_3`
+    own_keys=((".*", r"rank_(\d+)"),),  # random states and others: `rng.rank_3`
     ranks=(r"(?:model|optim|extra_state)_world_size_[0-9]+_rank_([0-9]+)\.pt",),
+    states=(r"data\.pt",),
+)
+
+# skyrl/backends/skyrl_train/distributed/{fsdp,megatron}_strategy.py and skyrl/train/*trainer.py of SkyRL a956457
+# (August 2026): `global_step_N/{policy,critic}` with verl's files or Megatron's `torch_dist`, the adapters of
+# Megatron's ranks in files of their own, and the states of loader and trainer beside these directories.
+SKYRL = TrainerFacts(
+    name="skyrl",
+    marks=(
+        Mark("SkyRL", files=(r"model_world_size_[0-9]+_rank_[0-9]+\.pt",), json=("fsdp_config.json", "fsdp_strategy")),
+        Mark("SkyRL", files=(r"model_world_size_[0-9]+_rank_[0-9]+\.pt",), keys=("fsdp_strategy",)),
+    ),
+    trackers=("latest_ckpt_global_step.txt",),
+    states=(r"(?:trainer|fully_async)_state\.pt",),
+    unread={
+        r"adapter_tp[0-9]+_pp[0-9]+.*\.pt": Unread(
+            "adapters of Megatron's ranks, which do not say how the ranks share a tensor",
+            "export the adapter with SkyRL; if one rank had the whole model, pass its file",
+        )
+    },
 )
 
 # prime_rl/{trainer,orchestrator}/ckpt.py and transports/weights/filesystem.py of prime-rl 559b447 (August 2026):
@@ -166,9 +186,28 @@ PRIME_RL = TrainerFacts(
         Mark("prime-rl", keys=("app/model", "app/optimizers", "app/progress")),
         Mark("prime-rl, a broadcast", place="step_[0-9]+", files=("STABLE",)),
     ),
-    wholes=("trainer",),
+    complete_folders=("trainer",),
     states=(r"rank_[0-9]+\.pt", r"progress\.pt", "STABLE"),
     markers={"broadcasts/step_[0-9]+": "STABLE"},
+)
+
+# slime/backends/megatron_utils of slime 624b824 and miles/backends of miles 31f1ca9 (August 2026): Megatron's `iter_N`
+# with the place in the data in `rollout` beside them; of FSDP in miles, `iter_N` with DCP in each of three directories,
+# and random state and counts beside these.
+SLIME = TrainerFacts(
+    name="slime",
+    marks=(
+        Mark(
+            "slime or miles, by Megatron",
+            place="iter_[0-9]+",
+            json=("metadata.json", "sharded_backend"),
+            beside="rollout",
+        ),
+        Mark("miles", place="model", keys=("model_state/model",)),
+    ),
+    others=("lr_scheduler",),
+    states=(r"rng\.pt", r"meta\.json", r"global_dataset_state_dict_[0-9]+\.pt"),
+    own_state=(r"(?:adapter_megatron|training_state)_rank([0-9]+)\.pt",),
 )
 
 # deepspeed/runtime/engine.py: `global_stepN` with the states of models and optimizers by rank, and `latest`, a file
@@ -183,7 +222,7 @@ DEEPSPEED = TrainerFacts(
         Mark("DeepSpeed", files=(_ZERO,)),
     ),
     steps=(_GLOBAL_STEP, f"{_GLOBAL_STEP}_universal"),
-    wholes=(_GLOBAL_STEP,),
+    complete_folders=(_GLOBAL_STEP,),
     trackers=("latest",),
     ranks=(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt",),
 )
@@ -246,13 +285,17 @@ ORBAX = TrainerFacts(
     states=(r"_CHECKPOINT_METADATA|commit_success\.txt|orbax\.checkpoint",),
 )
 
+# google/grain, checkpoint/handler.py of 0.2.18: beside what orbax saves, `iter/process_R-of-N.json` with the place of
+# each process in the data.
+GRAIN = TrainerFacts(name="grain", own_state=(r"process_([0-9]+)-of-[0-9]+\.json",))
+
 # vllm/model_executor/model_loader/sharded_state_loader.py: `model-rank-R-part-P.safetensors` has what a rank of the
 # engine holds, under its own names of fused tensors, after they were processed. Nothing says how ranks share them.
 VLLM = TrainerFacts(
     name="vllm",
     unread={
         r"model-rank-[0-9]+-part-[0-9]+\.safetensors": Unread(
-            "this is a sharded_state of vLLM, which does not say how its ranks share a tensor",
+            "this is a sharded_state of vLLM or SGLang, which does not say how its ranks share a tensor",
             "take the model that it was made of",
         )
     },
@@ -288,8 +331,8 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
 _ALL = (
-    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, VERL, PRIME_RL),
-    *(AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, VLLM),
+    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
+    *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM),
     *(RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

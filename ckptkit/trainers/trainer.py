@@ -1,4 +1,4 @@
-"""What is known of a trainer: the names that it leaves on disk, as one record."""
+"""The facts about a trainer: the names that it gives to directories, files and keys."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class TrainerFacts:
     # Directories of a checkpoint: those with all of it, except for a config or a copy of its weights beside them; those
     # with all but the model; those with config and tokenizer; and those that are copied unchanged, each with the name
     # that it has to lie beside.
-    wholes: tuple[str, ...] = ()
+    complete_folders: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
     kept: Mapping[str, str] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""Train with FSDP: a loop to read in one sitting. Meets the converters on disk only."""
+"""Train with FSDP: a loop to read in one sitting."""

@@ -1,4 +1,4 @@
-"""Configure a run: its settings, validated once, written as TOML and read back. Imports no torch.
+"""Configure a run: its settings, validated once, written as TOML and read back.
 
 Each field of `TrainConfig` is a key of the TOML file and an option of `ckptkit train`; nothing else needs to know it.
 """
@@ -24,6 +24,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "ddp"]
 StateDict = Literal["sharded", "full", "hf", "adapter"]
 LORA_ALPHA = 8  # that of LoraConfig
+_IN_TOML = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class TrainConfig:
     run: Path
     # the model
     model: Annotated[str, "A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id."] = "tiny"
-    untied: Annotated[bool, "Do not share embedding and output weights, if the model is a size."] = False
+    untied: Annotated[bool, "Do not share embedding and output weights, if the model is a size such as 8b."] = False
     weights: Annotated[Path | None, "Start from the weights of this checkpoint; any format."] = None
     freeze: Annotated[tuple[str, ...], "Do not train parameters that match this glob; repeatable."] = ()
     lora_rank: Annotated[int | None, "Train LoRA adapters of this rank instead of the model."] = None
@@ -45,7 +46,7 @@ class TrainConfig:
     sequence_length: Annotated[int, "Tokens per sequence."] = 256
     batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
     micro_batch_size: Annotated[
-        int, "Sequences that a rank computes at once; gradients add up. 0: all of the rank's."
+        int, "Sequences that a rank computes at once; gradients add up. 0: all sequences of the rank."
     ] = 0
     # the optimizer
     steps: Annotated[int, "Steps of the whole run."] = 100
@@ -89,11 +90,14 @@ class TrainConfig:
         for name in settings():
             require_choice(name, getattr(self, name))
         if self.seed >= 2**32:
-            raise Usage(f"seed is {self.seed}; it must be less than 2**32")
+            raise Usage(f"seed: expected less than 2**32, found {self.seed}")
         if not self.clip > 0:
-            raise Usage(f"clip is {self.clip}; the gradient norm can only be clipped to more than 0")
+            raise Usage(f"clip: expected more than 0, found {self.clip}")
         if self.replicas > 1 and self.strategy != "hybrid_shard":
-            raise Usage(f"{self.replicas} replicas under {self.strategy}", hint="use `--strategy hybrid_shard`")
+            raise Usage(
+                f"strategy: expected hybrid_shard for {self.replicas} replicas, found {self.strategy}",
+                hint="use `--strategy hybrid_shard`",
+            )
         if self.wrap == "size" and self.fsdp == "2":
             raise Usage("FSDP2 shards by blocks only", hint="use `--fsdp 1` to wrap by size")
         require_whole(self) if self.lora_rank is None else require_adaptable(self)
@@ -117,7 +121,7 @@ def require_places(config: TrainConfig) -> None:
     """Raise `Usage` for what cannot lie where it is to."""
     require_storable(config.run, config.state_dict)
     if config.tensorboard and isinstance(config.run, RemotePath):
-        hint = "leave out `--tensorboard`: metrics.jsonl has the same numbers; or train into a local directory"
+        hint = "drop `--tensorboard`: metrics.jsonl has the same numbers; or train into a local directory"
         raise Usage("TensorBoard appends to its files, which a store cannot do", path=config.run, hint=hint)
     if isinstance(config.data, RemotePath):
         raise Usage("ckptkit trains on local data only", path=config.data, hint="copy the data to this machine")
@@ -132,7 +136,7 @@ def require_whole(config: TrainConfig) -> None:
     if config.resume and config.weights:
         raise Usage(
             "--resume and --weights: a resumed checkpoint already contains weights",
-            hint="leave out `--weights` or `--resume`",
+            hint="drop `--weights` or `--resume`",
         )
 
 
@@ -142,7 +146,7 @@ def require_adaptable(config: TrainConfig) -> None:
         hint = "save `--state-dict adapter`, and make it a model with `ckptkit consolidate --merge`"
         raise Usage("a Hugging Face model cannot store adapters", hint=hint)
     if config.freeze:
-        raise Usage("everything but the adapters is frozen already", hint="leave out `--freeze`")
+        raise Usage("everything but the adapters is frozen already", hint="drop `--freeze`")
     if config.wrap == "size":
         raise Usage("a unit wrapped by size may mix adapters and other parameters", hint="use `--wrap block`")
 
@@ -188,9 +192,11 @@ def from_toml(name: str, value: object, path: Path) -> object:
         return to_path(value)
     if isinstance(value, list) and get_origin(kind) is tuple and all(isinstance(item, str) for item in value):
         return tuple(value)
-    if type(value) is (str if get_origin(kind) is Literal else kind):
+    if get_origin(kind) is Literal:
+        kind = str
+    if type(value) is kind:
         return value
-    raise Usage(f"{name} is {value!r}, of the wrong type", path=path)
+    raise Usage(f"{name}: expected {_IN_TOML.get(kind, 'a list of strings')}, found {value!r}", path=path)
 
 
 def find_settings(run: Path, resume: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Launch as many ranks as asked, or be the rank that torchrun made of this process. Knows no work by name."""
+"""Launch as many ranks as asked, or be the rank that torchrun made of this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launch(work: Work, nproc: int | None, report: Report) -> None:
     elif nproc is None:
         work(place, report)
     else:
-        raise Usage("`--nproc` under torchrun", hint="torchrun starts the processes: leave `--nproc` out")
+        raise Usage("--nproc cannot be used under torchrun, which starts the processes", hint="drop `--nproc`")
 
 
 def torchrun_place() -> RankPlace | None:

@@ -33,7 +33,7 @@ def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
         tell = report if place.rank == 0 else lambda _: None
         trainer, run = start(config, mesh, lambda text: tell(Note(text)))
         if trainer.progress.step:
-            rest = "going on" if trainer.progress.step < config.steps else "nothing to do"
+            rest = "resuming" if trainer.progress.step < config.steps else "nothing to do"
             tell(Note(f"{rest}: {run.root} is at step {trainer.progress.step} of {config.steps}"))
         with run, Log(config, place.rank) as log:
             for step in advance(config, trainer, run, asked):

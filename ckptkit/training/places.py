@@ -1,4 +1,4 @@
-"""Say what a run takes where it lies, in a local directory or in a store. Imports no torch."""
+"""Check what a run in a store or a local directory supports."""
 
 from __future__ import annotations
 

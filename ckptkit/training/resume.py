@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
 from ckptkit.destinations.exchange import move_into_place
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
 from ckptkit.files.path import RemotePath, to_path
@@ -29,6 +29,7 @@ def find_resume(config: TrainConfig) -> list[Path]:
         hint = "continue with `--resume auto`, or name another run"
         raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
     if config.resume is None or (config.resume == AUTO and not complete):
+        require_no_unfinished(config.run)
         return []
     if config.resume == AUTO:
         complete[0].require_resumable()
@@ -40,6 +41,17 @@ def find_resume(config: TrainConfig) -> list[Path]:
     if not chosen.is_complete:
         raise NotACheckpoint("the checkpoint is not complete: cannot resume", path=chosen.path)
     return [chosen.path]
+
+
+def require_no_unfinished(run: Path) -> None:
+    """Raise `Occupied` if the run has only unfinished checkpoints: its first save would find one in its place.
+
+    In a store the save replaces what an earlier one left.
+    """
+    names = [one.name for one in ([] if isinstance(run, RemotePath) else named_in(run))]
+    if names:
+        message = f"the run has only unfinished checkpoints: {', '.join(names)}"
+        raise Occupied(message, path=run, hint="move them away, or name another run")
 
 
 def first_readable(found: Sequence[Path]) -> Path:

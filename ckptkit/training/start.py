@@ -61,7 +61,7 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
     `warn` hears of damaged checkpoints that were skipped.
     """
     if config.batch_size < mesh.size():
-        raise Usage(f"batch_size {config.batch_size} leaves some of {mesh.size()} ranks without a sequence")
+        raise Usage(f"batch_size: expected at least {mesh.size()}, a sequence for each rank, found {config.batch_size}")
     ranks = Ranks()
     found = ranks.on_first(partial(find, config))
     blueprint = choose_blueprint(found.model, tied=not config.untied, vocab_size=found.vocab_size)
@@ -104,21 +104,23 @@ def share_tokens(config: TrainConfig, found: Findings, ranks: Ranks) -> TokenFil
 
     Raises `Mismatch` if machines have other data.
     """
-    tokens = ranks.on_first(partial(tokenise, config, found))
+    tokens = ranks.on_first(partial(tokenize, config, found))
     if not isinstance(config.run, RemotePath):
         return tokens
     machines = ranks.gather(socket.gethostname())
     is_first_here = machines.index(socket.gethostname()) == ranks.rank
-    ranks.together(lambda: tokenise(config, found) if is_first_here else None)  # where rank 0's is not to be seen
-    tokens = ranks.together(partial(tokenise, config, found))
+    ranks.together(lambda: tokenize(config, found) if is_first_here else None)  # where rank 0's is not to be seen
+    tokens = ranks.together(partial(tokenize, config, found))
     for machine, checksum in zip(machines, ranks.gather(tokens.checksum), strict=True):
         if checksum != tokens.checksum:
             hint = "give all machines the same files"
-            raise Mismatch(f"the data on {machine} is not that on {socket.gethostname()}", path=config.data, hint=hint)
+            raise Mismatch(
+                f"the data on {machine} differs from the data on {socket.gethostname()}", path=config.data, hint=hint
+            )
     return tokens
 
 
-def tokenise(config: TrainConfig, found: Findings) -> TokenFile:
+def tokenize(config: TrainConfig, found: Findings) -> TokenFile:
     """Return the tokens of the data, in a file in the run or, where that is in a store, of this machine."""
     return prepare_tokens(config.data, choose_tokenizer(found.tokenizer), local_folder(config.run))
 
@@ -126,10 +128,13 @@ def tokenise(config: TrainConfig, found: Findings) -> TokenFile:
 def require_fit(config: TrainConfig, blueprint: Blueprint, found: Findings) -> None:
     """Raise an error unless model, data and the checkpoint to resume belong together."""
     if config.sequence_length > blueprint.max_length:
-        raise Usage(f"sequence_length {config.sequence_length} is beyond the model's {blueprint.max_length} positions")
+        raise Usage(
+            f"sequence_length: expected at most {blueprint.max_length} (positions of the model), found "
+            f"{config.sequence_length}"
+        )
     if found.vocab_size > blueprint.vocab_size:
         raise Usage(
-            f"the tokenizer has {found.vocab_size} tokens, the model {blueprint.vocab_size}",
+            f"expected a tokenizer of at most {blueprint.vocab_size} tokens as in the model, found {found.vocab_size}",
             hint="give the model's own with `--tokenizer`",
         )
     if found.resume is not None:

@@ -137,7 +137,8 @@ class Trainer:
             ours, theirs = getattr(asked, name), getattr(self.progress, name)
             if ours != theirs:
                 raise Mismatch(
-                    f"the checkpoint was trained with {name} {theirs}, not {ours}: its position in the data is invalid",
+                    f"expected {name} {theirs} as in the checkpoint, found {ours}: its position in the "
+                    "data would be wrong",
                     path=path,
                     hint="continue with the same data, seed and length, or start anew from `--weights`",
                 )

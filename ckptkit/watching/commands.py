@@ -48,7 +48,7 @@ class WatchCommand:
         except ValueError as error:
             raise Usage(f"`{text}` cannot be split into words: {str(error).lower()}") from error
         if not words:
-            raise Usage("a command without words")
+            raise Usage("expected a command, found nothing")
         made = cls(words, is_ours)
         unknown = sorted(made.places - set(PLACES))
         if unknown:
@@ -58,7 +58,7 @@ class WatchCommand:
             hint = "write the command with {ckpt}, as in 'consolidate {ckpt} {out}'"
             raise Usage(f"`{made}` does not name the checkpoint", hint=hint)
         if not is_ours and not _PLACE.search(words[0]) and shutil.which(words[0]) is None:
-            hint = "use a shell for pipes and the like: sh -c '...' with $CKPTKIT_CKPT and $CKPTKIT_OUT in it"
+            hint = "check PATH; for pipes, use a shell: sh -c '...' with $CKPTKIT_CKPT and $CKPTKIT_OUT"
             raise Usage(f"unknown program `{words[0]}`", hint=hint)
         return made
 

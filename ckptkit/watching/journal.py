@@ -1,4 +1,4 @@
-"""Keep what a watch has done with each checkpoint, so that a restart does not do it again.
+"""Record what a watch did with each checkpoint, so that a restart does not repeat it.
 
 The journal is a small JSON file beside the lock of the watch: in a local run, or for a run in a store in the cache of
 this machine. Every note replaces it, and is on disk before work goes on.

@@ -23,8 +23,8 @@ from ckptkit.runs.keeper import Keeper, WatchPost, keeper_of, run_of
 from ckptkit.summary import Summarized
 from ckptkit.trainers import ONE_FILE, step_of
 from ckptkit.watching.commands import WatchCommand
+from ckptkit.watching.file_changes import Look, Patience
 from ckptkit.watching.journal import Fate, WatchJournal
-from ckptkit.watching.looks import Look, Patience
 
 DAY = 86400.0  # seconds
 _OUT = "exported"  # the directory in the run that outputs go to
@@ -86,7 +86,7 @@ def watch(
     once: bool = False,
     tell: Listener | None = None,
 ) -> Watched:
-    """Handle every checkpoint of the run at `run` once, the oldest first: those that are there, and those that come.
+    """Handle every checkpoint of the run at `run` once, the oldest first: existing and new ones.
 
     `do` are commands of ckptkit and `exec` other programs, one or several, each a line that is split as a shell splits
     it, or a list of words. They run one after the other, in processes of their own and without a shell. The
@@ -220,7 +220,7 @@ class Watcher:
         for path in there:
             try:
                 one, look = Checkpoint.at(path), Look.at(path)
-                if look is None or one.own_step is None or self.is_settled(one, look) or not one.is_complete:
+                if look is None or one.own_step is None or self.is_done_with(one, look) or not one.is_complete:
                     continue
             except IOFailure as error:
                 failures.append(error)
@@ -236,7 +236,7 @@ class Watcher:
             raise failures[0]
         return is_restless
 
-    def is_settled(self, one: Checkpoint, look: Look) -> bool:
+    def is_done_with(self, one: Checkpoint, look: Look) -> bool:
         """Return whether nothing is left to do with a checkpoint since it was last saved."""
         if self._failures.get(one.name, []).count(look.saved_ns) >= self.terms.tries:
             return True
@@ -258,7 +258,7 @@ class Watcher:
             is_there = one.path.exists()
             if is_there and Look.at(one.path) != look:
                 return False
-            failure = self.carry_out(one, look.saved_ns) if is_there else None
+            failure = self.run_commands(one, look.saved_ns) if is_there else None
         finally:
             self._post.let_go()
         if not is_there or (failure and not one.path.exists()):
@@ -269,7 +269,7 @@ class Watcher:
             self.record(one.name, "handled", "handled")
         return True
 
-    def carry_out(self, one: Checkpoint, saved_ns: int) -> str | None:
+    def run_commands(self, one: Checkpoint, saved_ns: int) -> str | None:
         """Run the commands that are left for a checkpoint. Return what failed, None if nothing did."""
         name = one.path.stem if one.path.is_file() else one.name
         out = self.terms.place / name

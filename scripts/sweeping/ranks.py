@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from datetime import timedelta
@@ -21,12 +22,13 @@ from transformers.utils import logging
 
 from ckptkit import consolidate
 from ckptkit.errors import CkptError
-from scripts.sweeping.result import DIFFERENT, EQUAL, FAILED, NOT_BUILT, REFUSED, Result
+from scripts.sweeping.result import BROKEN, DIFFERENT, EQUAL, FAILED, NOT_BUILT, REFUSED, Result
 from scripts.sweeping.shrink import NoClass, TooLarge, make_small
 
 MOST = 120_000_000  # elements of a model
 PATIENCE = timedelta(hours=6)  # of ranks that wait for the first one's next model
-KINDS = {TooLarge: "too large", ImportError: "a library is missing", NoClass: "no class of models"}
+KINDS = {TooLarge: "too large", NoClass: "no class of models"}
+_LIBRARY = re.compile(r"requires the (\w+) library")  # what transformers says if one is missing
 
 Tensors = dict[str, Tensor]
 
@@ -58,7 +60,7 @@ def attempt(model_type: str, work: Path, mesh: DeviceMesh) -> Result:
         try:
             model.save_pretrained(work / "theirs")
         except Exception as error:  # noqa: BLE001 - as above
-            return Result(NOT_BUILT, f"`save_pretrained` fails: {said(error)}")
+            return Result(NOT_BUILT, f"{BROKEN}: `save_pretrained` fails: {said(error)}")
         save_sharded(model, work, mesh)
         return judge(work)
     except Exception as error:  # noqa: BLE001 - whatever it is belongs to this type
@@ -69,7 +71,9 @@ def attempt(model_type: str, work: Path, mesh: DeviceMesh) -> Result:
 
 def reason_of(error: Exception) -> str:
     """Return why a type was not tried: a kind of reasons, and after a colon what an error says."""
-    kind = next((kind for one, kind in KINDS.items() if isinstance(error, one)), "an error of transformers")
+    if isinstance(error, ImportError) and (library := _LIBRARY.search(str(error))):
+        return f"without {library[1]}: {said(error)}"
+    kind = next((kind for one, kind in KINDS.items() if isinstance(error, one)), BROKEN)
     return f"{kind}: {said(error)}"
 
 

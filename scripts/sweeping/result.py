@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 EQUAL, DIFFERENT, REFUSED, FAILED, NOT_BUILT = "equal", "different", "refused", "failed", "not built"
+BROKEN = "an error of transformers"  # a kind of reasons why a type is not built, of which each is told
 MEANINGS = {
     EQUAL: "every name, dtype, shape and byte is as `save_pretrained` writes it",
     DIFFERENT: "something differs",

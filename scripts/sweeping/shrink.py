@@ -38,12 +38,20 @@ LADDER: tuple[Mapping[str, int], ...] = (
     *({**COUNTS, **WIDTHS}, {**FEWER, **WIDTHS}, {**COUNTS, **EVEN}, {**FEWER, **EVEN}),
     *(COUNTS, FEWER, {}),
 )
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # what a type's config lacks by itself, without which transformers builds no model
 LACKING: dict[str, dict[str, Any]] = {
     **{name: {"prediction_length": 4} for name in ("autoformer", "informer", "time_series_transformer")},
     **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "ministral")},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", *["sparse"] * 3], "num_hidden_layers": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "emu3": {"vocabulary_map": {"<image>": 5}, "vq_config": {"base_channels": 32}},
+    "emu3_vqgan": {"base_channels": 32},
     "esm": {"vocab_size": 33, "pad_token_id": 1},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "reformer": {"is_decoder": True},

@@ -133,8 +133,8 @@ def test_without_a_config_it_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"r": 8}, "rank is 4"),
-        ({"rank_pattern": {}}, "rank is 2"),
+        ({"r": 8}, "found rank 4"),
+        ({"rank_pattern": {}}, "found rank 2"),
         ({"target_modules": ["q_proj"]}, "not a target"),
         ({"use_dora": True}, "magnitudes"),
         ({"peft_type": "IA3"}, "IA3"),
@@ -206,7 +206,7 @@ def test_a_base_that_the_training_changed_is_said(tmp_path: Path) -> None:
     values = json.loads((src / SAID).read_bytes())
     (src / SAID).write_text(json.dumps(values | {"init_lora_weights": "pissa_niter_4"}))
     done = ckptkit.consolidate(src, tmp_path / "out")
-    assert any("changed the base before it began (pissa_niter_4)" in note for note in done.notes)
+    assert any("modified the base before the first step (pissa_niter_4)" in note for note in done.notes)
 
 
 @pytest.mark.parametrize("to", ["pt", "dcp"])

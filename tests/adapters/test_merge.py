@@ -295,7 +295,7 @@ def edit(path: Path, **values: Any) -> None:
         ({"init_lora_weights": "pissa_niter_16"}, Unsupported, "pissa"),
         ({"layer_replication": [[0, 2]]}, Unsupported, "layer_replication"),
         ({"r": 2**40}, Corrupt, "rank"),
-        ({"r": 5}, Mismatch, "rank is 4"),
+        ({"r": 5}, Mismatch, "found rank 4"),
         ({"lora_alpha": float("nan")}, Corrupt, "alpha"),
         ({"lora_alpha": 10**40}, Corrupt, "alpha"),
     ],
@@ -312,7 +312,7 @@ def test_configs_that_do_not_fit(
 
 
 def test_what_does_not_fit_the_base(produce: Produce, tmp_path: Path) -> None:
-    """A module that is not there, another width, and quantised weights."""
+    """A module that is not there, another width, and quantized weights."""
     made = produce(lora)
     base = load_file(made.root / "base" / MODEL)
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -357,7 +357,7 @@ def test_requests_that_make_no_sense(produce: Produce, tmp_path: Path) -> None:
         ckptkit.merge(base, base, out)
     with pytest.raises(Usage, match="base of the adapter"):
         ckptkit.consolidate(saved, out, merge=True)
-    with pytest.raises(Usage, match="2 weights for 1"):
+    with pytest.raises(Usage, match="expected 1 weight, one for each adapter, found 2"):
         ckptkit.merge(base, saved, out, weights=[1, 2])
     with pytest.raises(Usage, match="finite"):
         ckptkit.merge(base, saved, out, weights=[float("nan")])

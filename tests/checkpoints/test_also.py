@@ -231,10 +231,10 @@ def test_other_saves_by_what_both_have(name: str, produce: Produce, tmp_path: Pa
     (verified,) = ckptkit.verify(found)
     assert [problem.path for problem in verified.problems] == [first / name]
     assert "other bytes" in verified.problems[0].message
-    with pytest.raises(Corrupt, match="is another: other bytes"):
+    with pytest.raises(Corrupt, match="differs: other bytes"):
         ckptkit.consolidate(found, tmp_path / "out")
     (second / name).write_bytes(content + b"more")
-    with pytest.raises(Corrupt, match="is another: "):
+    with pytest.raises(Corrupt, match="differs: "):
         ckptkit.consolidate(found, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -78,7 +78,7 @@ def test_an_unfinished_part_makes_the_whole_incomplete(produce: Produce, tmp_pat
 
 
 def test_nothing_to_be_found(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpoint, match="no run with one"):
+    with pytest.raises(NotACheckpoint, match="no run with checkpoints"):
         _ = Checkpoint.open(run / "logs").model_component.path
     for step in (5, 9, 10):
         shutil.rmtree(run / f"ckpt-{step}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,10 +34,25 @@ def save_zarr(root: Path) -> list[Path]:
     return [root, place]
 
 
+def save_datastates(root: Path) -> list[Path]:
+    """The files of DeepSpeed as DataStates writes them: a size, a header in JSON, tensors and a pickle behind it."""
+    place = root / "global_step10"
+    place.mkdir()
+    (root / "latest").write_text(place.name)
+    state = pickle.dumps({"module": {"w": "TENSOR|module|w"}}, protocol=pickle.HIGHEST_PROTOCOL)
+    tensor = {"dtype": "torch.float32", "shape": [2], "offsets": [0, 8]}
+    header = json.dumps({"module|w": tensor, "datastates_metadata": {"offsets": [8, 8 + len(state)]}}).encode()
+    size = len(header).to_bytes(8, "little")
+    for name, at in (("mp_rank_00_model_states.pt", 8), ("zero_pp_rank_0_mp_rank_00_optim_states.pt", 4096)):
+        (place / name).write_bytes(size.ljust(at, b"\0") + header + b"\0" * 8 + state)
+    return [root, place, place / "mp_rank_00_model_states.pt"]
+
+
 @pytest.mark.parametrize(
     ("save", "message", "hint"),
     [
-        (save_vllm, "a sharded_state of vLLM", "the model that it was made of"),
+        (save_vllm, "a sharded_state of vLLM or SGLang", "the model that it was made of"),
+        (save_datastates, "in the format of DataStates", "save it with the default one"),
         (save_zarr, "arrays of zarr, as Megatron saved", "load and save it with a Megatron-LM"),
     ],
 )
@@ -52,6 +69,8 @@ FOREIGN_FILES = [
     ("model-Q4_K_M.gguf", b"GGUF\x03\0\0\0", "a model of llama.cpp", "save_pretrained"),
     ("megatron.nemo", b"\0" * 1024, "an archive of NeMo 1", "tar xf"),
     ("model.keras", b"PK\x05\x06" + b"\0" * 18, "a model of Keras", "as safetensors"),
+    ("model-00001-rank-000,001.safetensor", b"\2\0\0\0\0\0\0\0{}", "weights as SGLang's ranks hold them", "made of"),
+    ("DeepSeek-V4.expert-pack", b"SGLANG-EXPERTPACK-v1\0\0\0\0", "experts as SGLang reads them", "model in GGUF"),
     ("model.weights.h5", b"\x89HDF\r\n\x1a\n", "weights of Keras", "as safetensors"),
     ("model.tensors", b"|TZR|\0", "CoreWeave's tensorizer", "TensorDeserializer"),
     ("rank0.engine", b"ftrt", "an engine of TensorRT", "that it was built from"),
@@ -89,4 +108,4 @@ def test_one_file_of_a_dcp_directory_is_not_a_checkpoint(name: str, kind: str, t
     for command in (Checkpoint.open, ckptkit.verify, lambda path: ckptkit.consolidate(path, tmp_path / "out")):
         with pytest.raises(NotACheckpoint, match=f"{kind} of a DCP directory") as raised:
             command(root / name)
-        assert raised.value.hint == f"name the directory: {root}"
+        assert raised.value.hint == f"pass the directory {root}"

@@ -59,7 +59,7 @@ def test_reshard_twice_in_a_run(run: Path) -> None:
 def test_where_there_is_no_run(tmp_path: Path) -> None:
     ran = ckptkit("reshard", "--to", 16, cwd=tmp_path)
     assert ran.returncode == 3
-    assert ran.stderr.startswith("error: .: no checkpoint in any known format, and no run with one\nhint: ")
+    assert ran.stderr.startswith("error: .: no checkpoint in any known format, and no run with checkpoints\nhint: ")
 
 
 def test_json(run: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_dry_run(run: Path, tmp_path: Path) -> None:
         assert done.keys() == KEYS | {"copies", "free_bytes"}
         assert done["source"] == str(run / "ckpt-2")
         said = ckptkit(*command, "--dry-run").stdout
-        assert said.startswith(f"would make {run / 'ckpt-2'} into {done['output']}")
+        assert said.startswith(f"would write {done['output']} from {run / 'ckpt-2'}")
         assert f"{done['copies']} chunks to read" in said
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -98,7 +98,7 @@ def test_what_a_reader_is_told(run: Path, tmp_path: Path) -> None:
     edits = ["--exclude", "extra.*", "--rename", "^up=>upper", "--dtype", "fp16", "--dtype", "*.exp*=bf16"]
     said = ckptkit("reshard", run, tmp_path / "out", "--to", 2, *edits).stdout
     for line in (
-        "left out `extra`: 5 entries, ",
+        "not in the output: `extra`, 5 entries, ",
         "renamed 8 entries, such as model.up.weight => model.upper.weight\n",
         " tensors: float32 => bfloat16\n",
         " tensors: float32 => float16\n",
@@ -108,7 +108,7 @@ def test_what_a_reader_is_told(run: Path, tmp_path: Path) -> None:
     ):
         assert line in said
     said = ckptkit("convert", tmp_path / "out", tmp_path / "hf", "--to", "hf").stdout
-    assert "the model was under `model`\n" in said
+    assert "found the model under the key `model`\n" in said
     (tmp_path / "hf" / "ckptkit.json").unlink()
     said = ckptkit("convert", tmp_path / "hf", tmp_path / "back", "--to", "dcp", "--under", "model").stdout
     assert "not compared: the source has no CRC-32 for its " in said

@@ -88,7 +88,7 @@ def test_versions(pair: tuple[Path, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("apply", "a", "b"), "expected a base, deltas and an output, found 2"),
+        (("apply", "a", "b"), "expected BASE, at least one DELTA, and OUT, found 2"),
         (("apply", "a", "b", "c", "--in-place"), "--in-place: expected LOCAL and ROOT, found 3 paths"),
         (("apply", "a", "b", "--in-place", "--overwrite"), "--in-place takes no other options"),
         (("delta", "a", "b", "c", "--encoding", "xor"), "--encoding and --version are for --format disk-delta"),
@@ -111,7 +111,7 @@ def truncate(path: Path) -> None:
     ("harm", "words"),
     [
         (lambda _, delta: (delta / "delta.json").unlink(), ("`delta.json` is missing",) * 2),
-        (lambda _, delta: truncate(delta / "delta-00001-of-00001.safetensors"), ("the header describes",) * 2),
+        (lambda _, delta: truncate(delta / "delta-00001-of-00001.safetensors"), ("bytes (header), found",) * 2),
         (lambda base, _: save_file(policy(seed=5), base / "model.safetensors"), ("expected base",) * 2),
     ],
 )

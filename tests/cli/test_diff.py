@@ -51,7 +51,7 @@ def test_what_differs(pair: tuple[Path, Path]) -> None:
     assert lines[3:] == [
         "another value or dtype:",
         "  step: 3 => 4",
-        "not the same: 31 differ (15 of the model); compared: 60 tensors, 2.88 KB",
+        "not the same: 31 entries differ (15 of the model); compared: 60 tensors, 2.88 KB",
     ]
     assert f"ckptkit stats {pair[0]} {pair[1]}" in done.stderr
     everything = ckptkit("diff", *pair, "--all").stdout.splitlines()

@@ -144,7 +144,7 @@ def test_pins_on_the_command_line(run: Path) -> None:
     pinned = ckptkit("pin", run / "global_step5", run / "global_step10", "--json")
     assert json.loads(pinned.stdout) == {"pinned": [str(run / "global_step5"), str(run / "global_step10")]}
     assert ckptkit("unpin", run / "global_step5").stdout == f"unpinned {run / 'global_step5'}\n"
-    assert "none of them was pinned; `ckptkit ls RUN` shows" in ckptkit("unpin", run / "global_step5").stderr
+    assert "nothing was pinned here; `ckptkit ls RUN` shows" in ckptkit("unpin", run / "global_step5").stderr
     refused = ckptkit("pin", run / "global_step15")
     assert (refused.returncode, refused.stdout) == (3, "")
     assert "no complete checkpoint" in refused.stderr
@@ -156,7 +156,7 @@ def test_inspect_at_a_glance(run: Path) -> None:
     assert max(map(len, lines[1:])) <= max(80, len(lines[1]))
     text = "\n".join(lines)
     for words in (
-        f"note: the latest complete checkpoint of {run}",
+        f"note: showing the latest complete checkpoint of {run}",
         f"{run / 'global_step10'}: dcp checkpoint, step 10, written by 3 ranks",
         "trainer: torch.distributed.checkpoint",
         "no manifest",

@@ -28,7 +28,7 @@ def home(produce: Produce) -> Path:
 
 def test_merging_is_reported(home: Path, tmp_path: Path) -> None:
     both = ("merge", home / "base", home / "run", home / "saved", tmp_path / "out", "--dry-run")
-    for words, said_of_it in (((), "trained `lm_head.weight` each"), (("--weights", "1,0.5"), "cannot scale")):
+    for words, said_of_it in (((), "both have a trained `lm_head.weight`"), (("--weights", "1,0.5"), "cannot scale")):
         done = ckptkit(*both, *words)
         assert done.returncode == 3
         assert said_of_it in done.stderr
@@ -48,7 +48,7 @@ def test_adapters_are_inspected(home: Path) -> None:
         "q_proj",
         "(4 modules)",
         "a trained lm_head.weight",
-        "base beside it",
+        "with its base",
     ):
         assert words in line
     (adapter,) = json.loads(ckptkit("inspect", home / "run", "--json").stdout)["adapters"]

@@ -33,10 +33,10 @@ def run(produce: Produce, tmp_path: Path) -> Path:
 def test_a_plan_is_shown_and_then_carried_out(run: Path) -> None:
     shown = ckptkit("prune", run, "--keep-last", "1", "--keep-every", "2")
     assert shown.returncode == 0
-    assert shown.stderr.startswith("hint: the same with --yes does it")
+    assert shown.stderr.startswith("hint: run the same command with --yes to do it")
     lines = shown.stdout.splitlines()
     assert lines[0].split() == ["checkpoint", "size", "frees", "verdict", "reason"]
-    assert [line.split()[0] for line in lines[1:]] == ["ckpt-10", "ckpt-2", "ckpt-1", r"\x1b[31mred", "to"]
+    assert [line.split()[0] for line in lines[1:]] == ["ckpt-10", "ckpt-2", "ckpt-1", r"\x1b[31mred", "would"]
     assert "nothing was deleted" in lines[-1]
     assert (run / "ckpt-1").is_dir()
     done = ckptkit("prune", run, "--keep-last", "1", "--keep-every", "2", "--yes")
@@ -44,7 +44,7 @@ def test_a_plan_is_shown_and_then_carried_out(run: Path) -> None:
     assert done.stderr == ""
     assert sorted(path.name for path in run.glob("*")) == ["\x1b[31mred", "ckpt-10", "ckpt-2"]
     again = ckptkit("prune", run, "--keep-last", "1", "--keep-every", "2", "--yes")
-    assert again.stdout.splitlines()[-1] == "every checkpoint stays"
+    assert again.stdout.splitlines()[-1] == "every checkpoint stays: nothing to delete"
 
 
 def test_demoting_is_shown_and_then_done(tmp_path: Path) -> None:
@@ -52,9 +52,9 @@ def test_demoting_is_shown_and_then_done(tmp_path: Path) -> None:
         save_alone({"model": {"w": torch.ones(9)}, "optimizer": {"w": torch.ones(9000)}}, tmp_path / f"ckpt-{step}")
     ckptkit("pin", tmp_path / "ckpt-2")
     shown = ckptkit("prune", tmp_path, "--keep-last", "1", "--demote")
-    assert [line.split()[0] for line in shown.stdout.splitlines()[1:]] == ["ckpt-2", "ckpt-1", "to"]
+    assert [line.split()[0] for line in shown.stdout.splitlines()[1:]] == ["ckpt-2", "ckpt-1", "would"]
     assert "pinned" in shown.stdout
-    frees = shown.stdout.partition("which frees ")[2].partition(";")[0]
+    frees = shown.stdout.partition(" and free ")[2].partition(";")[0]
     done = ckptkit("prune", tmp_path, "--keep-last", "1", "--demote", "--yes")
     assert done.stdout.splitlines()[-1] == f"demoted 1 checkpoint, {frees} freed"
     assert (tmp_path / "ckpt-1" / "model.safetensors").is_file()

@@ -73,20 +73,20 @@ def test_report_refuses_what_is_not_its_own(run: Path, tmp_path: Path) -> None:
     assert ckptkit("report", run / "ckpt-60").returncode == 2
 
 
-def test_the_map_needs_no_colours(produce: Produce) -> None:
+def test_the_map_needs_no_colors(produce: Produce) -> None:
     shown = ckptkit("inspect", produce(producers.mesh).root, "--map").stdout
     assert "\x1b" not in shown
     assert re.search(r"^0░+1▒+ +140 B +4 +grid  \(uneven, by axes 0 and 1\)\n2░+3▒+$", shown, re.MULTILINE)
-    assert "4 ranks, 185 B each on average; rank 0 holds 1.19 times that" in shown
+    assert "4 ranks, 185 B each on average; rank 0 holds the most, 1.19 times that" in shown
     assert re.search(r"^3 +140 B +█+", shown, re.MULTILINE)
 
 
 def test_the_map_on_a_terminal(run: Path) -> None:
-    coloured = on_terminal("inspect", run, "--map")
-    assert "\x1b[" in coloured
+    colored = on_terminal("inspect", run, "--map")
+    assert "\x1b[" in colored
     plain = on_terminal("inspect", run, "--map", NO_COLOR="1")
     assert "\x1b" not in plain
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured).translate({ord("░"): " ", ord("▒"): " "}) == plain.translate(
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored).translate({ord("░"): " ", ord("▒"): " "}) == plain.translate(
         {ord("░"): " ", ord("▒"): " "}
     )
     assert max(map(len, plain.partition("\nrank ")[2].splitlines())) <= 80

@@ -56,7 +56,7 @@ def test_problems_are_listed_for_readers(checkpoint: Path) -> None:
     assert done.returncode == 1
     lines = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
     assert f"problem: {checkpoint}: 1 of 3 files are missing: __0_0.distcp" in lines
-    assert "nothing else was looked at" in done.stderr
+    assert "nothing else was checked" in done.stderr
 
 
 def test_a_note_on_families_is_printed_once(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_note_on_families_is_printed_once(tmp_path: Path) -> None:
         (tmp_path / place / "config.json").write_text(json.dumps(config))
         save_file(tensors, tmp_path / place / "model.safetensors")
     done = ckptkit("verify", tmp_path / "one", tmp_path / "two", "--against", tmp_path / "other")
-    assert done.stderr.count("2 tensors as torchtitan-0.2 calls them became 2 as the Hub does") == 1
+    assert done.stderr.count("translated 2 tensors from the names of torchtitan-0.2 to 2 of the Hub") == 1
 
 
 def test_what_is_none_and_what_is_there_already(checkpoint: Path, tmp_path: Path) -> None:

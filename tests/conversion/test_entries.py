@@ -56,7 +56,7 @@ def test_a_second_model_goes_into_a_whole_checkpoint(two_models: Path, tmp_path:
 def test_a_second_model_is_not_left_behind_in_silence(two_models: Path, tmp_path: Path) -> None:
     found = run("consolidate", two_models, tmp_path / "out")
     assert found.returncode == 0
-    assert "warning: left behind: model_1.safetensors (weights of another model" in found.stderr
+    assert "warning: not copied: model_1.safetensors (weights of another model" in found.stderr
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"weight", "bias"}
     with pytest.raises(Mismatch, match=r"`model_1\.safetensors` would not be copied"):
         ckptkit.consolidate(two_models, tmp_path / "strict", strict=True, names="keep")

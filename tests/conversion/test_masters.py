@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ckptkit
-from ckptkit.errors import Mismatch, Usage
+from ckptkit.errors import Mismatch, Unsupported, Usage
 
 FC, NORM = "decoder.layers.mlp.linear_fc1.weight", "decoder.final_layernorm.weight"
 TIE = 0x3F808000  # in the middle between two numbers of bfloat16, of which the lower one is even
@@ -199,12 +199,15 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     root = save_megatron(tmp_path / "run", "param", masters)
     weights = {name: split(master)[0] for name, master in masters.items()}
     bare = save(tmp_path / "bare", dict(weights))
-    with pytest.raises(Mismatch, match="no optimizer in the checkpoint has masters"):
+    with pytest.raises(Mismatch, match="no optimizer in the checkpoint lists master weights"):
         consolidated(bare, tmp_path / "out", weights_from="master")
-    with pytest.raises(Usage, match="for a model alone"):
+    with pytest.raises(Usage, match="needs an output that is a model"):
         ckptkit.convert(root, tmp_path / "out", to="dcp", weights_from="master")
-    with pytest.raises(Usage, match="does not go with a mean"):
+    with pytest.raises(Usage, match="does not work with `average`"):
         consolidated(root, tmp_path / "out", weights_from="master", salvage=True)
+    with pytest.raises(Unsupported, match="which the optimizer completes by remainders in int16"):
+        ckptkit.convert(root, tmp_path / "out", to="dcp", dtype="fp16")
+    ckptkit.convert(root, tmp_path / "alone", to="dcp", dtype="fp16", exclude="optimizer.*")
     state = {**weights, f"optimizer.state.param.{FC}": torch.zeros(7, dtype=torch.int16)}
     odd = save(tmp_path / "odd", state)
     with pytest.raises(Mismatch, match="expected a master for"):

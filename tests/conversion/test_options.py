@@ -63,7 +63,7 @@ def test_the_config_of_an_adapter_is_refused_where_there_is_none(tmp_path: Path)
     (tmp_path / "adapter.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["up"]}')
     with pytest.raises(Usage, match="contains no adapter") as refused:
         consolidate(tmp_path, tmp_path / "out", adapter_config=tmp_path / "adapter.json")
-    assert refused.value.hint == "leave --adapter-config out"
+    assert refused.value.hint == "drop --adapter-config"
 
 
 def test_options_are_checked_before_anything_is_opened(tmp_path: Path) -> None:

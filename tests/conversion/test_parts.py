@@ -81,7 +81,7 @@ def test_a_mean_is_made_in_parts(large: Path, tmp_path: Path) -> None:
     for number in (2, 0, 1):
         done = average(sources, tmp_path / "parts", weights=[3, 1], to="dcp", part=nth(number, 3))
         assert not done.is_finished
-    with pytest.raises(Occupied, match=r"another --weights: expected \[0.75, 0.25\], found \[0.5, 0.5\]"):
+    with pytest.raises(Occupied, match=r"other options: --weights: expected \[0.75, 0.25\], found \[0.5, 0.5\]"):
         average(sources, tmp_path / "parts", weights=[1, 1], to="dcp", part=nth(0, 3))
     made = finalize(tmp_path / "parts")
     assert files_in(tmp_path / "parts") == files_in(tmp_path / "whole")
@@ -151,9 +151,12 @@ def test_a_changed_source_is_begun_anew(large: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dtype": "bf16", "part": "2/2"}, "parts 1/2 were made with another --dtype: expected [], found ['bf16']"),
-        ({"part": "2/3"}, "parts 1/2 were made with another --part: expected 2, found 3"),
-        ({}, "parts 1/2 were made with another --part: expected 2, found 1"),
+        (
+            {"dtype": "bf16", "part": "2/2"},
+            "parts 1/2 were made with other options: --dtype: expected [], found ['bf16']",
+        ),
+        ({"part": "2/3"}, "parts 1/2 were made with other options: --part: expected 2, found 3"),
+        ({}, "parts 1/2 were made with other options: --part: expected 2, found 1"),
     ],
 )
 def test_parts_are_not_discarded_for_other_options(
@@ -190,7 +193,7 @@ def test_what_is_gone_of_a_part_is_missed(large: Path, tmp_path: Path, left: int
         made.unlink()
     else:
         os.truncate(made, left)
-    with pytest.raises(Corrupt, match=f"{left or 0} bytes remain of [0-9]+") as raised:
+    with pytest.raises(Corrupt, match=f"expected [0-9]+ bytes, .*found {left or 0}") as raised:
         finalize(out)
     assert raised.value.hint is not None
     assert str(staging_path(out)) in raised.value.hint

@@ -52,7 +52,7 @@ def test_a_saved_model_and_what_is_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "text" / "config.json").read_text())
     assert (config["model_type"], config["tie_word_embeddings"]) == ("mistral", True)
     assert all(name.startswith("model.") for name in load_file(tmp_path / "text" / "model.safetensors"))
-    with pytest.raises(Usage, match="expected a model with a text model"):
+    with pytest.raises(Usage, match="expected a vision-language model"):
         consolidate(tmp_path / "text", tmp_path / "no", text_only=True)
     with pytest.raises(Usage, match="writes a Hugging Face model"):
         convert(tmp_path / "eyes", tmp_path / "no", to="dcp", text_only=True)

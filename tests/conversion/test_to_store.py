@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 import ckptkit
 from ckptkit.destinations.pieces import PART_BYTES
-from ckptkit.errors import Corrupt, IOFailure, Occupied, Unsupported
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Occupied, Unsupported
 from tests.destinations.test_s3 import CLAIM, Place, make_place
 from tests.s3 import S3, forget, serve_moto
 
@@ -149,8 +149,12 @@ def test_an_interrupted_output_is_continued(place: Place, source: Path) -> None:
         ckptkit.consolidate(source, place.url)
     sent = place.sent()
     forget()
-    ckptkit.consolidate(source, place.url)
+    with pytest.raises(NotACheckpoint, match="found no complete checkpoint: an upload has been under way since"):
+        ckptkit.inspect(place.url)
+    forget()
+    done = ckptkit.consolidate(source, place.url)
     again = place.sent() - sent
+    assert done.resumed_bytes == sum(map(len, bytes_at(place).values())) - again
     assert sent > 2 * PART_BYTES
     assert again < 2000  # config.json and the manifest
     assert all(part.is_ok for part in ckptkit.verify(place.url))
@@ -161,7 +165,7 @@ def test_another_output_is_not_mixed_in(place: Place, source: Path) -> None:
     with pytest.raises(IOFailure):
         ckptkit.consolidate(source, place.url)
     forget()
-    with pytest.raises(Occupied, match="another upload is under way"):
+    with pytest.raises(Occupied, match="another upload has been under way"):
         ckptkit.consolidate(source, place.url, dtype="bfloat16")
     ckptkit.consolidate(source, place.url, dtype="bfloat16", overwrite=True)
     forget()

@@ -73,7 +73,7 @@ def test_a_missing_file(made: tuple[Path, Path]) -> None:
 def test_a_truncated_payload(made: tuple[Path, Path]) -> None:
     path = made[1] / PAYLOAD
     path.write_bytes(path.read_bytes()[:-5])
-    refused(*made, Corrupt, "the header describes")
+    refused(*made, Corrupt, "bytes .header., found")
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_another_result(made: tuple[Path, Path]) -> None:
     base, delta = made
     path = delta / "delta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"new": "0" * 64}))
-    refused(base, delta, Corrupt, "delta.json: expected the delta to make 000000000000, found that its tensors make")
+    refused(base, delta, Corrupt, "delta.json: expected weights 000000000000 after the delta, found")
     before = files(base)
-    with pytest.raises(Corrupt, match="expected the delta to make 000000000000"):
+    with pytest.raises(Corrupt, match="expected weights 000000000000 after the delta"):
         apply_in_place(base, delta)
     assert files(base) == before
 

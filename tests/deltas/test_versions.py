@@ -176,7 +176,7 @@ def test_bad_versions(tmp_path: Path, states: list[State]) -> None:
     refused(Unsupported, "expected encoding xor or overwrite, found 'add'", delta_encoding="add")
     refused(Unsupported, "expected compression zstd, found 'gzip'", compression_format="gzip")
     refused(Unsupported, "need the package `blake3`", checksum_format="blake3")
-    refused(Unsupported, "no digest is known as `md4`", checksum_format="md4")
+    refused(Unsupported, "unknown digest `md4`", checksum_format="md4")
     refused(Corrupt, "expected numbers in", version="new")
     refused(Corrupt, "zstd frame", delta_encoding="xor")
     (good / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -189,7 +189,7 @@ def test_bad_versions(tmp_path: Path, states: list[State]) -> None:
     with pytest.raises(CkptError):
         ckptkit.apply(base, good, tmp_path / "out")
     file.write_bytes(data[:-3])
-    with pytest.raises(Corrupt, match="the header describes"):
+    with pytest.raises(Corrupt, match=r"bytes .header., found"):
         ckptkit.apply(base, good, tmp_path / "out")
     file.unlink()
     with pytest.raises(CkptError):

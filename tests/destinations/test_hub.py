@@ -171,7 +171,7 @@ def test_without_yes_nothing_is_sent(words: tuple[str, ...], there: There, small
     first, *more = words
     ran = command(there.hub, first, small, there.url, *more, **there.hub.storage_env)
     assert ran.returncode == 0, ran.stderr
-    assert "(new, private); nothing was sent, for that give --yes" in ran.stdout
+    assert "(new, private); nothing was sent yet: pass --yes to send it" in ran.stdout
     told = json.loads(command(there.hub, first, small, there.url, *more, "--json", **there.hub.storage_env).stdout)
     assert any("nothing was sent" in text for text in told["notes"])
     assert {request.split()[0] for request in there.hub.requests} == {"GET"}
@@ -269,7 +269,7 @@ def test_overwrite_in_a_repository(hub: Hub, tmp_path: Path) -> None:
     old, new = shards(tmp_path / "old", 3, 1.0), shards(tmp_path / "new", 2, 2.0)
     others = {"README.md": b"# a card", "figures/loss.png": b"\0png"}
     hub.put("org/name", {**others, **bytes_in(old)})
-    with pytest.raises(Occupied, match="a checkpoint is there"):
+    with pytest.raises(Occupied, match="the destination exists"):
         ckptkit.cp(new, "hf://org/name")
     ckptkit.cp(new, "hf://org/name", overwrite=True)
     assert in_repo(hub) == {**others, **bytes_in(new)}
@@ -354,7 +354,7 @@ def test_a_killed_upload_to_a_bucket_is_resumed(hub: Hub, source: Path, small: P
     process.kill()
     process.communicate()
     fault.go.set()
-    with pytest.raises(Occupied, match="another upload is under way since"):
+    with pytest.raises(Occupied, match="another upload has been under way since"):
         ckptkit.cp(small, url)
     done = ckptkit.cp(source, url)
     assert in_bucket(hub) == bytes_in(source)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,7 +27,7 @@ from typer.testing import CliRunner
 
 import ckptkit
 from ckptkit.cli.commands import app
-from ckptkit.destinations.pieces import PART_BYTES, cut_file
+from ckptkit.destinations.pieces import PART_BYTES, cut_file, new_piece
 from ckptkit.destinations.s3 import S3Destination
 from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage
@@ -315,7 +316,7 @@ def test_another_upload_is_refused_or_abandoned(place: Place, source: Path, tmp_
     other = tmp_path / "ckpt-5"
     other.mkdir()
     save_file({"w": torch.zeros(4)}, other / "model.safetensors")
-    with pytest.raises(Occupied, match="another upload is under way since") as refused:
+    with pytest.raises(Occupied, match="another upload has been under way since") as refused:
         ckptkit.cp(other, place.url)
     assert refused.value.exit_code == 5
     ckptkit.cp(other, place.url, overwrite=True)
@@ -398,7 +399,7 @@ def test_two_processes_that_claim_one_upload_share_it(place: Place) -> None:
     third.join()
     for there, name in ((first, "a"), (third, "b")):
         for piece in cut_file(name, sizes[name]):
-            part = data[piece.start : piece.start + piece.length]
+            part = memoryview(data)[piece.start : piece.start + piece.length]
             there.put(piece, part, crc32(part))
         there.complete(name, crc32(data))
     first.commit()
@@ -406,3 +407,21 @@ def test_two_processes_that_claim_one_upload_share_it(place: Place) -> None:
     assert not place.files.call_s3("list_multipart_uploads", Bucket=place.name).get("Uploads")
     with pytest.raises(Occupied, match="no upload"):
         third.join()
+
+
+def test_a_part_is_sent_without_a_copy_of_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{place.server.upstream}")  # the proxy is in our process
+    forget()
+    path = to_destination(place.url)
+    assert isinstance(path, RemotePath)
+    there = S3Destination(path, {"a": PART_BYTES + 1}, (), "plan")
+    there.claim(overwrite=False, check=tuple)
+    piece, data = next(cut_file("a", PART_BYTES + 1)), new_piece(PART_BYTES)
+    tracemalloc.start()
+    try:
+        there.put(piece, data, crc32(data))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < PART_BYTES / 2
+    there.abandon()

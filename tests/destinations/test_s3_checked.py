@@ -58,7 +58,7 @@ def there(place: Place) -> S3Destination:
 def send(there: S3Destination, data: bytearray, wrong: int | None = None) -> None:
     """Send the parts of a large file, that of number `wrong` with another CRC-32."""
     for piece in cut_file("large", len(data)):
-        part = data[piece.start : piece.start + piece.length]
+        part = memoryview(data)[piece.start : piece.start + piece.length]
         there.put(piece, part, crc32(part) ^ (piece.number == wrong))
 
 

@@ -92,7 +92,7 @@ def test_bf16_states_of_70b_leave_no_room_and_are_warned_of() -> None:
     assert states(only(found)) == pytest.approx(70.6 * GB, rel=0.005)
     assert found.fits(only(found)) is False
     assert any("lose small updates" in note for note in found.notes)
-    assert not any("lose" in note for note in estimate(LLAMA_70B, world_size=8).notes)
+    assert not any("lose small updates" in note for note in estimate(LLAMA_70B, world_size=8).notes)
 
 
 def test_activations_of_llama_8b_with_4_sequences_of_2048() -> None:
@@ -127,7 +127,7 @@ def test_hybrid_shard_is_left_out_only_where_nobody_asked_for_it() -> None:
         "full_shard", "shard_grad_op", "ddp",
     ]  # fmt: skip
     for options in ({"replicas": 2}, {"strategy": "hybrid_shard"}):
-        with pytest.raises(Usage, match="7 GPUs do not make 2 equal replicas"):
+        with pytest.raises(Usage, match=r"expected a multiple of 2 GPUs .*found 7"):
             estimate(LLAMA_8B, world_size=7, **options)
 
 
@@ -138,10 +138,10 @@ def test_hybrid_shard_is_left_out_only_where_nobody_asked_for_it() -> None:
         ({"micro_batch_size": 0}, "micro_batch_size: expected 1 or more, found 0"),
         ({"recompute_every": -1}, "recompute_every: expected 0 or more, found -1"),
         ({"strategy": "zero1"}, "unknown strategy `zero1`"),
-        ({"strategy": "ddp", "replicas": 2}, "2 replicas under ddp"),
-        ({"param_dtype": "int8"}, "param_dtype is int8"),
-        ({"master_dtype": "float8_e5m2"}, "master_dtype is float8_e5m2"),
-        ({"sequence_length": 8193}, "beyond the model's max_position_embeddings 8192"),
+        ({"strategy": "ddp", "replicas": 2}, "expected hybrid_shard for 2 replicas, found ddp"),
+        ({"param_dtype": "int8"}, "param_dtype: unknown dtype `int8`"),
+        ({"master_dtype": "float8_e5m2"}, "master_dtype: unknown dtype `float8_e5m2`"),
+        ({"sequence_length": 8193}, r"at most 8192 \(max_position_embeddings\)"),
     ],
 )
 def test_what_does_not_go_together_is_said(options: dict[str, Any], said: str) -> None:
@@ -191,7 +191,7 @@ def test_a_config_that_lacks_a_size_is_unsupported() -> None:
     config = {key: value for key, value in LLAMA_8B.items() if key != "hidden_size"}
     with pytest.raises(Unsupported, match="lacks a size"):
         estimate(config, world_size=2)
-    with pytest.raises(Unsupported, match="size of -1"):
+    with pytest.raises(Unsupported, match="found -1"):
         estimate(LLAMA_8B | {"vocab_size": -1}, world_size=2)
 
 

@@ -18,6 +18,8 @@ from tests.faults.trials import Bad, case
 
 WEIGHTS, SAID = "adapter_model.safetensors", "adapter_config.json"
 _A, _B = (f"base_model.model.up.lora_{which}.weight" for which in "AB")
+_EXPERTS, _CUBE = "base_model.model.mlp.experts.down_proj.lora_", torch.ones(3, 4, 5)
+_MEGATRON = "decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight"
 
 MERGE = Subject(
     *("ckptkit merge", frozenset({"adapter"}), "ckptkit"),
@@ -41,6 +43,11 @@ def changed(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
         save_file(tensors, root / WEIGHTS)
 
     return damage
+
+
+def experts(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Matrices of experts, lora_B of a shape."""
+    return {f"{_EXPERTS}A.weight": _CUBE, f"{_EXPERTS}B.weight": torch.ones(shape)}
 
 
 def elsewhere(tensors: dict[str, torch.Tensor]) -> None:
@@ -80,6 +87,13 @@ CASES = (
             bad("a vector", changed(lambda tensors: tensors.update({_B: torch.ones(24)})), _B),
             bad("NaN", changed(lambda tensors: tensors[_B].fill_(torch.nan)), "up.weight"),
             bad("another module", changed(elsewhere), ".on."),
+            bad(
+                "experts without B", changed(lambda tensors: tensors.update({f"{_EXPERTS}A.weight": _CUBE})), "experts"
+            ),
+            bad("experts of other ranks", changed(lambda tensors: tensors.update(experts((3, 6, 5)))), "experts"),
+            bad("experts of other counts", changed(lambda tensors: tensors.update(experts((2, 6, 4)))), "experts"),
+            bad("experts of no base", changed(lambda tensors: tensors.update(experts((3, 6, 4)))), "experts"),
+            bad("another trainer's names", changed(lambda tensors: tensors.update({_MEGATRON: _CUBE})), "linear_qkv"),
         ],
     ),
 )

@@ -1,4 +1,4 @@
-"""Hostile sizes and names: shapes, headers and lists that claim too much, names that colour. Cases 35, 36 and 38."""
+"""Hostile sizes and names: shapes, headers and lists that claim too much, names that color. Cases 35, 36 and 38."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def far() -> Iterator[Bad]:
     yield Bad("the name says so too", "dcp", damage, culprits, truth=truth, is_sound=True, **limits)
 
 
-def coloured(root: Path) -> producers.Truth:
-    """A tensor whose name would colour a terminal, begin a line and say something."""
+def colored(root: Path) -> producers.Truth:
+    """A tensor whose name would color a terminal, begin a line and say something."""
     return producers.save_alone({MODEL: {"\x1b[31mred\nred": producers.counted(64, 64)}}, root)
 
 
 def escapes(place: Path, _: bool) -> Iterator[Seen]:
     """What a checkpoint calls its tensors is shown without moving the cursor, in tables and in errors."""
-    src = shutil.copytree(produced(coloured).root, place / "checkpoint")
+    src = shutil.copytree(produced(colored).root, place / "checkpoint")
     for words in ("inspect SRC --tensors", "inspect SRC --chunks", "consolidate SRC OUT"):
         if words.startswith("consolidate"):
             zero_page("__0_0.distcp", 1)(src)

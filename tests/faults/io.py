@@ -1,4 +1,4 @@
-"""The cases of I/O, crashes and neighbours: 10 and 39 to 56. Which writings they come to, and at how many points.
+"""The cases of I/O, crashes and neighbors: 10 and 39 to 56. Which writings they come to, and at how many points.
 
 `ckptkit consolidate` is tried at every call, the others at some of each kind: they write by the same code.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.faults import limits, neighbours, points, ranks
+from tests.faults import limits, neighbors, points, ranks
 from tests.faults.cases import Case, Seen
 from tests.faults.outages import try_outages
 from tests.faults.points import Trouble, try_doubles, try_points
@@ -47,12 +47,12 @@ def at_most(number: int, attempt: Try, scene: Scene, most: int | None) -> Iterat
 
 def race(scene: Scene, most: int | None) -> Iterator[Seen]:
     """Let two runs race."""
-    return neighbours.try_races(scene, 25 if most is None else most)
+    return neighbors.try_races(scene, 25 if most is None else most)
 
 
 def apart(scene: Scene, most: int | None) -> Iterator[Seen]:
     """Mix up the source and the output."""
-    return neighbours.try_own_source(scene)
+    return neighbors.try_own_source(scene)
 
 
 def kill_ranks(root: Path, whole: bool) -> Iterator[Seen]:
@@ -79,7 +79,7 @@ _open_files = partial(limits.try_limit, limit=resource.RLIMIT_NOFILE, values=lim
 _OUR_CALLS = (*COMMANDS, SAVES[1], SAVES[3])
 
 CASES = (
-    _case("10", "data", "a file is cut while it is read", COMMANDS, neighbours.try_cut),
+    _case("10", "data", "a file is cut while it is read", COMMANDS, neighbors.try_cut),
     _case("39", "io", "no space, at each call", _OURS, partial(all_of, points.NOT_ENOUGH)),
     _case("39", "io", "no space, at each call", PEERS, partial(all_of, points.NOT_ENOUGH[:1])),
     _case("40", "io", "an I/O error, at each call", _OURS, partial(all_of, points.BROKEN[:1])),
@@ -99,6 +99,6 @@ CASES = (
     _case("51", "crash", "a crash after a crash", (*COMMANDS, SAVES[0]), partial(at_most, 8, try_doubles)),
     Case("52", "crash", "SIGINT, SIGTERM, SIGPIPE", stop),
     _case("54", "conc", "two runs to one output", _FIRST, race),
-    _case("55", "conc", "the source is replaced while it is read", COMMANDS, partial(at_most, 60, neighbours.try_swap)),
+    _case("55", "conc", "the source is replaced while it is read", COMMANDS, partial(at_most, 60, neighbors.try_swap)),
     _case("56", "conc", "the output is the source, or in it", _FIRST, apart),
 )

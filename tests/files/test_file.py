@@ -17,7 +17,7 @@ from ckptkit.files.file import (
     is_there,
     read_at,
     read_small,
-    recognise,
+    recognize,
 )
 from ckptkit.files.local import open_regular
 
@@ -86,7 +86,7 @@ def test_reading_past_the_end_is_corrupt(tmp_path: Path) -> None:
     file = open_regular(path)
     assert read_at(file, 4, 6) == b"6789"
     assert read_at(file, 0, 99) == b""
-    with pytest.raises(Corrupt, match="ends at byte 10, but 11 are needed"):
+    with pytest.raises(Corrupt, match="expected at least 11 bytes, found 10"):
         read_at(file, 5, 6)
     file.close()
     assert file_size(path) == 10
@@ -128,7 +128,7 @@ def test_reading_ahead_gives_what_is_there(tmp_path: Path) -> None:
             for name, content in data.items():
                 assert ahead.read(name, offset, length) == content[offset : offset + length]
                 assert ahead.read(name, offset, length) == content[offset : offset + length]
-        with pytest.raises(Corrupt, match="ends at byte 12800"):
+        with pytest.raises(Corrupt, match="found 12800"):
             ahead.read("a", 12795, 10)
 
 
@@ -139,9 +139,9 @@ def test_writing_fills_what_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"..abc..."
 
 
-def test_known_impostors_are_recognised() -> None:
+def test_known_impostors_are_recognized() -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
-    assert "git lfs pull" in (recognise(pointer) or "")
-    assert "zeros" in (recognise(bytes(64)) or "")
-    assert recognise(b"") is None
-    assert recognise(b"PK\x03\x04") is None
+    assert "git lfs pull" in (recognize(pointer) or "")
+    assert "zeros" in (recognize(bytes(64)) or "")
+    assert recognize(b"") is None
+    assert recognize(b"PK\x03\x04") is None

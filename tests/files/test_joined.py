@@ -78,8 +78,8 @@ def test_what_is_in_both_must_be_the_same(both: Path, tmp_path: Path) -> None:
     with opening(both / "c") as file:
         assert read_at(file, 8, 0) == b"the same"
     for text, words in (
-        ("the name", "is another: other bytes"),
-        ("more than that", "is another: 8 bytes here, 14 there"),
+        ("the name", "differs: other bytes"),
+        ("more than that", "differs: 8 bytes here, 14 there"),
     ):
         (tmp_path / "two" / "c").write_text(text)
         for ask in (file_size, open_file):

@@ -154,7 +154,7 @@ def test_of_local_files_nothing_is_read_ahead(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_file_is_known(shelf: Shelf) -> None:
-    with pytest.raises(Corrupt, match=f"ends at byte {SIZE}, but {SIZE + 1}") as raised:
+    with pytest.raises(Corrupt, match=f"expected at least {SIZE + 1} bytes, found {SIZE}") as raised:
         read(SIZE - 9, 10)
     assert str(raised.value.path) == "shelf://here/file"
 
@@ -162,7 +162,7 @@ def test_the_end_of_a_file_is_known(shelf: Shelf) -> None:
 def test_what_is_too_short_is_an_error_and_not_kept(shelf: Shelf) -> None:
     shelf.short = 1
     for length in (10, 1 << 20):
-        with pytest.raises(IOFailure, match="the store gave") as raised:
+        with pytest.raises(IOFailure, match="from the store, found") as raised:
             read(0, length)
         assert str(raised.value.path) == "shelf://here/file"
     shelf.short = 0

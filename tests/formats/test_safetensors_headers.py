@@ -146,7 +146,7 @@ def test_every_cut_is_refused(tmp_path: Path, sound: bytes) -> None:
 def test_more_axes_than_anything_could_read_are_unsupported(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of({"a": entry(0, 1, shape=[1] * 65)}, b"a"))
-    with pytest.raises(Unsupported, match="65 axes"):
+    with pytest.raises(Unsupported, match="at most 64 axes, found 65"):
         read_header(path)
     path.write_bytes(file_of({"a": entry(0, 1, shape=[1] * 64)}, b"a"))
     assert read_header(path)["a"].size == (1,) * 64

@@ -104,7 +104,7 @@ def test_cards_that_are_there_are_kept(hub: Hub, model: Path) -> None:
     (model / "README.md").write_bytes(b"# my own\n")
     told = ckptkit(hub, "push", model, "org/theirs", "--yes")
     assert "README.md" in told.stdout
-    assert "the one on the Hub is kept" in told.stdout
+    assert "the Hub keeps its model card" in told.stdout
     assert hub.files("org/theirs")["README.md"] == b"written with care"
     assert ckptkit(hub, "push", model, "org/mine", "--yes").returncode == 0
     assert hub.files("org/mine")["README.md"] == b"# my own\n"
@@ -233,7 +233,7 @@ def test_visibility_is_asked_for_once(hub: Hub, model: Path) -> None:
     assert not hub.repositories["org/open"].private
     hub.put("org/closed", {"LICENSE": b"mine"}, private=True)
     ran = ckptkit(hub, "push", model, "org/closed", "--yes", "--public")
-    assert "it stays so" in ran.stdout
+    assert "stays private" in ran.stdout
     assert hub.repositories["org/closed"].private
     assert "(public)" in ckptkit(hub, "push", model, "org/open").stdout
 

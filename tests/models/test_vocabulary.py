@@ -119,7 +119,7 @@ def test_what_has_no_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(Mismatch, match="there is no embedding"):
         ckptkit.convert(tmp_path / "a.pt", tmp_path / "b", to="hf", vocab_size=8)
     torch.save({"wte.weight": torch.ones(4, 3), "lm_head.weight": torch.ones(5, 3)}, tmp_path / "a.pt")
-    with pytest.raises(Mismatch, match=r"it has 5 rows, `wte\.weight` 4"):
+    with pytest.raises(Mismatch, match=r"expected 4 rows as in `wte\.weight`, found 5"):
         ckptkit.convert(tmp_path / "a.pt", tmp_path / "b", to="hf", vocab_size=8)
     with pytest.raises(Usage, match="expected 1 or more, found 0"):
         ckptkit.convert(tmp_path / "a.pt", tmp_path / "b", to="hf", vocab_size=0)

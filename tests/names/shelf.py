@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ckptkit.layout import StoredTensor
 from ckptkit.names import get_family
+from ckptkit.names.between_families import from_hub, to_hub
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.turn import from_hub, to_hub
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored
 

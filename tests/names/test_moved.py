@@ -35,6 +35,7 @@ MOVES: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
     "permute": (lambda t: t.permute(2, 0, 1).clone(), (4, 5, 2)),
     "t": (lambda t: t.t(), (4, 5)),
     "squeeze": (lambda t: t.squeeze(1).squeeze(0), (4, 1, 2)),
+    "squeeze all": (lambda t: t.squeeze(), (1, 4, 1, 2, 1)),
     "unsqueeze": (lambda t: t.unsqueeze(-1).unsqueeze(1), (4, 5)),
     "reshape, split": (lambda t: t.reshape(4, 3, 2, 5), (4, 6, 5)),
     "reshape, merged": (lambda t: t.reshape(4, -1), (4, 6, 5)),

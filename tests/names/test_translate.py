@@ -105,5 +105,5 @@ def test_a_partner_that_is_missing() -> None:
 
 
 def test_an_axis_that_is_not_there() -> None:
-    with pytest.raises(Mismatch, match=r"its shape is \[3\], without an axis for each layer and each expert"):
+    with pytest.raises(Mismatch, match=r"expected an axis for each layer and each expert, found shape \[3\]"):
         translate({"layers.experts.fc1": one_of(np.zeros(3, np.int32))}, EXPERTS, SIZES)

@@ -39,7 +39,7 @@ def test_a_job_of_fsdp2_starts_from_hugging_face_weights(tmp_path: Path, tied: b
     done = convert(tmp_path / "hf", tmp_path / "start", to="dcp", world_size=3, under="model")
     spawn(3, _start, tmp_path / "start", tmp_path / "truth", tied)
     spawn(2, _start, tmp_path / "start", tmp_path / "truth", tied)
-    assert done.notes == (["`lm_head.weight` is tied and was written too"] if tied else [])
+    assert done.notes == (["wrote `lm_head.weight` as a tensor of its own, although it is tied"] if tied else [])
     assert done.world_size == 3
     beside = {"config.json", "generation_config.json", "tokenizer.json"}
     data = {".metadata", "ckptkit.json", *(f"__{rank}_0.distcp" for rank in range(3))}

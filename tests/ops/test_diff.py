@@ -246,7 +246,7 @@ def trained(prefix: str, seed: int) -> dict[str, Any]:
     return {"model": model, "optim": {"state": state, "param_groups": groups}}
 
 
-def test_a_rename_is_recognised_in_the_optimizer_too(tmp_path: Path) -> None:
+def test_a_rename_is_recognized_in_the_optimizer_too(tmp_path: Path) -> None:
     save_alone(trained("encoder", 0), tmp_path / "a")
     save_alone(trained("backbone.blocks", 0), tmp_path / "b")
     found = diff(tmp_path / "a", tmp_path / "b")

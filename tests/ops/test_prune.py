@@ -127,7 +127,7 @@ def test_one_damaged_part_is_enough(produce: Produce, tmp_path: Path, part: str)
     (tmp_path / "checkpoint-3" / part / "__1_0.distcp").unlink()
     done = prune(tmp_path, keep_last=1)
     assert (steps(done.keep), steps(done.delete)) == ([2], [1])
-    assert reasons(done)["checkpoint-3"].startswith(f"not whole: {part}")
+    assert reasons(done)["checkpoint-3"].startswith(f"incomplete or damaged: {part}")
 
 
 @pytest.mark.parametrize("form", ["sharded", "full"])
@@ -189,7 +189,7 @@ def test_names_of_epochs_and_batches(produce: Produce, tmp_path: Path) -> None:
         place(produce, tmp_path / name)
     done = prune(tmp_path, keep_last=1, yes=True)
     assert (steps(done.keep), steps(done.delete)) == ([4], [3, 2])
-    assert reasons(done) == dict.fromkeys(("epoch_3", "epoch=4.ckpt"), "its name says no step")
+    assert reasons(done) == dict.fromkeys(("epoch_3", "epoch=4.ckpt"), "its name has no step number")
 
 
 def test_a_metric_that_no_checkpoint_has_is_a_slip(produce: Produce, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_metric_that_no_checkpoint_has_is_a_slip(produce: Produce, tmp_path: P
         place(produce, tmp_path / f"ckpt-{step}", {"loss": step})
     with pytest.raises(Usage, match="no checkpoint has a finite metric `los`") as raised:
         prune(tmp_path, keep_best="los", yes=True)
-    assert raised.value.hint == "they have: loss"
+    assert raised.value.hint == "use one of loss"
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt-1", "ckpt-2"}
 
 

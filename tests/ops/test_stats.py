@@ -123,5 +123,5 @@ def test_counters_are_in_no_sum(tmp_path: Path) -> None:
     norm = torch.cat([tensor.double().flatten() for tensor in (*summed, *moments)]).norm().item()
     assert found.total.moments.norm == pytest.approx(norm)
     (line,) = list(found.summary())[1:]
-    assert line == "not added up: 8 tensors of counters, such as the steps of an optimizer"
+    assert line == "not in the totals: 8 counters, such as the steps of an optimizer"
     assert stats(tmp_path / "saved.pt", include=["*.step"]).total.high == 20_000

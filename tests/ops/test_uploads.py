@@ -180,7 +180,7 @@ def ckptkit_cli(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_the_command_line(place: Place, source: Path, tmp_path: Path) -> None:
     let_one_die(place, source)
     shown = ckptkit_cli("prune", "--uploads", run_of(place), "--older", "0s")
-    assert (shown.returncode, "to be aborted: 1 upload" in shown.stdout) == (0, True)
+    assert (shown.returncode, "would abort 1 upload" in shown.stdout) == (0, True)
     assert "whole objects stay" in shown.stderr
     done = json.loads(ckptkit_cli("prune", "--uploads", run_of(place), "--older", "0s", "--yes", "--json").stdout)
     assert done.keys() == {"root", "older", "aborted", "freed_bytes", "stale", "keep"}
@@ -198,11 +198,11 @@ def test_the_command_line(place: Place, source: Path, tmp_path: Path) -> None:
     [
         (["--uploads", "."], 2, "this is a local path"),
         (["--uploads", "gs://bucket/run"], 2, "on s3:// only"),
-        (["--uploads", "s3://bucket/run", "--keep-last", "1"], 2, "does not go with --keep-last"),
-        (["--uploads", "s3://bucket/run", "--demote"], 2, "does not go with --demote"),
+        (["--uploads", "s3://bucket/run", "--keep-last", "1"], 2, "--uploads cannot be combined with --keep-last"),
+        (["--uploads", "s3://bucket/run", "--demote"], 2, "--uploads cannot be combined with --demote"),
         (["--uploads", "s3://bucket/run", "--older", "soon"], 2, "expected a time, found `soon`"),
         (["--uploads", "s3://bucket/run", "--older", "-1d"], 2, "expected a time, found `-1d`"),
-        (["s3://bucket/run", "--keep-last", "1", "--older", "7d"], 2, "--older goes with --uploads only"),
+        (["s3://bucket/run", "--keep-last", "1", "--older", "7d"], 2, "--older works only with --uploads"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: list[str], code: int, words: str) -> None:

@@ -79,7 +79,7 @@ def test_what_was_written_well_is_well(produce: Produce, producer: Producer) -> 
 
 def test_of_an_older_save_files_may_lie_there(produce: Produce) -> None:
     (note,) = one(produce(producers.leftovers).root).notes
-    assert "not of this checkpoint: __" in note
+    assert "do not belong to this checkpoint: __" in note
 
 
 def test_every_problem_is_named(checkpoint: Path) -> None:
@@ -102,7 +102,7 @@ def test_damage_of_several_kinds(checkpoint: Path) -> None:
     messages = [problem.message for problem in found.problems]
     assert len(messages) == 3
     assert messages[0] == "1 of 3 files are missing: __2_0.distcp"
-    assert "the file has 20000 bytes, but the metadata needs" in messages[1]
+    assert "bytes (metadata), found 20000" in messages[1]
     assert "damaged" in messages[2]
     assert found.problems[2].tensor == name
 

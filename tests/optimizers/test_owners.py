@@ -127,7 +127,7 @@ def test_one_optimizer_of_two_models_keeps_numbers(tmp_path: Path) -> None:
     source = {"gen": one.state_dict(), "disc": two.state_dict(), "optimizer": optimizer.state_dict()}
     found, notes = named_in(source, tmp_path)
     assert found == {"optimizer": {str(number) for number in range(8)}}
-    assert any("fits none of the 2 models: `gen`: the optimizer has" in note for note in notes)
+    assert any("fits none of the 2 models: `gen`: expected" in note for note in notes)
 
 
 def test_zeros_have_the_shapes_of_the_optimizers_own_model(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ckptkit.pictures.markup import Markup
 from ckptkit.pictures.series import Series
 from ckptkit.pictures.shard_svg import draw_shards, shorten, standalone
 from ckptkit.pictures.shards import map_shards
-from ckptkit.pictures.style import OWNERS, channels, colour
+from ckptkit.pictures.style import OWNERS, channels, color
 from ckptkit.pictures.timeline import Stop, draw_timeline
 from tests import producers
 from tests.conftest import Produce
@@ -97,9 +97,9 @@ def test_hostile_names_stay_text(produce: Produce) -> None:
     parse(draw_shards(map_shards(open_layout(produce(producers.strange_names).root))))
 
 
-def test_colours_of_owners_differ_from_their_neighbours_and_letters_show_on_them() -> None:
+def test_colors_of_owners_differ_from_their_neighbors_and_letters_show_on_them() -> None:
     for count in (1, 2, 8, 9, 64):
-        found = [colour(i, count) for i in range(count)]
+        found = [color(i, count) for i in range(count)]
         assert len(set(found)) == count
     for owner in OWNERS:
         red, green, blue = (((c / 255 + 0.055) / 1.055) ** 2.4 for c in channels(owner))

@@ -228,7 +228,7 @@ def test_tokens_may_be_given(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "tokens.json").write_text("[1, 2,\n 95]")
     for tokens in ("1,2,95", [1, 2, 95], tmp_path / "tokens.json", str(tmp_path / "tokens.json")):
         assert prove(tmp_path / "out", against=llama, tokens=tokens).logits.tokens == 3
-    with pytest.raises(Usage, match="token 96 is not in the vocabulary, which has 96"):
+    with pytest.raises(Usage, match="expected tokens below 96, the size of the vocabulary, found 96"):
         prove(tmp_path / "out", against=llama, tokens="1,96")
     with pytest.raises(Usage, match=r"expected a file or a list of token ids .*found `absent`"):
         prove(tmp_path / "out", against=llama, tokens="absent")

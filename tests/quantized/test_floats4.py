@@ -99,8 +99,8 @@ E4M3 = torch.float8_e4m3fn
 NUMBERS = torch.full((4, 64), 0x22, dtype=torch.uint8)
 GOOD = {W: NUMBERS, W + "_scale": torch.ones(4, 8).to(E4M3), W + "_scale_2": torch.tensor(0.5)}
 BAD: dict[str, tuple[dict[str, Tensor | None], type[CkptError], str]] = {
-    "no scale": ({W + "_scale": None}, Mismatch, "these are scales"),
-    "no numbers": ({W: None}, Mismatch, "is not here"),
+    "no scale": ({W + "_scale": None}, Mismatch, "belong to no quantized weight"),
+    "no numbers": ({W: None}, Mismatch, "is missing"),
     "scales of another shape": ({W + "_scale": torch.ones(4, 7).to(E4M3)}, Mismatch, r"found \[4, 7\]"),
     "scales of another dtype": ({W + "_scale": torch.ones(4, 8)}, Mismatch, "expected scales in float8_e4m3fn"),
     "one level": ({W + "_scale_2": None}, Mismatch, "expected scales in exponents"),
@@ -110,7 +110,7 @@ BAD: dict[str, tuple[dict[str, Tensor | None], type[CkptError], str]] = {
     "a level that is NaN": ({W + "_scale_2": torch.tensor(torch.nan)}, Corrupt, "found nan"),
     "NaN": ({W + "_scale": torch.full((4, 8), torch.nan).to(E4M3)}, Corrupt, "found nan"),
     "negative": ({W + "_scale": (-torch.ones(4, 8)).to(E4M3)}, Corrupt, "found -"),
-    "both levels": ({W + "_global_scale": torch.tensor([1.0])}, Mismatch, "these are scales"),
+    "both levels": ({W + "_global_scale": torch.tensor([1.0])}, Mismatch, "belong to no quantized weight"),
 }
 
 

@@ -60,15 +60,15 @@ GOOD = {W + "_packed": torch.zeros(4, 16, dtype=torch.int32), W + "_scale": torc
 ZEROS, TWO_ZEROS = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
 WAY = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], str]] = {
-    "no scale": ({W + "_scale": None}, {}, Mismatch, "no scales of it"),
-    "no numbers": ({W + "_packed": None}, {}, Mismatch, "these are scales"),
+    "no scale": ({W + "_scale": None}, {}, Mismatch, "found none"),
+    "no numbers": ({W + "_packed": None}, {}, Mismatch, "belong to no quantized weight"),
     "scales of another shape": ({W + "_scale": torch.ones(4, 5)}, {}, Mismatch, r"found \[4, 5\]"),
     "rows of scales": ({W + "_scale": torch.ones(3, 4)}, {}, Mismatch, r"found \[3, 4\]"),
     "a group that does not divide": ({}, {"group_size": 48}, Mismatch, "a scale for 48"),
     "groups of 0": ({}, {"group_size": 0}, Corrupt, r"\[1, 0\]"),
     "groups of words": ({}, {"group_size": "32"}, Corrupt, "two sizes"),
     "symmetric by words": ({}, {"symmetric": "yes"}, Corrupt, "expected true or false, found yes"),
-    "bits by words": ({}, {"num_bits": "4"}, Corrupt, "have 4 bits"),
+    "bits by words": ({}, {"num_bits": "4"}, Corrupt, "found '4'"),
     "5 bits": ({W + "_packed": torch.zeros(4, 20, dtype=torch.int32)}, {"num_bits": 5}, Unsupported, "5 bits"),
     "no zero points": ({}, {"symmetric": False}, Mismatch, "expected zero points"),
     "zero points of a symmetric model": ({W + "_zero_point": ZEROS}, {}, Mismatch, "calls symmetric"),
@@ -76,7 +76,7 @@ BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], 
     "zero points of floats": ({W + "_zero_point": ZEROS.float()}, {"symmetric": False}, Mismatch, "found float32"),
     "NaN": ({W + "_scale": torch.full((4, 4), torch.nan)}, {}, Corrupt, "found nan"),
     "negative": ({W + "_scale": -torch.ones(4, 4)}, {}, Corrupt, "found -1"),
-    "zero": ({W + "_scale": torch.zeros(4, 4)}, {}, Corrupt, "is 0, and the numbers"),
+    "zero": ({W + "_scale": torch.zeros(4, 4)}, {}, Corrupt, "is 0, but the numbers"),
     "another shape in the file": (
         {W + "_shape": shaped(4, 120)},
         {},
@@ -148,12 +148,12 @@ def test_a_note_says_whether_the_integers_would_come_back(tmp_path: Path) -> Non
         tensors = {f"{name}.weight_packed": library.pack_to_int32(one, 4) for name, one in weights.items()}
         tensors |= {f"{name}.weight_scale": scales for name in weights}
         done = consolidate(written(root / "in", integers(4).said, tensors), root / "out", dtype="bf16")
-        (note,) = (note for note in done.notes if "quantized again" in note)
+        (note,) = (note for note in done.notes if "quantize them" in note)
         return note
 
-    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, 1 weight would have the same integers")
+    assert noted(tmp_path / "all", a=codes).endswith("of maximum / 7, 1 weight gets the same integers")
     note = noted(tmp_path / "some", a=codes, b=others, c=lowest)
-    assert note.endswith("1 of 3 weights would have the same integers, not b.weight, c.weight")
+    assert note.endswith("only 1 of 3 weights get the same integers, not b.weight, c.weight")
     plain = model(tmp_path / "some" / "out")
     for name, same in {"a": codes, "b": others, "c": lowest}.items():
         groups = plain[f"{name}.weight"].float().unflatten(-1, (-1, 32))

@@ -139,7 +139,7 @@ def test_a_run_without_checkpoints_has_its_curves(run: Path, tmp_path: Path) -> 
 
 
 def test_one_checkpoint_alone(run: Path, produce: Produce, tmp_path: Path) -> None:
-    with pytest.raises(Usage, match="no run"):
+    with pytest.raises(Usage, match="not a run"):
         report(run / "ckpt-60")
     root = produce(producers.hf_alone).root
     done = report(root, tmp_path / "out.html")

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.destinations.claims import StoreClaim
 from ckptkit.errors import CkptError, IOFailure, NotACheckpoint, Occupied, Usage
 from ckptkit.files.path import to_path
 from ckptkit.files.stores import s3_objects
@@ -225,7 +227,7 @@ def test_killed_at_any_request_it_leaves_nothing_half(
         assert all(claim is not None and claim.is_deletion for claim in claims.values())
         done = prune(url_of(place), keep_last=1, yes=True)
         assert steps(done.keep) == [2]
-        assert half == {entry.path.name for entry in done.delete if entry.reason == "its deletion did not end"}
+        assert half == {entry.path.name for entry in done.delete if entry.reason == "its deletion did not finish"}
         assert steps_in(place) == {"ckpt-2"}
     assert number == 4  # a claim, two requests for files, and the claim again
     assert steps_in(place) == {"ckpt-2"}
@@ -321,7 +323,7 @@ def test_an_upload_and_a_deletion_keep_apart(place: Place, fill: Fill, produce: 
     fill(place, 1, 2)
     source = produce(producers.under_model).root
     leave_deletion(place)
-    with pytest.raises(Occupied, match="another deletion is under way since"):
+    with pytest.raises(Occupied, match="another deletion has been under way since"):
         ckptkit.cp(source, f"{url_of(place)}/ckpt-1")
     prune(url_of(place), keep_last=1, yes=True)
     place.server.fail("PUT .*ckpt-0/.metadata", status=403)
@@ -340,8 +342,38 @@ def test_an_upload_and_a_deletion_keep_apart(place: Place, fill: Fill, produce: 
     before = keys(place)
     done = prune(url_of(place), keep_last=1, yes=True)
     assert (steps(done.keep), done.delete) == ([2, 1], ())
-    assert all(entry.reason.startswith("an upload is under way since") for entry in (done.keep[1], *done.other))
+    assert all(entry.reason.startswith("an upload has been under way since") for entry in (done.keep[1], *done.other))
     assert keys(place) == before
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_deletion_stops_when_an_upload_overwrites_what_it_deletes(
+    place: Place, fill: Fill, produce: Produce, is_late: bool
+) -> None:
+    """The upload comes, and is done, before prune claims what is half deleted; or before it deletes the rest."""
+    fill(place, 1, 2)
+    source, url = produce(producers.under_model).root, f"{url_of(place)}/ckpt-1"
+    place.server.fail(DELETE, skip=1, status=403, code="AccessDenied")
+    with pytest.raises(IOFailure):
+        prune(url_of(place), keep_last=1, yes=True)
+    forget()
+    overwrite = partial(ckptkit.cp, source, url, overwrite=True)
+    place.server.fail(f"GET .*ckpt-1/{CLAIM}", skip=1 + is_late, first=overwrite)
+    if is_late:
+        with pytest.raises(Occupied, match="another process finished this deletion"):
+            prune(url_of(place), keep_last=1, yes=True)
+    else:
+        done = prune(url_of(place), keep_last=1, yes=True)
+        assert done.keep[-1].reason == "another process finished its deletion, and new files are there"
+    forget()
+    assert all(found.is_ok for found in ckptkit.verify(url))
+    assert visible(place) == [1, 2]
+
+
+def test_a_place_where_nothing_is_left_but_a_deletion_is_called_that(place: Place) -> None:
+    place.files.pipe_file(f"{place.name}/run/ckpt-1/{CLAIM}", StoreClaim.for_deletion().to_bytes())
+    with pytest.raises(NotACheckpoint, match="found no complete checkpoint: a deletion has been under way since"):
+        ckptkit.inspect(f"{url_of(place)}/ckpt-1")
 
 
 def test_an_upload_that_comes_after_the_plan_is_left_alone(place: Place, fill: Fill) -> None:
@@ -356,7 +388,7 @@ def test_an_upload_that_comes_after_the_plan_is_left_alone(place: Place, fill: F
     done = prune(url_of(place), keep_last=1, yes=True)
     assert [entry.reason for entry in done.keep] == [
         "one of the last 1",
-        "an upload is under way since now, from there",
+        "an upload has been under way since now, from there",
     ]
     assert visible(place) == [1, 2]
 

@@ -126,7 +126,7 @@ def test_an_item_that_differs_is_named(other: State, message: str, tmp_path: Pat
     with pytest.raises(Mismatch, match=message) as caught:
         salvage(root, save(other, tmp_path / "ckpt-3"), tmp_path / "out")
     assert caught.value.path == root / "__0_0.distcp"
-    assert str(caught.value.hint).startswith("pass as --fill-from")
+    assert str(caught.value.hint).startswith("pass --fill-from")
     assert not (tmp_path / "out").exists()
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import AdamW
 
+import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Usage
 from ckptkit.ops.verify import verify_part
@@ -183,6 +184,29 @@ class Counter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["seen"] == state["count"]
         self.count = state["count"]
+
+
+def in_pieces(starts: list[int], tensor: Tensor, fill: Tensor) -> Any:
+    """Pieces of four rows as torch's `CheckpointableTensor` has them, with a row of padding before each."""
+    held: Any = torch.full((5 * len(starts), *tensor.shape[1:]), -1.0)
+    held.global_shape = tuple(tensor.shape)
+    held.global_offsets = tuple((start, 0) for start in starts)
+    held.local_offsets = tuple((5 * i + 1, 0) for i in range(len(starts)))
+    held.local_sizes = ((4, tensor.shape[1]),) * len(starts)
+    for (row, _), start in zip(held.local_offsets, starts, strict=True):
+        held[row : row + 4] = fill[start : start + 4]
+    return held
+
+
+@each_pair
+def test_a_tensor_that_holds_several_pieces(tmp_path: Path, writer: str, reader: str) -> None:
+    pytest.importorskip("torch.distributed.checkpoint.protocol", reason="torch is older than 2.14")
+    whole = counted(8, 3).float()
+    dcp.save({"model": {"w": in_pieces([4, 0], whole, whole)}}, storage_writer=WRITERS[writer](tmp_path / "ckpt"))
+    found = in_pieces([0, 4], whole, torch.zeros_like(whole))
+    dcp.load({"model": {"w": found}}, storage_reader=READERS[reader](tmp_path / "ckpt"))
+    assert torch.equal(found, in_pieces([0, 4], whole, whole))
+    assert torch.equal(ckptkit.open(tmp_path / "ckpt")["model.w"].torch(), whole)
 
 
 @each_pair

@@ -156,7 +156,7 @@ def test_a_planner_with_a_buffer_of_another_dtype(tmp_path: Path) -> None:
     found = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in STATE.items()}
     dcp.load(found, storage_reader=Reader(tmp_path / "out"), planner=ThroughScratch())
     assert all(torch.equal(found[name], tensor.double()) for name, tensor in STATE.items())
-    with pytest.raises(CheckpointException, match="it is float32 in the checkpoint, float64 where"):
+    with pytest.raises(CheckpointException, match="expected float64 as in the state to load into, found float32"):
         dcp.load(found, storage_reader=Reader(tmp_path / "out"), planner=ThroughScratch(torch.float64))
 
 

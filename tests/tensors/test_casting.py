@@ -69,8 +69,8 @@ def test_every_16_bit_number_is_converted_as_torch_does(src: str, dst: str) -> N
 
 
 @pytest.mark.parametrize("dst", ["float16", "bfloat16"])
-def test_ties_go_to_the_even_neighbour(dst: str) -> None:
-    """Every number half-way between two neighbours, and the float32 just below and above it."""
+def test_ties_go_to_the_even_neighbor(dst: str) -> None:
+    """Every number half-way between two neighbors, and the float32 just below and above it."""
     bits = torch.arange(0x0400, 0x7B00, dtype=torch.int32).to(torch.uint16)
     low = bits.view(getattr(torch, dst)).float()
     high = (bits.to(torch.int32) + 1).to(torch.uint16).view(getattr(torch, dst)).float()

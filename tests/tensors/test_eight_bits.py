@@ -1,4 +1,4 @@
-"""Rounding to 8 bits, against torch's own: every upper half of a float32, its neighbours, and random numbers."""
+"""Rounding to 8 bits, against torch's own: every upper half of a float32, its neighbors, and random numbers."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_train_under_torchrun_then_resume_on_processes_of_its_own(tmp_path: Path
     second = ckptkit(tmp_path, "train", "--steps", "3", "--nproc", "1", "--resume", "auto", *TINY)
     assert second.returncode == 0, second.stderr
     assert [line.split()[1] for line in second.stdout.splitlines()] == ["3/3"]
-    assert "going on: run is at step 2 of 3" in second.stderr
+    assert "resuming: run is at step 2 of 3" in second.stderr
     assert [checkpoint.step for checkpoint in RunFolder(tmp_path / "run").checkpoints()] == [2, 3]
     third = ckptkit(tmp_path, "train", "--resume", "auto", "--nproc", "1")
     assert (third.returncode, third.stdout) == (0, "")
@@ -50,7 +50,7 @@ def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path, monke
     (tmp_path / "mixtral.json").write_text('{"model_type": "mixtral"}')
     (tmp_path / "wrong.toml").write_text("stepps = 1")
     for words, code, said in [
-        (["--lr", "-1"], 2, "lr is -1.0"),
+        (["--lr", "-1"], 2, "found -1.0"),
         (["--strategy", "zero1"], 2, "full_shard"),
         (["--config", "wrong.toml"], 2, "unknown setting `stepps`"),
         (["--model", "huge", "--nproc", "1"], 2, "unknown model `huge`"),
@@ -110,4 +110,4 @@ def test_smoke_exits_with_1_when_a_check_fails(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     rows = [line.split("  ")[0] for line in done.stdout.splitlines() if " FAILED " in line]
     assert rows == list(CHECKS)
-    assert "`--nproc` under torchrun" in done.stdout
+    assert "--nproc cannot be used under torchrun" in done.stdout

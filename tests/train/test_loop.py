@@ -28,7 +28,7 @@ from ckptkit.training.loop import train
 from ckptkit.training.metrics import METRICS, StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
-from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.ranks import RankPlace
 from ckptkit.training.smoke.runs import read_tensors
 from ckptkit.training.trainer import make_scheduler
@@ -102,7 +102,7 @@ def test_losses_are_those_of_a_plain_loop_over_whole_batches(
     corpus = corpus_of(config, tmp_path)
     blueprint = LlamaBlueprint(ModelConfig.sized("tiny"))
     model = Llama(blueprint.config)
-    initialise(blueprint, model, config.seed)
+    initialize(blueprint, model, config.seed)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     norms = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
@@ -321,16 +321,18 @@ def refuse(cases: list[tuple[TrainConfig, type[CkptError], str]], place: RankPla
 def test_what_cannot_be_trained_is_refused_before_it_starts(config: TrainConfig, tmp_path: Path) -> None:
     resumed = replace(config, run=tmp_path / "run", resume=str(config.run / "ckpt-3"))
     (tmp_path / "other").write_bytes(bytes(range(200)))
+    (tmp_path / "half" / "ckpt-2").mkdir(parents=True)
     cases = [
         (config, Occupied, "has checkpoints already"),
-        (replace(config, run=tmp_path / "new", batch_size=1), Usage, "batch_size 1 leaves some of 2 ranks"),
-        (replace(resumed, seed=1), Mismatch, "trained with seed 0, not 1"),
-        (replace(resumed, sequence_length=40), Mismatch, "trained with sequence_length 48, not 40"),
+        (replace(config, run=tmp_path / "half", resume="auto"), Occupied, "only unfinished checkpoints: ckpt-2"),
+        (replace(config, run=tmp_path / "new", batch_size=1), Usage, "batch_size: expected at least 2"),
+        (replace(resumed, seed=1), Mismatch, "expected seed 0 as in the checkpoint, found 1"),
+        (replace(resumed, sequence_length=40), Mismatch, "expected sequence_length 48 as in the checkpoint, found 40"),
         (replace(resumed, data=tmp_path / "other"), Mismatch, "trained with data"),
         (replace(resumed, untied=True), Mismatch, "another model: expected `tie_word_embeddings` False, found True"),
         (replace(resumed, model="3m"), Mismatch, "the checkpoint has another model"),
         (replace(resumed, resume=str(tmp_path / "absent")), NotACheckpoint, "no complete checkpoint"),
-        (replace(resumed, sequence_length=4096), Usage, "beyond the model's 2048 positions"),
+        (replace(resumed, sequence_length=4096), Usage, "at most 2048"),
         (replace(config, run=tmp_path / "new", data=tmp_path / "nothing"), IOFailure, "no such file"),
     ]
     heard: list[Any] = []

@@ -183,7 +183,7 @@ def test_what_does_not_go_on_is_refused(
         (replace(alone, lora_rank=4), Mismatch, "another adapter: expected `r` 4, found 3"),
         (replace(alone, lora_alpha=6), Mismatch, "another adapter: expected `lora_alpha` 6, found 5"),
         (replace(alone, lora_targets=("q_proj",)), Mismatch, "another adapter: expected `target_modules`"),
-        (replace(alone, weights=None), Usage, "adapters alone mean nothing without the weights"),
+        (replace(alone, weights=None), Usage, "adapters are useless without the weights"),
         (replace(alone, weights=tmp_path / "other"), Mismatch, "which were trained on another base"),
         (replace(whole, lora_rank=3), Mismatch, "the checkpoint has no adapters to continue with"),
         (
@@ -191,7 +191,7 @@ def test_what_does_not_go_on_is_refused(
             Mismatch,
             "the checkpoint has adapters",
         ),
-        (replace(lora, run=tmp_path / "run", weights=None), Usage, "adapters alone mean nothing"),
+        (replace(lora, run=tmp_path / "run", weights=None), Usage, "adapters are useless"),
         (replace(lora, run=tmp_path / "run", weights=trained[2].run), Mismatch, "the model does not have"),
         (replace(lora, run=tmp_path / "run", lora_targets=("q_prjo",)), Usage, "no module is called `q_prjo`"),
         (replace(lora, run=tmp_path / "run", lora_targets=("embed_tokens",)), Unsupported, "is a `Embedding`"),

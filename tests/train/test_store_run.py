@@ -143,7 +143,7 @@ def test_a_run_that_was_killed_in_a_save_goes_on_elsewhere_and_is_exported(user:
     assert [one["step"] for one in steps_in(user.read(METRICS))] == [1, 2]
 
     done = user.type("train", user.run, "--resume", "auto", "--nproc", "3", "--keep-last", "2")
-    assert f"going on: {user.run} is at step {EVERY} of {STEPS}" in done.stderr
+    assert f"resuming: {user.run} is at step {EVERY} of {STEPS}" in done.stderr
     assert "warning" not in done.stderr.lower()
     assert [line.split()[1] for line in done.stdout.splitlines()] == [f"{step}/{STEPS}" for step in (3, 4, 5, 6)]
     found = steps_in(user.read(METRICS))
@@ -268,7 +268,7 @@ def test_a_second_training_of_the_run_ends_the_first_and_leaves_whole_checkpoint
     assert "Traceback" not in errors
     assert user.looked_up() == {1: True, 2: True, 3: True}
     found = {problem.message for part in ckptkit.verify(f"{user.run}/ckpt-2") for problem in part.problems}
-    assert found <= {"the manifest does not know this file"}  # a shard of a rank that the second training does not have
+    assert found <= {"the manifest does not list this file"}  # a shard of a rank that the second training does not have
     assert [one["step"] for one in steps_in(user.read(METRICS))] == [1, 2, 3]
 
 
@@ -301,7 +301,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(user: Use
     assert f"resuming from {user.run}/ckpt-1, ckpt-2 is replaced when its step is saved again" in done.stderr
     assert user.looked_up() == {1: True, 2: True}
     found = {problem.message for part in ckptkit.verify(f"{user.run}/ckpt-2") for problem in part.problems}
-    assert found <= {"the manifest does not know this file"}  # a shard of a rank that the second training does not have
+    assert found <= {"the manifest does not list this file"}  # a shard of a rank that the second training does not have
     assert [one["step"] for one in steps_in(user.read(METRICS))] == [1, 2]
 
 

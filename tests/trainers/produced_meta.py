@@ -50,11 +50,11 @@ def _cut(version: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     whole: dict[str, Tensor] = {}
 
     def add(name: str, kind: Callable[..., nn.Module], *sizes: int, **options: bool) -> None:
-        def initialise(weight: Tensor) -> Tensor:
+        def initialize(weight: Tensor) -> Tensor:
             whole[name] = weight
             return nn.init.normal_(weight)
 
-        weight = kind(*sizes, init_method=initialise, **options).weight
+        weight = kind(*sizes, init_method=initialize, **options).weight
         assert isinstance(weight, Tensor)
         parts[name] = weight.detach()
 

@@ -20,7 +20,7 @@ from ckptkit.ops.manifest import make_manifest
 from ckptkit.ops.prune import prune
 from ckptkit.runs.watches import FOLDER, clock_of, is_held
 from ckptkit.watching.commands import describe
-from ckptkit.watching.looks import Look, Patience
+from ckptkit.watching.file_changes import Look, Patience
 from ckptkit.watching.watch import Event, watch
 from tests.producers import save_alone
 
@@ -120,8 +120,8 @@ def test_what_fails_is_tried_again_and_then_reported_while_others_go_on(run: Pat
     ends = {event.checkpoint.name: event.message for event in told if event.outcome}
     assert ends["ckpt-9"].startswith("given up after 3 tries: sh -c ")
     assert ends["ckpt-9"].endswith("exit code 7")
-    pauses = [event.message.rpartition("; ")[2] for event in told if "tried again" in event.message]
-    assert pauses == ["tried again in 0.02 s", "tried again in 0.04 s"]
+    pauses = [event.message.rpartition("; ")[2] for event in told if "next try" in event.message]
+    assert pauses == ["the next try is in 0.02 s", "the next try is in 0.04 s"]
 
 
 def test_a_command_that_hangs_is_ended_with_its_children_and_tried_again(run: Path, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_command_that_hangs_is_ended_with_its_children_and_tried_again(run: Pa
     )
     assert done.reasons == {run / "ckpt-9": reason}
     assert [event.message for event in told if event.outcome == "failed"] == [reason]
-    assert sum("the timeout, and was ended with its children; tried again in" in event.message for event in told) == 1
+    assert sum("was ended with its children; the next try is in" in event.message for event in told) == 1
     sleeping = log.read_text().split()
     assert len(sleeping) == 2
     wait_until_ended(sleeping)
@@ -294,7 +294,7 @@ def test_two_of_the_same_do_not_run_together_and_two_others_do(run: Path, tmp_pa
     inner.write_text("\n".join(lines))
     done = watch(run, exec=[[sys.executable, str(inner)]], every=SOON, once=True)
     assert done.is_ok
-    assert (tmp_path / "log").read_text() == "another watch does the same here"
+    assert (tmp_path / "log").read_text() == "another watch with the same commands handles this run"
 
 
 KILLED = """
@@ -373,7 +373,7 @@ def test_a_command_that_outlives_a_killed_watch_keeps_its_checkpoint(run: Path, 
     watching.kill()
     watching.wait()
     assert is_held(run / "ckpt-9")
-    with pytest.raises(Occupied, match="another watch does the same"):
+    with pytest.raises(Occupied, match="another watch with the same commands"):
         watch(run, exec=[shell(script)], every=SOON, once=True)
     assert [entry.path.name for entry in prune(run, keep_last=1, yes=True).keep] == ["ckpt-10", "ckpt-9"]
     go.touch()
@@ -438,11 +438,11 @@ def test_a_journal_that_is_none_is_refused(run: Path) -> None:
     ("do", "program", "message"),
     [
         ((), (), "no command to run was passed"),
-        ("consolidate {chkpt} out", (), "`{chkpt}` in `consolidate {chkpt} out` is nothing that can be filled in"),
+        ("consolidate {chkpt} out", (), "`{chkpt}` in `consolidate {chkpt} out` is not a known placeholder"),
         ("consolidate run out", (), "`consolidate run out` does not name the checkpoint"),
         ("consolidate '{ckpt}", (), "cannot be split into words"),
         ((), "no-such-program {ckpt}", "unknown program `no-such-program`"),
-        ((), "", "a command without words"),
+        ((), "", "expected a command, found nothing"),
     ],
 )
 def test_commands_that_make_no_sense_are_refused(run: Path, do: str, program: str, message: str) -> None:
@@ -462,7 +462,7 @@ def test_checkpoints_that_are_files_are_handled_too(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="no such directory"):
         watch(tmp_path / "none", exec="true", once=True)
-    with pytest.raises(NotACheckpoint, match="a checkpoint, and no run"):
+    with pytest.raises(NotACheckpoint, match="a checkpoint, not a run"):
         watch(run / "ckpt-9", exec="true", once=True)
     with pytest.raises(Usage, match="only in local directories and on s3://"):
         watch("gs://bucket/run", exec="true", once=True)

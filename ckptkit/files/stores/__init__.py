@@ -1,4 +1,4 @@
-"""Open stores, in which remote checkpoints lie: trees of entries and their bytes. Knows no format and no checkpoint.
+"""Open stores, in which remote checkpoints lie: trees of entries and their bytes.
 
 What a store was once asked is kept for the process, so that all who look see one state of it.
 """

@@ -1,4 +1,4 @@
-"""Call the Hub: what is in a repository or a bucket, and what changes one. Sends no content but that of small files.
+"""Call the Hub: list and change repositories and buckets. Sends only the content of small files.
 
 A token is never asked for, kept or shown: `huggingface_hub` finds it where `hf auth login` or `HF_TOKEN` put it.
 """

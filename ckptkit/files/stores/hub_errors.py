@@ -52,7 +52,7 @@ def translate(error: Exception, repo_id: str, revision: str) -> CkptError:
         if isinstance(behind, HfHubHTTPError):
             return refusal(behind, repo_id, revision)
         if isinstance(behind, OfflineModeIsEnabled):
-            return IOFailure("the Hub is not asked while HF_HUB_OFFLINE is set", hint="unset it")
+            return IOFailure("HF_HUB_OFFLINE is set, so ckptkit does not contact the Hub", hint="unset it")
         if isinstance(behind, HFValidationError):
             return Usage(f"the Hub does not allow the name `{repo_id}`")
         if type(behind).__module__.partition(".")[0] in ("httpx", "httpx2", "requests", "urllib3"):

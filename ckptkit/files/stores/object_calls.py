@@ -37,13 +37,13 @@ class ObjectBucket:
         except Exception as error:
             raise refusal(error, root) from error
 
-    def put(self, key: str, data: bytes | bytearray) -> None:
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Make an object of these bytes, in place of one that is there."""
         from obstore import put
 
         self._ask(key, lambda: put(self.store, key, data, chunk_size=_AT_ONCE))
 
-    def create(self, key: str, data: bytes | bytearray) -> PutResult | None:
+    def create(self, key: str, data: bytes | bytearray | memoryview) -> PutResult | None:
         """Make an object of these bytes, in one request. Returns None if one is there, which stays."""
         from obstore import put
         from obstore.exceptions import AlreadyExistsError
@@ -67,7 +67,7 @@ class ObjectBucket:
 
         return self._ask(key, make)
 
-    def send(self, key: str, pieces: Iterator[bytearray], part_bytes: int) -> PutResult:
+    def send(self, key: str, pieces: Iterator[memoryview], part_bytes: int) -> PutResult:
         """Make an object of pieces, sent in parts of that size. There is none if the iterator raises."""
         from obstore import put
 
@@ -139,7 +139,7 @@ class ObjectStream:
         self._bucket = bucket
         self._key = key
         self._part_bytes = part_bytes
-        self._piece: bytearray | None = None
+        self._piece: memoryview | None = None
         self._is_whole = False
         self._result: PutResult | None = None
         self._error: BaseException | None = None
@@ -147,7 +147,7 @@ class ObjectStream:
         self._thread = threading.Thread(target=self._send, name="ckptkit-send", daemon=True)
         self._thread.start()
 
-    def write(self, piece: bytearray) -> None:
+    def write(self, piece: memoryview) -> None:
         """Add bytes, which the stream keeps. Raises the error of the stream."""
         with self._changed:
             while self._piece is not None and self._error is None:
@@ -184,7 +184,7 @@ class ObjectStream:
                         self._error = self._bucket.refusal(error, self._key)
                 self._changed.notify_all()
 
-    def _pieces(self) -> Iterator[bytearray]:
+    def _pieces(self) -> Iterator[memoryview]:
         while True:
             with self._changed:
                 while self._piece is None and not self._is_whole and self._error is None:

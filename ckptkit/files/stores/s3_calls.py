@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Mapping
-from io import BytesIO
+from io import SEEK_CUR, SEEK_END, SEEK_SET, IOBase
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class S3Bucket:
         Raises `IOFailure` or `NoRoom` with the URL of the object; `find_code` gives the store's own word for it.
         """
         if "Body" in arguments:
-            arguments["Body"] = BytesIO(arguments["Body"])  # sent in steps, not in one that blocks others
+            arguments["Body"] = RequestBody(arguments["Body"])
         named = {"Bucket": self.name, "Key": key} if key else {"Bucket": self.name}
         try:
             answer: Mapping[str, Any] = self._files.call_s3(operation, **named, **arguments)
@@ -67,6 +67,28 @@ class S3Bucket:
 
     def _refusal(self, error: Exception, key: str) -> IOFailure:
         return refusal(hear_reason(self._files, self.name, error), self.root / key)
+
+
+class RequestBody(IOBase):
+    """Bytes that a request reads in steps: they block no other request, and are never copied as a whole."""
+
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next `size` bytes, or all that are left."""
+        step = self._data[self._at :] if size < 0 else self._data[self._at : self._at + size]
+        self._at += len(step)
+        return bytes(step)
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        """Go to a byte, counted from the first, the next or the end of the data. Returns its number."""
+        self._at = offset + {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: len(self._data)}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
 
 
 async def read_all(body: Any) -> bytes:

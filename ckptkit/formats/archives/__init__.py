@@ -1,1 +1,1 @@
-"""The archives of torch.save: zip entries, the tensors in them, and the state dicts that they hold."""
+"""The archives of torch.save: zip entries, their tensors and their state dicts."""

@@ -1,4 +1,4 @@
-"""Flatten a pickled state dict into tensors and other entries, under the names that DCP would give. Opens no file.
+"""Flatten a pickled state dict into tensors and other entries, under the names that DCP would give.
 
 Dicts are entered, and lists with a dict or a tensor in them; all else is an entry with a pickle of its own. Unlike DCP,
 a tuple with a tensor in it is entered as a list is, and a dict with nothing in it is an entry.
@@ -54,7 +54,7 @@ def flatten(state: Any, entries: Mapping[str, ZipEntry], path: str) -> FlatState
     if pairs_of(state) != []:
         children = flattening.children(state)
         if children is None:
-            raise Unsupported(f"the file holds {describe(state)}, not a state dict", hint="save its `state_dict()`")
+            raise Unsupported(f"expected a state dict, found {describe(state)}", hint="save its `state_dict()`")
         flattening.add_all(children, ())
     return flattening.flat
 
@@ -124,7 +124,10 @@ class Flattening:
     def blob(self, value: Any) -> Blob:
         """Return a value that is no tensor, pickled by itself."""
         if holds_tensor(value):
-            raise Unsupported(f"a tensor inside {describe(value)}", hint="save the tensor in a dict, under a name")
+            raise Unsupported(
+                f"ckptkit does not read a tensor inside {describe(value)}",
+                hint="save the tensor in a dict, under a name",
+            )
         content = dump(value)
         self.spend(len(content))
         return Blob(self.path, self.pickle.offset, 0, content)

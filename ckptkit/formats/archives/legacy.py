@@ -90,7 +90,7 @@ def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) 
         raise Corrupt(f"expected a storage at byte {at}, found the end of the file at byte {length}")
     count = int.from_bytes(read(at, _COUNT_BYTES), "little")
     if count != numel:
-        raise Corrupt(f"the storage at byte {at} has {count} elements, and its tensors say {numel}")
+        raise Corrupt(f"expected {numel} elements in the storage at byte {at}, found {count}")
     nbytes = count * itemsize
     if start + nbytes > length:
         raise Corrupt(f"expected a storage at bytes {start}:{start + nbytes}, found the end of the file at {length}")

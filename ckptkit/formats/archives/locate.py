@@ -1,4 +1,4 @@
-"""Find the bytes of chunks that lie inside envelopes, each an archive of torch.save.
+"""Find the bytes of chunks inside envelopes: each is an archive of torch.save.
 
 ckptkit reads both ends of each archive. Most archives differ from one before in the tensor and its checksums only: a
 template of that one locates them quickly.
@@ -96,7 +96,7 @@ def open_envelope(chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates) -
     fits = tensor.dtype == chunk.dtype or is_narrower
     if tensor.shape != chunk.box.size or not fits:
         stored, promised = Spec(tensor.dtype, tensor.shape), Spec(chunk.dtype, chunk.box.size)
-        raise Corrupt(f"the metadata promises {promised} at byte {chunk.offset}, the file holds {stored}")
+        raise Corrupt(f"expected {promised} at byte {chunk.offset} (metadata), found {stored}")
     return Chunk(chunk.box, chunk.path, chunk.offset + start, nbytes, tensor.dtype, strides, crc)
 
 

@@ -1,4 +1,4 @@
-"""Read the archive that torch.save writes of one tensor: where its bytes lie. Never reads tensor data."""
+"""Find the bytes of the tensor in an archive of torch.save, without reading them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def place_tensor(tensor: TensorRecord, entries: Mapping[str, ZipEntry]) -> Locat
     start = tensor.offset * tensor.dtype.itemsize
     nbytes = tensor.span * tensor.dtype.itemsize
     if start + nbytes > storage.length:
-        raise Corrupt(f"the tensor needs bytes {start}:{start + nbytes} of a storage of {storage.length}")
+        raise Corrupt(f"expected a storage of at least {start + nbytes} bytes, found {storage.length}")
     is_whole = nbytes == storage.length
     return Located(
         tensor=tensor,

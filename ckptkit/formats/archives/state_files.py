@@ -1,4 +1,4 @@
-"""Open files of torch.save, new or old, and read inertly what is pickled in them. Reads no tensor data."""
+"""Open files of torch.save, new or old, and read their pickles inertly."""
 
 from __future__ import annotations
 
@@ -63,13 +63,42 @@ def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
 
 
 def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
-    """Return where everything in a file of `length` bytes lies, by name. A TorchScript program is `Unsupported`."""
-    if is_legacy(read(0, min(length, HEAD))):
+    """Return where everything in a file of `length` bytes lies, by name.
+
+    Raises `Unsupported` for a TorchScript program, and for what DataStates writes under the same names.
+    """
+    head = read(0, min(length, HEAD))
+    if is_legacy(head):
         return read_legacy(read, length)[1]
+    if not head.startswith(_ZIP) and is_of_datastates(read, length):
+        raise of_datastates()
     entries = read_directory(read, length)
     if "constants.pkl" in entries:
         raise Unsupported("expected a state dict, found a TorchScript program", hint="save its `state_dict()`")
     return entries
+
+
+def is_of_datastates(read: ReadAt, length: int) -> bool:
+    """Return whether DataStates wrote a file: the size of a header, the header in JSON, then tensors and a pickle.
+
+    The header lies behind its size, or at the next multiple of 4096 in newer versions. Source: llm/datastates/ckpt.py
+    of DataStates/datastates-llm.
+    """
+    size = int.from_bytes(read(0, 8), "little") if length > 8 else 0
+    places = (at for at in (8, 4096) if 2 <= size <= min(length - at, _PICKLE_LIMIT))
+    return any((header := read(at, size)).startswith(b"{") and b'"datastates_metadata"' in header for at in places)
+
+
+def of_datastates(path: Path | None = None) -> Unsupported:
+    hint = "load the checkpoint with DataStates' engine, and save it with the default one"
+    return Unsupported("the file is in the format of DataStates, not of torch.save", path=path, hint=hint)
+
+
+def unlike_torch(path: Path) -> Unsupported | None:
+    """Return the error for a file that another library wrote under a name of torch.save's; None for any other file."""
+    with opening(path) as file:
+        is_other = is_of_datastates(lambda offset, size: read_at(file, size, offset), file.size)
+    return of_datastates(path) if is_other else None
 
 
 def places_in(made: Layout, paths: Iterable[str]) -> Iterator[tuple[FileOffset, int]]:

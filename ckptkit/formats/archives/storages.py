@@ -1,4 +1,4 @@
-"""Number the storages of a torch.save file to be made, as its tensors come. Writes no file.
+"""Number the storages of a torch.save file to be made, as its tensors come.
 
 The bytes of most are still to come. Those of tensors that lie inside an entry that is no tensor are read here, with it.
 """

@@ -1,4 +1,4 @@
-"""Unflatten the names of a checkpoint into the nested dicts and lists that they came from. Opens no file.
+"""Unflatten the names of a checkpoint into the nested dicts and lists that they came from.
 
 A step of a key path that is a string leads into a dict, a number into a list or tuple, in which a missing member is
 None.
@@ -32,7 +32,7 @@ def unflatten(names: Iterable[str], key: Callable[[str], KeyPath], value: Callab
 def place(tree: Tree, key: KeyPath, name: str) -> None:
     """Put a name where its key path leads."""
     if len(key) > DEEPEST:
-        raise Unsupported(f"the entry is nested {len(key)} deep; {DEEPEST} is the limit", tensor=name)
+        raise Unsupported(f"expected an entry of at most {DEEPEST} levels, found {len(key)}", tensor=name)
     *above, last = key
     node = tree
     for step in above:
@@ -58,7 +58,7 @@ def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
         raise clash(one, first_name(other))
     length = max(positions) + 1
     if min(positions) < 0 or length - len(positions) > _MOST_MISSING:
-        message = f"a list of {length} members has only {len(positions)} of them"
+        message = f"expected {length} members of a list, found {len(positions)}"
         raise Unsupported(message, tensor=first_name(node))
     members = [build(node[i], value) if i in node else None for i in range(length)]
     return tuple(members) if all(isinstance(step, TuplePlace) for step in positions) else members

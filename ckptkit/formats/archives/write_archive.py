@@ -1,4 +1,4 @@
-"""Make the archive that torch.save makes, around tensors whose bytes are still to come. Writes no file.
+"""Write the archive that torch.save would write, around tensors whose bytes come later.
 
 Source: torch/serialization.py and caffe2/serialize/inline_container.cc; the zip fields are those of PKWARE's
 APPNOTE.TXT. All is known before but the tensors' bytes and their CRC-32, which stands in two places.
@@ -74,7 +74,7 @@ def make_envelope(pickle: bytes, storages: Mapping[str, int | bytes], *, instead
 def describe_tensor(spec: Spec, key: str) -> Record:
     """Return the call by which torch makes a row-major tensor of storage `key`. Raises `Unsupported` if quantized."""
     if spec.dtype.kind == "quantized":
-        raise Unsupported(f"a tensor of dtype {spec.dtype} has its scales beside its bytes", hint="leave it out")
+        raise Unsupported(f"a tensor of dtype {spec.dtype} has its scales beside its bytes", hint="drop it")
     hooks = Record(Global("collections", "OrderedDict"), ())
     strides = row_major(tuple(max(1, n) for n in spec.shape))
     typed = _TYPED.get(spec.dtype.name)

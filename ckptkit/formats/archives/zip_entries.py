@@ -1,4 +1,4 @@
-"""Read the zip that torch.save writes: which entries it has, where their content lies, whether it is as recorded.
+"""Read the zip archive that torch.save writes: its entries, their positions and their checksums.
 
 Source: caffe2/serialize/inline_container.cc; the fields are those of PKWARE's APPNOTE.TXT. Local headers carry no sizes
 (flag bit 3), so everything is found from the central directory. Reads a kilobyte or two per archive.
@@ -13,7 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files.file import recognise
+from ckptkit.files.file import recognize
 
 ReadAt = Callable[[int, int], bytes]  # (offset in the archive, length) -> bytes
 _local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
@@ -98,7 +98,7 @@ def read_entry_place(
     packed, unpacked, header = widen(unpacked, packed, header, extra)
     if method != 0 or packed != unpacked or flags & 1:
         raise Unsupported(
-            f"entry `{raw_name.decode('utf-8', 'replace')}` is compressed or encrypted; torch stores plainly"
+            f"entry `{raw_name.decode('utf-8', 'replace')}` is compressed or encrypted; torch writes neither"
         )
     if header + _local.size > limit:
         raise Corrupt(f"a zip entry starts at {header}, past the {limit} bytes of the archive's entries")
@@ -132,7 +132,7 @@ def widen(unpacked: int, packed: int, header: int, extra: bytes) -> tuple[int, i
 def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
     """Return number of entries, size and offset of the central directory, from the archive's last bytes."""
     if length < _end.size:
-        raise Corrupt(f"{length} bytes are too few for an archive")
+        raise Corrupt(f"expected an archive of at least {_end.size} bytes, found {length}")
     end = _end.unpack(read(length - _end.size, _end.size))
     if end[0] != b"PK\x05\x06":
         head = read(0, min(length, 64))
@@ -140,7 +140,7 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
             raise Unsupported("expected an archive of torch.save, found safetensors")
         raise Corrupt(
             "expected an archive of torch.save: this is another kind of file, or its end is missing",
-            hint=recognise(head),
+            hint=recognize(head),
         )
     count, size, offset = end[4:7]
     if count == 0xFFFF or _ALL_ONES in (size, offset):
@@ -153,7 +153,7 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
             raise Corrupt("the zip64 end record of the archive is damaged")
         count, size, offset = end64[7:10]
     if count * _central.size > size:
-        raise Corrupt(f"a zip directory of {size} bytes cannot hold {count} entries")
+        raise Corrupt(f"expected {count} entries in the zip directory, found only {size} bytes")
     return count, size, offset
 
 
@@ -163,7 +163,7 @@ def read_entry(read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limi
     if entry is None:
         raise Corrupt(f"entry `{name}` is missing from the archive")
     if entry.length > limit:
-        raise Unsupported(f"entry `{name}` has {entry.length} bytes, more than the {limit} it should need")
+        raise Unsupported(f"expected at most {limit} bytes in entry `{name}`, found {entry.length}")
     content = read(entry.offset, entry.length)
     if entry.crc32 and crc32(content) != entry.crc32:
         raise damaged(name, entry, crc32(content))
@@ -172,7 +172,7 @@ def read_entry(read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limi
 
 def damaged(name: str, entry: ZipEntry, found: int) -> Corrupt:
     """Return the error for an entry of an archive that has another CRC-32 than is recorded for it."""
-    return Corrupt(f"entry `{name}` is damaged: CRC-32 is {found:08x}, recorded {entry.crc32:08x}")
+    return Corrupt(f"expected CRC-32 {entry.crc32:08x} of entry `{name}`, found {found:08x}: the entry is damaged")
 
 
 def check_contents(data: bytes) -> None:
@@ -180,7 +180,7 @@ def check_contents(data: bytes) -> None:
 
     def read(offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > len(data):
-            raise Corrupt(f"bytes {offset}:{offset + length} lie outside the entry's {len(data)}")
+            raise Corrupt(f"expected an entry of at least {offset + length} bytes, found {len(data)}")
         return data[offset : offset + length]
 
     check_archive(read, len(data))

@@ -121,8 +121,8 @@ def find_files(path: Path, report: Report) -> tuple[Path, list[str]]:
     root = path if path.is_dir() else path.parent
     found = {int(match[1]): name for name in names_in(root) if (match := _RANK.fullmatch(name))}
     if path != root and len(found) > 1:
-        message = f"this is one of {len(found)} ranks' files; each has a part of every tensor"
-        raise Unsupported(message, path=path, hint=f"name the directory {root}")
+        message = f"this is the file of one of {len(found)} ranks; each has a part of every tensor"
+        raise Unsupported(message, path=path, hint=f"pass the directory {root}")
     files = [name_of(rank) for rank in range(1 + max(found))]
     for name in (name_of(rank) for rank in range(max(found)) if rank not in found):
         report(missing(root / name))

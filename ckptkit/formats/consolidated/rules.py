@@ -97,7 +97,7 @@ def join_parts(name: str, parts: Sequence[StoredTensor], params: Params | None) 
     copies = len(parts) // params.key_heads
     if name.endswith(_KEYS) and copies > 1:
         if shape[:1] != (params.head_dim,) or len(parts) % params.key_heads:
-            raise Corrupt(f"{parts[0].spec} on each of {len(parts)} ranks, for {params.key_heads} heads")
+            raise Corrupt(f"expected {params.key_heads} heads on {len(parts)} ranks, found {parts[0].spec} on each")
         groups = (parts[i : i + copies] for i in range(0, len(parts), copies))
         return join_ranks([join_copies(group) for group in groups], BY_ROWS)
     return join_ranks(parts, find_rule(name, _RULES, len(parts)))

@@ -1,1 +1,1 @@
-"""Hold DCP, the directories of torch.distributed.checkpoint."""
+"""DCP, the directories of torch.distributed.checkpoint."""

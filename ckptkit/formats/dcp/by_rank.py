@@ -21,7 +21,7 @@ from ckptkit.layout import OWN, Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.tensors.box import whole
 
 _BLOCK = 1 << 22  # bytes that are held at once
-_Held = Mapping[int, Entry]  # what each rank has under one name
+_EntryByRank = Mapping[int, Entry]  # what each rank has under one name
 _Content = tuple[object, ...]  # the same for entries with the same value
 
 
@@ -64,7 +64,7 @@ def read_each_rank(path: Path, files: Mapping[int, Path], report: Report) -> dic
     return ranks
 
 
-def are_whole(held: _Held) -> bool:
+def are_whole(held: _EntryByRank) -> bool:
     """Return whether several ranks have an entry, and each of them has all of it."""
     return len(held) > 1 and not any(map(is_sharded, held.values()))
 
@@ -79,7 +79,7 @@ def top_of(key: KeyPath) -> KeyPath:
     return key[: len(key) > 1]
 
 
-def check_kinds(held: _Held) -> None:
+def check_kinds(held: _EntryByRank) -> None:
     """Raise `Corrupt` unless all ranks have parts of the same tensor, or no tensor."""
     kinds = {str(entry.spec) if isinstance(entry, StoredTensor) else "no tensor" for entry in held.values()}
     if len(kinds) > 1:
@@ -102,14 +102,14 @@ def put(joined: Reading, name: str, key: KeyPath, entries: Sequence[Entry]) -> N
         joined.keys[name] = key
 
 
-def put_apart(joined: Reading, key: KeyPath, held: _Held) -> None:
+def put_apart(joined: Reading, key: KeyPath, held: _EntryByRank) -> None:
     """Add an entry for each rank, since their values differ."""
     for rank, entry in held.items():
         way = (OWN, f"rank_{rank}", *key)
         put(joined, ".".join(map(str, way)), way, [entry])
 
 
-def read_contents(path: Path, held: Sequence[_Held], report: Report) -> dict[tuple[str, int, int], _Content]:
+def read_contents(path: Path, held: Sequence[_EntryByRank], report: Report) -> dict[tuple[str, int, int], _Content]:
     """Return for each entry what tells whether it is equal to another, by its place."""
     found: dict[tuple[str, int, int], _Content] = {}
     chunks: dict[str, Chunk] = {}

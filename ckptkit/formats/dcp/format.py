@@ -217,11 +217,11 @@ def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
         start, end, before = offset, offset + length, name
         if end > size:
             raise Corrupt(
-                f"the file has {size} bytes, but the metadata needs {max(sum(item[:2]) for item in items)}",
+                f"expected at least {max(sum(item[:2]) for item in items)} bytes (metadata), found {size}",
                 path=path,
                 tensor=name,
                 offset=size,
-                hint="copy it again: it is truncated, or belongs to another checkpoint",
+                hint="restore the file from a copy, or keep the other tensors with --salvage",
             )
 
 

@@ -1,4 +1,4 @@
-"""Give moments that lie flattened the shape of the parameters that they are of.
+"""Give flattened optimizer states the shape of their parameters.
 
 Source: megatron/core/dist_checkpointing/strategies/torch.py of core 0.12, for `fully_sharded_model_space` of its
 distributed optimizer. A parameter of shape [X, Y] that ranks of tensors hold in parts of [x, y] has moments of shape

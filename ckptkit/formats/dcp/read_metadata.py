@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.files.file import check_name, names_in, read_small, recognise
+from ckptkit.files.file import check_name, names_in, read_small, recognize
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
-from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global
+from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, columns
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.tensors.box import Box, Shape
@@ -31,6 +31,7 @@ _PLAIN = Wrapped(ENVELOPE)  # of an item that no transform was applied to
 _OF_INDEX = ["fqn", "index", "offset"]
 _OF_CHUNK = ["offsets", "sizes"]
 _OF_PLACE = ["relative_path", "offset", "length", "transform_descriptors"]
+_BATCH = 4096  # records that are read together
 
 _THERE = "torch.distributed.checkpoint"
 _NAMES = frozenset(
@@ -87,12 +88,12 @@ def read_metadata(path: Path) -> Attributes:
         value, _ = inert_pickle.load(data, _NAMES, is_flat=True)
         metadata = attributes_of(value)
     except CkptError as error:
-        error.hint = error.hint or recognise(data[:512])
+        error.hint = error.hint or recognize(data[:512])
         raise error.blame(path=path) from None
     except (TypeError, ValueError):
         metadata = {}
     if "planner_data" not in metadata or not isinstance(metadata.get("state_dict_metadata"), dict):
-        raise Corrupt("expected DCP metadata, found another pickle", path=path, hint=recognise(data[:512]))
+        raise Corrupt("expected DCP metadata, found another pickle", path=path, hint=recognize(data[:512]))
     return metadata
 
 
@@ -100,6 +101,7 @@ Attributes = Mapping[str, Any]
 
 
 Entry = StoredTensor | Blob
+Place = tuple[Any, Any, Any, Any]  # file, offset, length and transforms of an item, as the pickle has them
 
 
 class Reading:
@@ -132,25 +134,26 @@ class Reading:
                 report(Corrupt("the metadata of this entry is malformed", path=file, tensor=name))
         self.keys.update(key_paths(metadata, file))
 
-    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, FlatInstance]]:
+    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Place]]:
         """Return `storage_data`, which says where each chunk lies, by name and by its offset, None for a byte entry.
 
         Takes it apart, since of a large checkpoint it is most of the memory.
         """
-        places: dict[str, dict[Shape | None, FlatInstance]] = {}
+        places: dict[str, dict[Shape | None, Place]] = {}
         try:
             storage = metadata["storage_data"]
             while storage:
-                index, info = storage.popitem()
-                name, _, start = index.fields(_OF_INDEX)
-                places.setdefault(as_name(name), {}).setdefault(None if start is None else as_shape(start), info)
+                some = [storage.popitem() for _ in range(min(_BATCH, len(storage)))]
+                names, _, starts = columns([index for index, _ in some], _OF_INDEX)
+                shapes = iter(as_shapes([start for start in starts if start is not None]))
+                found = zip(*columns([info for _, info in some], _OF_PLACE), strict=True)
+                for name, start, place in zip(map(as_name, names), starts, found, strict=True):
+                    places.setdefault(name, {}).setdefault(None if start is None else next(shapes), place)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Corrupt("`storage_data` is malformed", path=file) from error
         return places
 
-    def _add_entry(
-        self, name: str, entry: FlatInstance, places: Mapping[Shape | None, FlatInstance], file: Path
-    ) -> None:
+    def _add_entry(self, name: str, entry: FlatInstance, places: Mapping[Shape | None, Place], file: Path) -> None:
         of = type(entry)
         kind = of.name if isinstance(of, Global) else ""
         if kind == "BytesStorageMetadata":
@@ -164,8 +167,7 @@ class Reading:
         spec = Spec(as_dtype(tensor["properties"]), as_shape(tensor["size"]))
         self.specs[name] = spec
         chunks, report = self.chunks.setdefault(name, {}), self.report
-        parts = [part.fields(_OF_CHUNK) for part in tensor["chunks"]]
-        starts, sizes = as_shapes([start for start, _ in parts]), as_shapes([size for _, size in parts])
+        starts, sizes = (as_shapes(list(column)) for column in columns(tensor["chunks"], _OF_CHUNK))
         for box in map(Box, starts, sizes):
             try:
                 path, offset, length, wrapped = self._place(places.get(box.start))
@@ -174,11 +176,11 @@ class Reading:
                 continue
             chunks.setdefault(box, Chunk(box, path, offset, length, spec.dtype, None, None, wrapped))
 
-    def _place(self, info: FlatInstance | None) -> tuple[str, int, int, Wrapped]:
+    def _place(self, place: Place | None) -> tuple[str, int, int, Wrapped]:
         """Return file name, offset, length and kind of envelope of one item."""
-        if info is None:
+        if place is None:
             raise Corrupt("the metadata does not say where this entry is stored")
-        path, offset, length, transforms = info.fields(_OF_PLACE)
+        path, offset, length, transforms = place
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise Corrupt("the metadata gives an impossible offset or length")
         if as_name(path) not in self._files:
@@ -307,6 +309,6 @@ def find_metadata(path: Path) -> dict[int, Path]:
         raise Incomplete(
             "no `.metadata`: the save did not finish",
             path=path,
-            hint=f"use an older checkpoint, or pass --salvage --fill-from OLDER; {ELSEWHERE}",
+            hint=f"use an older checkpoint, or run `ckptkit reshard` with --salvage --fill-from OLDER; {ELSEWHERE}",
         )
     return dict(sorted(ranks.items()))

@@ -1,4 +1,4 @@
-"""Deal a checkpoint out to ranks as FSDP2 shards a model, item by item and file by file. Writes none of it.
+"""Deal a checkpoint out to ranks as FSDP2 shards a model, item by item and file by file.
 
 Source: torch.chunk, by which FSDP2 cuts dim 0, and torch/distributed/checkpoint/filesystem.py.
 """

@@ -1,4 +1,4 @@
-"""Write the `.metadata` of a DCP checkpoint to be made, which says where each of its items lies.
+"""Write the `.metadata` of a DCP checkpoint, with the position of each item.
 
 Source: torch/distributed/checkpoint/metadata.py. The pickle has only what torch has read since 2.0. A checkpoint may
 have a million chunks, so whatever recurs is pickled once and then recalled, and none of them is an object on the way.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.deepspeed.expert_states import put_experts, put_unpartitioned_experts
 from ckptkit.formats.deepspeed.experts import ExpertFiles, read_experts
-from ckptkit.formats.deepspeed.gathering import Gathering, Settings
+from ckptkit.formats.deepspeed.gathering import MODEL, Gathering, Settings
 from ckptkit.formats.deepspeed.layers import layers_of, put_layer
 from ckptkit.formats.deepspeed.model_states import ModelStates
-from ckptkit.formats.deepspeed.modules import put_module, put_parameter
+from ckptkit.formats.deepspeed.modules import put_module, put_modules_in_slices, put_parameter
 from ckptkit.formats.deepspeed.names import DeepSpeedFiles
 from ckptkit.formats.deepspeed.parts import PartOfModel, read_part
+from ckptkit.formats.deepspeed.tensor_parallel import SliceMap
 from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
-from ckptkit.formats.deepspeed.zero import parameters_of
+from ckptkit.formats.deepspeed.zero import join_slices, parameters_of
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Layout, StoredTensor
 
@@ -29,7 +30,10 @@ def assemble(root: Path, files: DeepSpeedFiles, report: Report = refuse) -> Layo
     masters: dict[str, StoredTensor] = {}
     names: list[list[list[str]]] = []
     experts = read_experts(root, files, parts[0].models[0])
-    for part in parts:
+    sliced = parts[0].models[0].slices
+    if sliced is not None:
+        names.append(put_slices(gathering, parts, sliced, masters, root))
+    for part in () if sliced is not None else parts:
         if part.partitions:
             names.append(put_part(gathering, part, masters, experts, root, report))
         elif experts is not None:
@@ -94,6 +98,49 @@ def put_part(
     return names
 
 
+def put_slices(
+    gathering: Gathering, parts: list[PartOfModel], slices: SliceMap, masters: dict[str, StoredTensor], root: Path
+) -> list[list[str]]:
+    """Put the parameters that ranks of tensor parallelism have slices of, and enter their masters by name.
+
+    Returns the names in each group of the optimizer.
+    """
+    check_slices(parts, slices, root)
+    model = parts[0].models[0]
+    names: list[list[str]] = [[] for _ in parts[0].partitions[0].settings]
+    try:
+        found = [
+            {one.name: one for one in parameters_of(part.models[0].shapes or (), part.partitions, None, root)}
+            for part in parts
+        ]
+        for name, first in found[0].items():
+            how = slices.of(name)
+            of_ranks = [of_rank[name] for of_rank in found if name in of_rank]
+            if len(of_ranks) < len(parts):
+                raise Corrupt("expected the parameter on all ranks of tensor parallelism", tensor=name)
+            whole = join_slices(of_ranks, how)
+            names[first.settings].append(name)
+            put_parameter(gathering, whole)
+            masters[name] = whole.master
+            if copies := how.copies([one.master for one in of_ranks]):
+                gathering.flat.spares[f"{MODEL}.{name}"] = copies
+        put_modules_in_slices(gathering, [part.models[0] for part in parts], slices, masters)
+    except CkptError as error:
+        raise error.blame(path=root / model.path) from None
+    return names
+
+
+def check_slices(parts: list[PartOfModel], slices: SliceMap, root: Path) -> None:
+    """Raise `Incomplete` if a rank of tensor parallelism has no files, `Unsupported` without ZeRO 1 or 2."""
+    model = parts[0].models[0]
+    if len(parts) != slices.ranks:
+        message = f"expected the files of {slices.ranks} ranks of tensor parallelism, found those of {len(parts)}"
+        raise Incomplete(message, path=root / model.path, hint="copy the files of all ranks to one directory")
+    if not all(part.partitions and not part.partitions[0].cuts_each for part in parts):
+        message = "tensor parallelism without ZeRO 1 or 2"
+        raise Unsupported(message, path=root / model.path, hint="save it with ZeRO 1, or with `save_16bit_model`")
+
+
 def put_whole(gathering: Gathering, model: ModelStates, root: Path) -> None:
     """Put a model without ZeRO, of which one file has all."""
     try:
@@ -103,9 +150,12 @@ def put_whole(gathering: Gathering, model: ModelStates, root: Path) -> None:
 
 
 def put_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: list[list[list[str]]]) -> None:
-    """Put the groups of parameters. Stages of a pipeline have the same groups, each with its own parameters."""
+    """Put the groups of parameters. Stages of a pipeline have the same groups, each with its own parameters.
+
+    Ranks of tensor parallelism have the same parameters too, and are one part.
+    """
     found: list[tuple[Flattening, Settings, list[str]]] = []
-    firsts = [part.partitions[0] for part in parts if part.partitions]
+    firsts = [part.partitions[0] for part in parts if part.partitions][: len(names_of_parts)]
     for first, names_in_part in zip(firsts, names_of_parts, strict=True):
         for i, (settings, names) in enumerate(zip(first.settings, names_in_part, strict=True)):
             if i < len(found) and are_alike(found[i][1], settings):

@@ -1,4 +1,4 @@
-"""Know the layers of experts that AutoEP fused: three tensors for each, of which every rank of experts has a run.
+"""The layers of experts that AutoEP fused: three tensors per layer, of which each rank has a part.
 
 Source: `_save_moe_checkpoint` in deepspeed/runtime/engine.py and deepspeed/checkpoint/autoep_affine.py of DeepSpeed
 0.19.8. ZeRO has the tensors of a rank under the name of the whole. An expert's file has its part of each, under that

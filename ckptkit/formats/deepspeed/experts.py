@@ -105,7 +105,9 @@ def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> Exper
         file = read_state_file(root, name)
         prefix = prefix_of(root, file, expert)
         if layers.setdefault(prefix, layer) != layer or len(layers) != layer + 1:
-            raise Corrupt(f"it is not of layer {layer} like others: `{prefix}`", path=root / name, hint=_HINT)
+            raise Corrupt(
+                f"expected layer {layer} as in the other files, found `{prefix}`", path=root / name, hint=_HINT
+            )
         read.append(file)
     return ExpertFiles(tuple(read), dict(zip(layers, counts, strict=True)), is_first)
 
@@ -138,7 +140,7 @@ def check_numbers(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> N
         missing = next(expert for expert in range(len(there) + 1) if expert not in there)
         if missing < count:
             name = f"layer_{layer}_expert_{missing}_mp_rank_00_model_states.pt"
-            message = f"the file of an expert is missing: layer {layer} has {count}, here are {len(there)}"
+            message = f"the file of an expert is missing: expected {count} experts in layer {layer}, found {len(there)}"
             raise Incomplete(message, path=root / name, hint=ELSEWHERE)
     for (layer, expert), name in files.experts.items():
         if layer >= len(counts) or expert >= counts[layer]:
@@ -156,7 +158,7 @@ def prefix_of(root: Path, file: StateFile, expert: int) -> str:
                 raise Corrupt(f"the tensor does not belong to expert {expert}", tensor=str(key))
             prefixes.add(match[1])
         if len(prefixes) != 1:
-            raise Corrupt(f"an expert of {len(prefixes)} layers")
+            raise Corrupt(f"expected tensors of one layer in the file of an expert, found {len(prefixes)}")
     except CkptError as error:
         raise error.blame(path=root / file.name) from None
     return prefixes.pop()
@@ -186,7 +188,10 @@ def fleets(
         raise Corrupt("there is a parameter group of experts, but `num_experts` counts no experts")
     ranks = expert_ranks(settings)
     if ranks * group.ranks != len(partitions):
-        message = f"experts on {ranks} ranks, their states cut for {group.ranks}, and {len(partitions)} have files here"
+        message = (
+            f"expected files of {ranks * group.ranks} ranks ({ranks} with experts x {group.ranks} with "
+            f"states), found {len(partitions)}"
+        )
         raise Corrupt(message, hint=_HINT)
     for rank in range(ranks):
         if experts.is_data_first is None and 1 < ranks < len(partitions):
@@ -204,5 +209,5 @@ def expert_ranks(settings: Mapping[str | int, Any]) -> int:
     name = as_kind(settings.get("name"), str, "name")
     match = _GROUP.fullmatch(name)
     if match is None or not int(match[1]):
-        raise Unsupported(f"a group of experts' parameters is called {name!a}, not `ep_size_N`")
+        raise Unsupported(f"expected `ep_size_N` as the name of a group of experts, found {name!a}")
     return int(match[1])

@@ -80,7 +80,7 @@ class DeepSpeed(FormatReader):
 def files_at(path: Path) -> DeepSpeedFiles:
     """Return the files at `path`. Raises `Unsupported` for a file of one rank, and for what cannot be put together."""
     if not path.is_dir():
-        hint = f"name the directory, {path.parent}"
+        hint = f"pass the directory {path.parent}"
         message = (
             "this is the file of one rank: it has a part of most tensors; the other parts are in the files beside it"
         )

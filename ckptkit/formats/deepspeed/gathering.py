@@ -1,4 +1,4 @@
-"""Gather the tensors and entries of many files under one set of key paths. Opens no file."""
+"""Gather the tensors and entries of many files under one set of key paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the files of a pipeline's layers: copies of trained parameters, and what is not trained."""
+"""Read the files of a pipeline's layers: copies of trained parameters, and untrained entries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def put_layer(gathering: Gathering, root: Path, name: str, number: int, masters:
                 gathering.flatten(flattening, value, (MODEL, full))
             elif len(names) == 1:
                 if copy.spec.shape != masters[names[0]].spec.shape:
-                    shapes = f"{list(copy.spec.shape)} here, its master {list(masters[full].spec.shape)}"
+                    shapes = (
+                        f"expected {list(masters[full].spec.shape)} as in its master, found {list(copy.spec.shape)}"
+                    )
                     raise Corrupt(shapes, tensor=full)
                 gathering.put_twin((MODEL, names[0]), copy)
     except CkptError as error:

@@ -13,7 +13,8 @@ from ckptkit.errors import Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.formats.deepspeed.auto_experts import AutoLayer, read_auto_layers
-from ckptkit.formats.deepspeed.values import as_dict, as_kind, dict_or_none, shapes_in
+from ckptkit.formats.deepspeed.tensor_parallel import SliceMap, read_slice_map
+from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, shapes_in
 from ckptkit.tensors.box import Shape
 
 DEGREES = "checkpoint_parallel_dimensions"
@@ -31,8 +32,9 @@ class ModelStates:
 
     `shapes` are those of each group of parameters, or sub-group, in the order of their data; None without ZeRO.
     `module` is None where layers have files of their own. `aliases` are the names of tied parameters, each with the
-    name that has the data. `auto_layers` are AutoEP's layers of experts, by the name of each tensor in them. `others`
-    is the client's state and all else that is no tensor of the model.
+    name that has the data. `auto_layers` are AutoEP's layers of experts, by the name of each tensor in them. `slices`
+    say how ranks of tensor parallelism share each parameter, None if there is one. `others` is the client's state and
+    all else that is no tensor of the model.
     """
 
     path: str
@@ -45,6 +47,7 @@ class ModelStates:
     buffers: frozenset[str]
     optimizer: Any
     auto_layers: Mapping[str, AutoLayer]
+    slices: SliceMap | None
     others: Mapping[str | int, Any]
     saved: Mapping[str | int, Any]
 
@@ -53,7 +56,9 @@ def read_model_states(file: StateFile) -> ModelStates:
     """Return what is in a file of model states. Every error is to be blamed on it."""
     saved = as_dict(file.value, file.name)
     degrees = dict_or_none(saved.get(DEGREES), DEGREES)
-    if degrees.get("tp_degree", 1) != 1:
+    ranks = as_count(degrees.get("tp_degree", 1), DEGREES)
+    slices = read_slice_map(saved, ranks) if ranks != 1 else None
+    if ranks != 1 and slices is None:
         raise tensor_parallel()
     module, shapes = saved.get("module"), saved.get("param_shapes")
     lists = None if shapes is None else as_kind(shapes, list, "param_shapes")
@@ -73,6 +78,7 @@ def read_model_states(file: StateFile) -> ModelStates:
         buffers=frozenset(as_kind(name, str, "buffer_names") for name in as_kind(buffers, list, "buffer_names")),
         optimizer=saved.get("optimizer"),
         auto_layers=read_auto_layers(saved),
+        slices=slices,
         others={key: value for key, value in saved.items() if key not in _USED and value is not None},
         saved=saved,
     )

@@ -1,8 +1,8 @@
-"""Put a model together: trained parameters with their rounded copies, buffers, frozen and tied ones. Opens no file."""
+"""Put a model together: trained parameters with their rounded copies, buffers, frozen and tied ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ckptkit.formats.deepspeed.gathering import MODEL, STATE, Gathering
 from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.parts import PartOfModel
 from ckptkit.formats.deepspeed.pieces import join, runs_of_each, share_of
+from ckptkit.formats.deepspeed.tensor_parallel import SliceMap
 from ckptkit.formats.deepspeed.zero import ZeroParameter
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.formats.shards.join import STATISTICS
@@ -65,6 +66,30 @@ def put_module(
             gathering.put((MODEL, name), frozen(part, name, shape))
 
 
+def put_modules_in_slices(
+    gathering: Gathering, models: Sequence[ModelStates], slices: SliceMap, masters: Mapping[str, StoredTensor]
+) -> None:
+    """Put buffers, frozen and tied parameters, and rounded copies, of which ranks of tensor parallelism have slices."""
+    first = models[0]
+    tied = {alias: masters[name] for alias, name in first.aliases.items() if name in masters and alias not in masters}
+    for alias, master in tied.items():
+        gathering.put((MODEL, alias), master)
+    known = {**masters, **tied}
+    for name, value in (first.module or {}).items():
+        if not is_tensor(value) or name in first.buffers:
+            put_value(gathering, first, str(name), value)
+            continue
+        values = [(model.module or {}).get(name) for model in models]
+        if not all(map(is_tensor, values)):
+            raise Corrupt("expected the tensor on all ranks of tensor parallelism", tensor=str(name))
+        parts = [model.flattening.stored(each) for model, each in zip(models, values, strict=True)]
+        joined = slices.of(first.aliases.get(str(name), str(name))).join(parts)
+        if name in known:
+            put_stored_copy(gathering, str(name), joined, known[str(name)])
+        else:
+            gathering.put((MODEL, str(name)), joined)
+
+
 def is_empty(value: Any) -> bool:
     return is_tensor(value) and 0 in as_tensor(value).shape
 
@@ -81,7 +106,7 @@ def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master:
     if copy.spec.shape == master.spec.shape:
         gathering.put_twin((MODEL, name), copy)
     elif copy.spec.shape != (0,):
-        message = f"`module` has {list(copy.spec.shape)}, `param_shapes` {list(master.spec.shape)}"
+        message = f"expected {list(master.spec.shape)} (`param_shapes`), found {list(copy.spec.shape)} in `module`"
         raise Corrupt(message, tensor=name)
 
 
@@ -118,7 +143,7 @@ def frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
             return fragment
         needed = share_of(prod(shape), len(part.models))
         if fragment.spec.shape != (needed,) or chunk.strides is not None:
-            message = f"`{model.path}` has {list(fragment.spec.shape)} of a frozen parameter, should have [{needed}]"
+            message = f"expected [{needed}] of a frozen parameter in `{model.path}`, found {list(fragment.spec.shape)}"
             raise Corrupt(message, tensor=name)
         buffers.append(chunk)
     return join(shape, runs_of_each(0, prod(shape), len(buffers)), buffers)

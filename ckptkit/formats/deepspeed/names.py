@@ -1,4 +1,4 @@
-"""Tell DeepSpeed's files by their names: which state they hold, and of which rank.
+"""Parse the names of DeepSpeed's files: the kind of state and the rank.
 
 Source: deepspeed/runtime/engine.py, `_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`;
 deepspeed/runtime/pipe/module.py, `ckpt_layer_path`. In `zero_pp_rank_D_mp_rank_MM_*` D is the data-parallel rank; MM is

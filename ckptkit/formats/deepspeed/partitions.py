@@ -101,7 +101,7 @@ def read_group(
     values: dict[str, Any] = {}
     entries = dict_or_none(state, "state")
     if len(entries) > _MOST_ENTRIES:
-        raise Unsupported(f"the optimizer keeps {len(entries)} states for each parameter")
+        raise Unsupported(f"expected at most {_MOST_ENTRIES} states for each parameter, found {len(entries)}")
     for key, value in entries.items():
         name = as_kind(key, str, "state")
         if is_tensor(value) and (found := buffer_of(flattening, value, name)) is not None:
@@ -121,7 +121,7 @@ def buffer_of(flattening: Flattening, value: Any, name: str) -> Chunk | None:
     except CkptError as error:
         raise error.blame(tensor=name) from None
     if len(chunk.box.size) > 1 or chunk.strides is not None:
-        raise Unsupported(f"`{name}` of a group is a tensor of shape {list(chunk.box.size)}, not one flat buffer")
+        raise Unsupported(f"expected one flat buffer as `{name}` of a group, found shape {list(chunk.box.size)}")
     return chunk if chunk.box.size else None
 
 
@@ -130,7 +130,7 @@ def numbers_of(settings: list[dict[str | int, Any]], count: int) -> list[int]:
     lists = [as_kind(group.get("params"), list, "params") for group in settings]
     listed = sorted(as_count(number, "params") for numbers in lists for number in numbers)
     if listed != list(range(count)):
-        raise Corrupt(f"the parameter groups list buffers {listed[:8]}, and {count} are there")
+        raise Corrupt(f"expected {count} buffers, found {listed[:8]} in the parameter groups")
     found = {number: i for i, numbers in enumerate(lists) for number in numbers}
     return [found[number] for number in range(count)]
 
@@ -139,7 +139,7 @@ def counts_of(value: Any, count: int) -> list[int]:
     """Return by group how many ranks have a part of it: a list, or one number for all."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
-        raise Corrupt(f"`partition_count` is of {len(values)} groups, and {count} are there")
+        raise Corrupt(f"`partition_count`: expected {count} groups, found {len(values)}")
     return [as_count(one, "partition_count") for one in values]
 
 
@@ -149,7 +149,7 @@ def paddings_of(value: Any, count: int) -> list[tuple[int, ...]]:
         return [()] * count
     lists = as_kind(value, list, "param_alignment_paddings")
     if len(lists) != count:
-        raise Corrupt(f"`param_alignment_paddings` is of {len(lists)} groups, and {count} are there")
+        raise Corrupt(f"`param_alignment_paddings`: expected {count} groups, found {len(lists)}")
     return [
         tuple(as_count(one, "param_alignment_paddings") for one in as_kind(group, list, "param_alignment_paddings"))
         for group in lists

@@ -92,9 +92,7 @@ def blame(root: Path, name: str, read: Callable[[StateFile], Found]) -> Found:
 def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
     """Raise the error for model states without the files in which ZeRO keeps the optimizer."""
     if is_sharded:
-        message = (
-            "with ZeRO 3, the model's tensors are empty here: their data is in `*_optim_states.pt`, and none is here"
-        )
+        message = "ZeRO 3 keeps the weights in `*_optim_states.pt`, and these files are missing"
         raise Unsupported(message, path=path, hint="copy all files of all ranks to one directory")
     message = "the `*_optim_states.pt` files with the fp32 parameters and the optimizer are missing"
     raise Incomplete(message, path=path, hint="pass this file itself to read its 16-bit weights")
@@ -121,7 +119,7 @@ def lost(
     """Return the partition that a rank must have had."""
     like = next(iter(partitions.values()))
     if len(shapes) != len(like.groups):
-        raise Unsupported(f"{len(like.groups)} groups of parameters, and {len(shapes)} are named")
+        raise Unsupported(f"expected {len(shapes)} groups of parameters (`param_shapes`), found {len(like.groups)}")
     groups = []
     for number, group in enumerate(like.groups):
         known = {of: one.groups[number].masters.box.numel for of, one in partitions.items()}
@@ -143,5 +141,5 @@ def size_in_row(
     fits = all(numel == size for one, numel in known.items() if one != last)
     if rest < 0 or not fits or not rest <= known.get(last, rest) < rest + _ALIGNMENT * count:
         parts = ", ".join(map(str, sorted(known.values())))
-        raise Unsupported(f"ranks have {parts} of {total} elements, and nothing says how many the others had")
+        raise Unsupported(f"ranks have {parts} of {total} elements, and no file says how many the other ranks had")
     return rest if rank == last else size

@@ -44,14 +44,10 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     Reports files that are missing or cannot be read. Nothing says that a moment had a file which is gone.
     """
     models = [blame(root, name, read_model_states) for name in model_files(root, tag)]
-    fused = models[0].auto_layers
-    shapes = [
-        {name: fused[name].whole(shape) if name in fused else shape for name, shape in group.items()}
-        for group in models[0].shapes or ()
-    ]
+    shapes = [{name: whole_shape(models[0], name, group[name]) for name in group} for group in models[0].shapes or ()]
     for model in models[1:]:
         for known, group in zip(shapes, model.shapes or (), strict=False):
-            known.update(group)
+            known.update({name: whole_shape(model, name, shape) for name, shape in group.items()})
     expert = next((name for group in shapes for name in group if without_number(name)), None)
     if expert is not None:
         message = "expected an expert's number in the model, found its number on one rank, which several experts share"
@@ -65,7 +61,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
         for what, path in {MASTER: join(tag, ZERO, name, f"{MASTER}.pt"), **there}.items():
             put_file(gathering, root, path, name, what, shape, report)
         trained[name] = gathering.flat.tensors[f"{MODEL}.{name}"]
-    for model in models:
+    for model in models[:1] if models[0].slices is not None else models:
         put_rest(gathering, model, trained)
     described |= set(put_untrained(gathering, root, tag, trained, report))
     path = join(tag, ZERO, OPTIMIZER)
@@ -79,6 +75,13 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     flat = gathering.flat
     files = tuple(sorted(described | {path} | ({POINTER} if tag else set())))
     return Layout(root, NAME, flat.tensors, flat.blobs, flat.keys, descriptions=files, twins=gathering.twins)
+
+
+def whole_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
+    """Return the shape of a parameter of which a rank had `shape`: of fused experts, or in tensor parallelism."""
+    if model.slices is not None:
+        return model.slices.of(name).shape
+    return model.auto_layers[name].whole(shape) if name in model.auto_layers else shape
 
 
 def join(*names: str) -> str:
@@ -140,7 +143,7 @@ def shaped(stored: StoredTensor, shape: Shape, *, is_free: bool = False) -> Stor
         return stored
     (chunk,) = stored.chunks
     if stored.spec.shape != (prod(shape),) or chunk.strides is not None:
-        raise Corrupt(f"a tensor of shape {list(stored.spec.shape)}, and `param_shapes` has {list(shape)}")
+        raise Corrupt(f"expected [{prod(shape)}] (`param_shapes`), found {list(stored.spec.shape)}")
     return StoredTensor(Spec(stored.spec.dtype, shape), (chunk._replace(box=whole(shape)),))
 
 
@@ -151,6 +154,8 @@ def put_rest(gathering: Gathering, model: ModelStates, trained: Mapping[str, Sto
             gathering.put((MODEL, alias), trained[name])
     for entry, value in (model.module or {}).items():
         known = trained.get(str(entry)) or trained.get(model.aliases.get(str(entry), ""))
+        if known is not None and model.slices is not None:
+            continue  # a rank's slice of the rounded copy
         if known is not None:
             put_copy(gathering, model.flattening, str(entry), value, known)
         elif not (is_tensor(value) and as_tensor(value).shape == (0,) and entry not in model.buffers):
@@ -193,7 +198,9 @@ def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Seq
             settings: Settings = as_dict(group, "param_groups")
             numbers = [as_count(number, "params") for number in as_kind(settings.get("params"), list, "params")]
             if any(number >= len(shapes) for number in numbers):
-                raise Corrupt(f"the parameter groups list buffers {numbers[:8]}, and {len(shapes)} are named")
+                raise Corrupt(
+                    f"expected {len(shapes)} buffers (`param_shapes`), found {numbers[:8]} in the parameter groups"
+                )
             gathering.put_group(flattening, i, settings, [name for number in numbers for name in shapes[number]])
         for number, named in enumerate(shapes):
             step = as_dict(states[number], "state").get(STEP) if number in states else None

@@ -1,4 +1,4 @@
-"""Take values of the expected kinds out of what was pickled; anything else is the files' fault. Opens no file."""
+"""Take values of the expected types out of a pickle, or raise an error that names the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_dict(value: Any, what: str) -> dict[str | int, Any]:
     """Return the members of what would be a dict, by text or number."""
     pairs = pairs_of(value)
     if pairs is None or not all(isinstance(key, (str, int)) for key, _ in pairs):
-        raise Corrupt(f"`{what}` is {describe(value)}, not a dict by name or number")
+        raise Corrupt(f"`{what}`: expected a dict by name or number, found {describe(value)}")
     return dict(pairs)
 
 
@@ -31,14 +31,14 @@ def dict_or_none(value: Any, what: str) -> dict[str | int, Any]:
 def as_kind(value: Any, kind: type[Kind], what: str) -> Kind:
     """Return a value of this very kind."""
     if type(value) is not kind:
-        raise Corrupt(f"`{what}` is {describe(value)}, not `{kind.__name__}`")
+        raise Corrupt(f"`{what}`: expected `{kind.__name__}`, found {describe(value)}")
     return value
 
 
 def as_count(value: Any, what: str) -> int:
     """Return a number that is 0 or more."""
     if as_kind(value, int, what) < 0:
-        raise Corrupt(f"`{what}` is {value}")
+        raise Corrupt(f"`{what}`: expected 0 or more, found {value}")
     return int(value)
 
 
@@ -51,7 +51,7 @@ def shapes_in(value: Any, what: str) -> dict[str, Shape]:
             if len(checked) > _MOST_AXES:
                 raise ValueError("shape")
         except ValueError as error:
-            raise Corrupt(f"`{what}` has {describe(shape)} instead of a shape", tensor=str(name)) from error
+            raise Corrupt(f"`{what}`: expected a shape, found {describe(shape)}", tensor=str(name)) from error
     return found
 
 

@@ -1,4 +1,4 @@
-"""Arrange the files of a universal checkpoint, with room for the data of its tensors. Writes no file.
+"""Arrange the files of a universal checkpoint, with room for the data of its tensors.
 
 ZeRO 1 and 2 look for other model states than ZeRO 3, and read hyperparameters and step elsewhere in the optimizer's
 file: both are made.
@@ -63,7 +63,7 @@ class UniversalEntries:
             )
         if not found.states:
             hint = "convert it with an optimizer by name, or write another format"
-            raise Mismatch("there is no optimizer state by parameter name", path=wanted.root, hint=hint)
+            raise Mismatch("expected optimizer states by parameter name, found none", path=wanted.root, hint=hint)
         return found
 
     def tied(self, wanted: Layout) -> dict[str, str]:
@@ -172,7 +172,7 @@ def groups_of(wanted: Layout, entries: UniversalEntries) -> tuple[list[dict[str,
     names = [group.pop("params", None) for group in groups]
     listed = [name for group in names if isinstance(group, list) for name in group]
     if None in names or sorted(map(str, listed)) != sorted(entries.states):
-        message = f"the optimizer's groups list {len(listed)} parameters, and {len(entries.states)} have a state"
+        message = f"expected a state for {len(listed)} parameters (optimizer groups), found {len(entries.states)}"
         raise Mismatch(message, path=wanted.root, hint="pass a checkpoint whose optimizer has names in all groups")
     return groups, names
 

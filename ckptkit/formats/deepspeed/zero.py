@@ -1,4 +1,4 @@
-"""Join the ranks' partitions of ZeRO to parameters by name, each with its master and its moments. Opens no file.
+"""Join the ranks' partitions of ZeRO to parameters by name, each with its master and its moments.
 
 ZeRO 1 and 2: the ranks' buffers of a group make up one row, in which the parameters follow one another in the order of
 `param_shapes`; the row is padded at its end, and the masters are saved without that padding. ZeRO 3: of each parameter
@@ -18,6 +18,7 @@ from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.deepspeed.experts import ExpertFiles, fleets
 from ckptkit.formats.deepspeed.partitions import Partition, PartitionedGroup
 from ckptkit.formats.deepspeed.pieces import RankRun, join, runs_in_row, runs_of_each, share_of
+from ckptkit.formats.deepspeed.tensor_parallel import SlicedParameter
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.axes import concatenate
 from ckptkit.tensors.box import Shape
@@ -51,7 +52,7 @@ def parameters_of(
     first = partitions[0]
     for partition in partitions:
         if len(partition.groups) != len(shapes) or partition.cuts_each != first.cuts_each:
-            message = f"{len(partition.groups)} groups of parameters, and {len(shapes)} are named"
+            message = f"expected {len(shapes)} groups of parameters (`param_shapes`), found {len(partition.groups)}"
             raise Corrupt(message, path=root / partition.path, hint=_HINT)
     if first.cuts_each and experts is not None:
         raise Unsupported("experts with ZeRO 3", path=root / first.path)
@@ -71,16 +72,28 @@ def join_ranks(parts: Sequence[ZeroParameter]) -> ZeroParameter:
     return replace(parts[0], master=concatenate([part.master for part in parts], 0), moments=moments)
 
 
+def join_slices(parts: Sequence[ZeroParameter], sliced: SlicedParameter) -> ZeroParameter:
+    """Return the parameter of which ranks of tensor parallelism have slices. Raises `Corrupt` if moments differ."""
+    first = parts[0]
+    if any(part.moments.keys() != first.moments.keys() or part.settings != first.settings for part in parts):
+        raise Corrupt("the ranks of tensor parallelism have different states of it", tensor=first.name)
+    moments = {what: sliced.join([part.moments[what] for part in parts]) for what in first.moments}
+    return replace(first, master=sliced.join([part.master for part in parts]), moments=moments)
+
+
 def check_alike(groups: Sequence[PartitionedGroup], partitions: Sequence[Partition], root: Path) -> None:
     """Raise `Corrupt` unless every rank has the same of a group, in as many parts as there are files."""
     first = groups[0]
     for group, partition in zip(groups, partitions, strict=True):
         path = root / partition.path
         if group.ranks != len(groups):
-            message = f"a group of parameters is cut for {group.ranks} ranks, and {len(groups)} have files here"
+            message = f"expected files of {group.ranks} ranks for a group of parameters, found {len(groups)}"
             raise Unsupported(message, path=path, hint=_HINT)
         if group.moments.keys() != first.moments.keys() or group.values.keys() != first.values.keys():
-            message = f"the optimizer's state is not that of `{partitions[0].path}`: {sorted(group.moments)}"
+            message = (
+                f"expected the optimizer states {sorted(first.moments)} as in `{partitions[0].path}`, "
+                f"found {sorted(group.moments)}"
+            )
             raise Corrupt(message, path=path, hint=_HINT)
         if (group.paddings, group.settings) != (first.paddings, first.settings):
             raise Corrupt(
@@ -95,7 +108,7 @@ def cut_row(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root
     """Yield the parameters of a group of ZeRO 1 or 2."""
     paddings = groups[0].paddings or (0,) * len(named)
     if len(paddings) != len(named):
-        message = f"`param_alignment_paddings` is of {len(paddings)} parameters, and {len(named)} are named"
+        message = f"`param_alignment_paddings`: expected {len(named)} parameters, found {len(paddings)}"
         raise Corrupt(message, path=root / groups[0].masters.path)
     size = groups[0].masters.box.numel
     at = end = 0
@@ -113,10 +126,12 @@ def check_row(buffers: Sequence[Chunk], needed: int, root: Path) -> None:
     for buffer in buffers[1:]:
         numel = buffer.box.numel
         if numel > size or (numel < size and buffer is not buffers[-1]):
-            message = f"a buffer of {numel} elements, where `{buffers[0].path}` has one of {size}"
+            message = f"expected a buffer of {size} elements as in `{buffers[0].path}`, found {numel}"
             raise Corrupt(message, path=root / buffer.path, hint=_HINT)
     if not needed <= total < needed + _ALIGNMENT * len(buffers):
-        message = f"the named parameters have {needed} elements, the buffers of {len(buffers)} ranks {total}"
+        message = (
+            f"expected {needed} elements of the named parameters, found {total} in the buffers of {len(buffers)} ranks"
+        )
         raise Corrupt(message, path=root / buffers[0].path, hint=_HINT)
 
 
@@ -126,7 +141,7 @@ def cut_each(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], roo
     needed = sum(share_of(prod(shape), ranks) for shape in named.values())
     for buffer in (buffer for buffers in buffers_of(groups) for buffer in buffers):
         if buffer.box.numel != needed:
-            message = f"one of {ranks} ranks has {needed} elements of the named parameters, here are {buffer.box.numel}"
+            message = f"expected {needed} elements on each of {ranks} ranks, found {buffer.box.numel}"
             hint = f"{_HINT}; ckptkit does not read MiCS, which shards among fewer ranks"
             raise Corrupt(message, path=root / buffer.path, hint=hint)
     at = 0

@@ -1,1 +1,1 @@
-"""Handle the shards of fairscale's FullyShardedDataParallel: flat parameters that say what they are made of."""
+"""The shards of fairscale's FullyShardedDataParallel: flat parameters with a list of their parts."""

@@ -83,7 +83,9 @@ def find(path: Path, report: Report) -> list[str]:
     names = sorted({match["name"] for match in matches})
     if len(names) != 1:
         hint = "move each checkpoint to a directory of its own"
-        raise Unsupported(f"shards of {len(names)} checkpoints: {', '.join(names[:8])}", path=path, hint=hint)
+        raise Unsupported(
+            f"expected shards of one checkpoint, found {len(names)}: {', '.join(names[:8])}", path=path, hint=hint
+        )
     found = {int(match["rank"]): match[0] for match in matches}
     check_count(path, 1 + max(found))
     for rank in (rank for rank in range(max(found)) if rank not in found):
@@ -94,7 +96,7 @@ def find(path: Path, report: Report) -> list[str]:
 def check_count(path: Path, count: int) -> None:
     """Raise `Corrupt` for more ranks than any job has."""
     if count > _MOST:
-        raise Corrupt(f"shards of {count} ranks", path=path)
+        raise Corrupt(f"expected shards of at most {_MOST} ranks, found {count}", path=path)
 
 
 def missing(path: Path) -> Incomplete:

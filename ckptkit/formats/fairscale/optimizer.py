@@ -1,4 +1,4 @@
-"""Name the states of an optimizer that numbers flat parameters, and cut them as these are. Opens no file.
+"""Name the states of an optimizer that numbers flat parameters, and cut them as these are.
 
 Source: fairscale/nn/data_parallel/fsdp_optim_utils.py and fairseq/trainer.py. Each rank saves its own `state_dict()`:
 the number of a state is that of the flat parameter in the model's order, which is that of the descriptions, and each

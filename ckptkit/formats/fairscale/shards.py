@@ -1,4 +1,4 @@
-"""Cut the flat parameters of all ranks into those that they are made of. Opens no file.
+"""Cut the flat parameters of all ranks into the original parameters.
 
 Source: fairscale/nn/data_parallel/fully_sharded_data_parallel.py, `local_metadata_dict` and
 `consolidate_shard_weights`: each rank has an equal piece of a flat parameter, the last ones with padding at the end,

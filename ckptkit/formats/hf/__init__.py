@@ -1,1 +1,1 @@
-"""Hold safetensors, as Hugging Face lays them out."""
+"""Safetensors, as Hugging Face lays them out."""

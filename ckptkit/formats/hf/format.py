@@ -251,7 +251,7 @@ def find_only(path: Path, present: set[str]) -> str:
     names = sorted(name for name in present if name.endswith(_SUFFIX))
     if len(names) != 1:
         raise Unsupported(
-            f"{len(names)} safetensors files and no index that says which belong together",
+            f"expected an index of the {len(names)} safetensors files, found none",
             path=path,
             hint=f"pass one of them: {', '.join(names[:4])}",
         )
@@ -268,11 +268,11 @@ def check_index(
     for name, file in places.items():
         files = [chunk.path for chunk in found.get(name, ())]
         if files != [file] and file not in unread:
-            where = f"it is in {' and '.join(f'`{file}`' for file in files)}" if files else "it is in no file"
-            report(Corrupt(f"the index places the tensor in `{file}`, but {where}", path=path, tensor=name))
+            where = f"found it in {' and '.join(f'`{file}`' for file in files)}" if files else "found it in no file"
+            report(Corrupt(f"expected the tensor in `{file}` (index), {where}", path=path, tensor=name))
     for name in found:
         if name not in places:
-            message = f"`{found[name][0].path}` holds a tensor that the index does not name"
+            message = f"`{found[name][0].path}` contains a tensor that the index does not list"
             report(Corrupt(message, path=path, tensor=name))
 
 

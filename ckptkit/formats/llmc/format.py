@@ -94,12 +94,12 @@ def find_states(path: Path, report: Report) -> dict[str, State | None]:
     states = read_each(root, dict(sorted(found.items())), lambda _, name: read_state(root / name), report)
     ranks = next((state.ranks for state in states.values()), len(found))
     if len(found) > ranks:
-        raise Corrupt(f"the states of {ranks} ranks belong to this model; there are {len(found)}", path=path)
+        raise Corrupt(f"expected the states of {ranks} ranks, found {len(found)}", path=path)
     missing = [rank for rank in range(min(ranks, len(found) + _MOST)) if rank not in found]
     found |= {rank: f"state_{match[1]}_{rank:05d}.bin" for rank in missing}
     if missing:
         names = ", ".join(found[rank] for rank in missing[:8])
-        message = f"the states of {ranks} ranks belong to this model; missing: {names}"
+        message = f"expected the states of {ranks} ranks; missing: {names}"
         path = root / found[missing[0]]
         (report if len(found) == ranks else refuse)(Incomplete(message, path=path, ranks=missing))
     return {name: states.get(rank) for rank, name in sorted(found.items())}
@@ -110,8 +110,8 @@ def check_same_step(root: Path, files: list[str], states: Mapping[str, State]) -
     one, first = next(iter(states.items()))
     for file, state in states.items():
         if state != first._replace(rank=files.index(file)):
-            message = f"it is of rank {state.rank} of {state.ranks} at step {state.step}"
-            raise Corrupt(f"{message}, `{one}` of {first.ranks} at {first.step}", path=root / file)
+            message = f"expected {first.ranks} ranks at step {first.step} as in `{one}`"
+            raise Corrupt(f"{message}, found {state.ranks} at {state.step} (rank {state.rank})", path=root / file)
 
 
 def read_model(path: Path, report: Report) -> tuple[Config, dict[str, StoredTensor]]:
@@ -127,6 +127,6 @@ def read_model(path: Path, report: Report) -> tuple[Config, dict[str, StoredTens
         at += length
     size = file_size(path)
     if size != at:
-        problem = Corrupt(f"the file has {size} bytes, its header describes {at}", path=path, offset=min(size, at))
+        problem = Corrupt(f"expected {at} bytes (header), found {size}", path=path, offset=min(size, at))
         (report if size < at else refuse)(problem)
     return config, found

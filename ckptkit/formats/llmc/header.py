@@ -1,4 +1,4 @@
-"""Read the headers of llm.c's files: 256 integers of 32 bits, of which the first says what follows.
+"""Read the headers of llm.c's files: 256 integers of 32 bits.
 
 Source: karpathy/llm.c, train_gpt2.cu, gpt2_write_to_checkpoint and save_state; train_gpt2.py, write_model.
 """
@@ -60,7 +60,7 @@ def read_config(path: Path) -> tuple[Config, DType]:
         raise Corrupt("expected the header of a model", path=path)
     if numbers[1] not in _DTYPES:
         hint = "write it again with llm.c's `train_gpt2.py`"
-        raise Unsupported(f"version {numbers[1]} of llm.c's models; 3 and 5 are known", path=path, hint=hint)
+        raise Unsupported(f"expected version 3 or 5 of llm.c's models, found {numbers[1]}", path=path, hint=hint)
     config = Config(*numbers[2:8])
     if not all(0 < number < _MOST for number in config) or config.padded_vocab_size < config.vocab_size:
         raise Corrupt(f"the sizes of the model are impossible: {config._asdict()}", path=path)
@@ -73,7 +73,7 @@ def read_state(path: Path) -> State:
     if numbers[:1] != (STATE,):
         raise Corrupt("expected the header of an optimizer state", path=path)
     if numbers[1] != 1:
-        raise Unsupported(f"version {numbers[1]} of llm.c's states; 1 is known", path=path)
+        raise Unsupported(f"expected version 1 of llm.c's states, found {numbers[1]}", path=path)
     ranks, rank, has_masters, is_shuffled = numbers[2:6]
     if not 0 <= rank < ranks < _MOST or has_masters not in (0, 1) or is_shuffled not in (0, 1):
         raise Corrupt(f"the numbers of this rank are impossible: {numbers[2:6]}", path=path)

@@ -144,6 +144,7 @@ def check_same_job(job: Job) -> None:
         ):
             if one != other:
                 message = (
-                    f"its {what} is {other}, that of `{first.path}` {one}: this directory mixes files of several saves"
+                    f"expected {what} {one} as in `{first.path}`, found {other}: this directory mixes "
+                    "files of several saves"
                 )
                 raise Corrupt(message, path=job.root / saved.path)

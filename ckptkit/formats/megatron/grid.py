@@ -97,13 +97,15 @@ def place(
     missing = {rank: name_of(rank, length, has_stages) for rank in islice((r for r in ranks if r not in found), _MOST)}
     if count:
         names = ", ".join(islice(missing.values(), 8))
-        problem = Incomplete(f"{count} of {prod(sizes)} ranks are missing: {names}", path=root, hint=ELSEWHERE)
+        problem = Incomplete(
+            f"the files of {count} of {prod(sizes)} ranks are missing: {names}", path=root, hint=ELSEWHERE
+        )
         (report if count <= _MOST else refuse)(problem)
     if more:
         names = ", ".join(found[rank] for rank in more[:8])
         shape = f"{sizes.tensor} x {sizes.stages} x {sizes.experts}"
         hint = "move the files of the other job to another directory"
-        raise Corrupt(f"{names} beside the {shape} ranks that the files name", path=root, hint=hint)
+        raise Corrupt(f"expected {shape} ranks, as the files say, found these too: {names}", path=root, hint=hint)
     return found | missing
 
 
@@ -116,7 +118,7 @@ def as_rank(numbers: tuple[int, ...], has_stages: bool) -> Rank:
             return Rank(tensor, other, 0) if has_stages else Rank(tensor, 0, other)
         case (tensor, stage, expert):
             return Rank(tensor, stage, expert)
-    raise Unsupported(f"a directory of a rank with {len(numbers)} numbers in its name")
+    raise Unsupported(f"expected 1 to 3 numbers in the name of a rank's directory, found {len(numbers)}")
 
 
 def name_of(rank: Rank, length: int, has_stages: bool) -> str:

@@ -1,4 +1,4 @@
-"""Join what all ranks have saved into the tensors of one model, and of its optimizer where that is certain."""
+"""Join the files of all ranks into the tensors of one model, and of its optimizer where that is certain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptkit.layout import Chunk, StoredTensor
 _GROUPED = (".experts.weight1", ".experts.weight2")
 _COUNTED = ".local_tokens_per_expert"
 
-HeldByRank = Mapping[
+TensorsByRank = Mapping[
     Rank, Mapping[int, Mapping[str, StoredTensor]]
 ]  # what ranks have of runs of layers, by local names
 
@@ -65,7 +65,7 @@ class Job:
         self.check_layers(joined)
         return joined
 
-    def join(self, held: HeldByRank) -> dict[str, JoinedTensor]:
+    def join(self, held: TensorsByRank) -> dict[str, JoinedTensor]:
         """Return what ranks have for the parameters of the model, such as these themselves, by their names in it."""
         found: dict[str, JoinedTensor] = {}
         for run, stage in self.runs:
@@ -78,7 +78,7 @@ class Job:
                         raise error.blame(path=self.root, tensor=name) from None
         return found
 
-    def parts_of(self, held: HeldByRank, run: int, first: Rank) -> Iterator[tuple[str, str, list[StoredTensor]]]:
+    def parts_of(self, held: TensorsByRank, run: int, first: Rank) -> Iterator[tuple[str, str, list[StoredTensor]]]:
         """Yield each tensor of a run of layers: its name in the model, its local one, and each tensor rank's part."""
         found = [held[first._replace(tensor=i)].get(run, {}) for i in range(self.sizes.tensor)]
         for i, one in enumerate(found):
@@ -109,8 +109,10 @@ class Job:
             return CURRENT
         if self.sizes.tensor == 1:
             return recorded
-        message = f"checkpoint version {recorded}: how the queries, keys and values of {self.sizes.tensor} ranks lie"
-        message += " depends on the number of heads, which `args` do not say"
+        message = (
+            f"checkpoint version {recorded}: `args` do not give the number of heads, which says how {self.sizes.tensor}"
+        )
+        message += " ranks store queries, keys and values"
         hint = "load the checkpoint with a Megatron-LM that reads this version, and save it again"
         raise Unsupported(message, path=self.root / first.path, hint=hint)
 

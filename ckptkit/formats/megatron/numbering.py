@@ -70,12 +70,14 @@ def pick(numbers: range, text: str) -> int:
     """Return the one of the numbers that a local number means. Raises `Corrupt` if the first rank had not as many."""
     local = as_number(text)
     if local >= len(numbers):
-        raise Corrupt(f"number {local} of {len(numbers)} layers or experts that the first of these ranks has")
+        raise Corrupt(
+            f"expected {len(numbers)} layers or experts, as the first of these ranks has, found number {local}"
+        )
     return numbers[local]
 
 
 def as_number(text: str) -> int:
     """Return the number of a layer or an expert. Raises `Corrupt` for one that no model has."""
     if len(text) > 8 or int(text) >= _MOST:
-        raise Corrupt(f"a layer or expert with the number {text[:20]}")
+        raise Corrupt(f"expected numbers of layers and experts below {_MOST}, found {text[:20]}")
     return int(text)

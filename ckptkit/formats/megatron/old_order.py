@@ -31,7 +31,7 @@ def in_new_order(tensor: StoredTensor, local: str, version: float, heads: int) -
     if match is None or version >= CURRENT:
         return tensor
     if version not in (0, 1):
-        raise Unsupported(f"checkpoint version {version}; 0, 1 and those since {CURRENT} are known")
+        raise Unsupported(f"expected checkpoint version 0, 1, {CURRENT} or later, found {version}")
     fused = 3 if match[1] == "query_key_value" else 2
     width, rest = divmod(tensor.spec.shape[0], fused * heads)
     if rest:

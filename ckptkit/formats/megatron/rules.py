@@ -57,7 +57,9 @@ def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str
         raise Unsupported(message, tensor=name)
     rows, inner = specs[name].shape[0], second.shape[1]
     if rows not in (inner, 2 * inner):
-        raise Corrupt(f"it has {rows} rows on each rank, and the layer after it {inner} columns", tensor=name)
+        raise Corrupt(
+            f"expected {inner} or {2 * inner} rows on each rank (columns of the next layer), found {rows}", tensor=name
+        )
     return BY_HALVES if rows == 2 * inner else BY_ROWS
 
 
@@ -68,7 +70,7 @@ def rule_for_narrowed(rows: int, ranks: int, sizes: Sequence[object]) -> JoinRul
     any other has rows on each.
     """
     if not all(type(size) is int for size in sizes):
-        raise Unsupported("cannot tell whether every rank has all of it: the job's `args` do not say its size")
+        raise Unsupported("the job's `args` do not give the size: cannot tell whether every rank has the whole tensor")
     wanted = sum(size for size in sizes if isinstance(size, int))
     if wanted not in (rows, rows * ranks):
         raise Corrupt(f"expected {wanted} rows in all (the job's `args`), found {rows} on each of {ranks} ranks")

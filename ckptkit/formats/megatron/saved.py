@@ -1,4 +1,4 @@
-"""Hold one rank's file of torch.save: its arguments, its model by name, its optimizer, and all else that is in it."""
+"""One rank's file of torch.save: its arguments, model, optimizer and other entries."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class SavedRank:
         sizes = GridSizes(tensor, stages, experts if type(experts) is int else 1)
         if min(sizes) < 1:
             raise Corrupt(
-                f"the numbers of ranks are impossible: {' x '.join(map(str, sizes))}", path=self.root / self.path
+                f"expected at least 1 rank along each axis, found {' x '.join(map(str, sizes))}",
+                path=self.root / self.path,
             )
         return sizes
 
@@ -119,11 +120,11 @@ def check_arguments(saved: SavedRank, sizes: GridSizes) -> None:
     groups = args.get("num_query_groups")
     if args.get("group_query_attention") and isinstance(groups, int) and groups < sizes.tensor:
         raise Unsupported(
-            f"fewer groups of queries, {groups}, than the {sizes.tensor} ranks that share them", path=path
+            f"expected at least {sizes.tensor} groups of queries, one for each rank, found {groups}", path=path
         )
     expert_ranks = args.get("expert_tensor_parallel_size")
     if args.get("num_experts") and isinstance(expert_ranks, int) and expert_ranks != sizes.tensor:
-        message = f"experts are split over {expert_ranks} ranks, the rest over {sizes.tensor}"
+        message = f"expected experts split over {sizes.tensor} ranks like the other tensors, found {expert_ranks}"
         raise Unsupported(message, path=path)
 
 

@@ -1,4 +1,4 @@
-"""Open arrays of zarr with tensorstore, and find their cells: the boxes that each lie in one compressed piece.
+"""Open arrays of zarr with tensorstore, and find their cells: boxes that are each one compressed piece.
 
 Source: google/tensorstore, its drivers `zarr`, `zarr3` and `ocdbt`. Cells have no checksums; the nodes of OCDBT that
 say where cells lie have a CRC-32C, which tensorstore compares.

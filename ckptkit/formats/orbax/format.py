@@ -53,7 +53,7 @@ class Orbax(FormatReader):
         if NAME not in names:
             report(Incomplete(f"no `{NAME}`: it lists the arrays", path=path, hint="use another checkpoint"))
         elif read_metadata(path).is_ocdbt and MANIFEST not in names:
-            report(Incomplete("no such file", path=path / MANIFEST, hint="use another checkpoint"))
+            report(Incomplete("the file is missing", path=path / MANIFEST, hint="use another checkpoint"))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the tree in directory `path`.

@@ -1,4 +1,4 @@
-"""Read `_METADATA`, the JSON in which orbax lists what a tree of arrays holds.
+"""Read `_METADATA`, the JSON in which orbax lists the arrays of a tree.
 
 Source: orbax/checkpoint/_src/metadata/tree.py and _src/tree/types.py, of orbax-checkpoint 0.12.8.
 """

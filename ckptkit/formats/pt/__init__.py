@@ -1,1 +1,1 @@
-"""Hold checkpoints that are one file of torch.save."""
+"""Checkpoints that are one file of torch.save."""

@@ -2,7 +2,7 @@
 
 Source: torch/serialization.py. A pickle nests dicts and lists down to tensors, each a view of a storage that lies
 uncompressed in the same file: an archive, or what torch wrote before version 1.6. The pickle is read and written
-inertly: what it would import or call is never more than a name, so any name may occur in it. Reads no tensor data.
+inertly: what it would import or call is never more than a name, so any name may occur in it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # what trainers leave beside the model, and is none
 _BESIDE = re.compile(
     r"(optim|distrib_optim|(lr_)?scheduler|scaler|sampler|rng_state|random_states|training_args|dl_state_dict|meta\."
-    r"|(latest_)?train_state|common\.pt$|data\.pt$)"
+    r"|(latest_)?train_state|(trainer|fully_async)_state\.pt$|(common|data|rng)\.pt$|global_dataset_state_dict"
+    r"|(adapter_megatron|training_state)_rank)"
 )
 
 
@@ -132,5 +133,7 @@ def choose_file(path: Path) -> Path:
         return files[0]
     names = ", ".join(file.name for file in files[:8])
     raise Unsupported(
-        f"{len(files)} torch.save files and no `{MAIN}`: {names}", path=path, hint="pass the file that you want"
+        f"expected one torch.save file, or `{MAIN}`, found {len(files)}: {names}",
+        path=path,
+        hint="pass the file that you want",
     )

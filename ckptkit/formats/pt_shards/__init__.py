@@ -1,1 +1,1 @@
-"""Handle torch.save files of which there are several, with an index that says which tensor is in which."""
+"""Several files of torch.save, with an index that says which tensor is in which file."""

@@ -1,4 +1,4 @@
-"""Read torch.save files of which there are several, by the index beside them: a model, or an optimizer by numbers.
+"""Read several files of torch.save by their index: a model, or an optimizer by numbers.
 
 Source: transformers' `save_pretrained(safe_serialization=False)`, `pytorch_model.bin.index.json`; and of optimizers
 colossalai/checkpoint_io/general_checkpoint_io.py, `pytorch_optim.bin.index.json`, whose metadata name a file with the
@@ -103,11 +103,14 @@ def find_index(path: Path) -> Index:
     names = sorted(filter(_INDEX.fullmatch, names_in(path)))
     numbered = next(filter(None, map(_NUMBERED.fullmatch, sorted(names_in(path)))), None)
     if not names and numbered:
-        message = f"no `{numbered[1]}.{numbered[2]}.index.json` is here to say which files belong with `{numbered[0]}`"
+        message = (
+            f"expected `{numbered[1]}.{numbered[2]}.index.json`, which lists the files beside "
+            f"`{numbered[0]}`; found none"
+        )
         raise Incomplete(message, path=path, hint=ELSEWHERE)
     models = [name for name in names if "optim" not in name]
     if len(models or names) != 1:
-        message = f"{len(names)} indices of torch.save files: {', '.join(names[:4])}"
+        message = f"expected one index of torch.save files, found {len(names)}: {', '.join(names[:4])}"
         raise Unsupported(message, path=path, hint="move each model's files to a directory of its own")
     name = (models or names)[0]
     places, metadata = read_index(path / name)
@@ -129,7 +132,7 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
         flattening = Flattening(state.entries, file)
         children = flattening.children(state.value)
         if children is None:
-            raise Unsupported(f"the file holds {describe(state.value)}, not a state dict")
+            raise Unsupported(f"expected a state dict, found {describe(state.value)}")
         if file != index.groups:
             compare_names(index, file, children, report)
         flattening.add_all(children, above)

@@ -1,4 +1,4 @@
-"""Take from the files of one rank how files of ranks are to be written: their names, the mesh, and what is spread."""
+"""Take from the files of one rank how to write files of ranks: names, mesh, and placements."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ class Example:
         """Return the mesh of `world` ranks: the first axis has what the others leave."""
         rest = self.grid.shape[1:]
         if world % prod(rest):
-            message = f"the mesh has axes of {' and '.join(map(str, rest))} ranks besides the first"
-            raise Unsupported(
-                f"{message}, and {world} is not a multiple of their product", hint=f"pass a multiple of {prod(rest)}"
+            message = (
+                f"expected a multiple of {prod(rest)} ranks (axes of the mesh: "
+                f"{' x '.join(map(str, rest))}), found {world}"
             )
+            raise Unsupported(message, hint=f"pass a multiple of {prod(rest)}")
         return self.grid._replace(shape=(world // prod(rest), *rest))
 
 

@@ -1,4 +1,4 @@
-"""Know what the files of ranks are called: which hold the model, which the optimizer and which the rest. Opens none."""
+"""Parse the names of the files of ranks: model, optimizer and the rest."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]], report: 
     """Return the files as those of one checkpoint."""
     worlds = sorted({int(match["world"]) for *_, match in found if "world" in match.re.groupindex})
     if len(worlds) > 1:
-        message = f"files of runs with {' and '.join(map(str, worlds))} ranks are in one directory"
+        message = f"expected files of one run, found files of runs with {' and '.join(map(str, worlds))} ranks"
         raise Corrupt(message, hint="move the files of the earlier run to another directory")
     labels = sorted({match["set"] for _, kind, match in found if kind == MODEL})
     if len(labels) > 1:
         names = ", ".join(next(name for name, _, match in found if match["set"] == label) for label in labels[:4])
         raise Unsupported(
-            f"this directory has files of {len(labels)} models: {names}",
+            f"expected files of one model, found {len(labels)}: {names}",
             hint="move each model to a directory of its own",
         )
     files: dict[str, dict[int, str]] = {}
@@ -137,5 +137,7 @@ def check_ranks(found: RankFiles, report: Report) -> None:
             names = [found.name_of(kind, rank) for rank in missing]
             report(Incomplete(message, hint=ELSEWHERE, files=names, ranks=missing))
         if len(by_rank) > found.world:
-            message = f"`{by_rank[max(by_rank)]}` belongs to rank {max(by_rank)}, but there are {found.world} ranks"
+            message = (
+                f"expected files of {found.world} ranks, found one of rank {max(by_rank)}: `{by_rank[max(by_rank)]}`"
+            )
             raise Corrupt(message, hint="move the file away if it belongs to an earlier run")

@@ -129,7 +129,7 @@ def shapes_of(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape 
     for (number, what), count in of_moment.items():
         if found.setdefault(number, count) != count:
             raise Corrupt(
-                f"the pieces of `{what}` of parameter {number} are {count} numbers, of another moment {found[number]}"
+                f"expected {found[number]} numbers in the pieces of `{what}` of parameter {number}, found {count}"
             )
     return found
 

@@ -1,4 +1,4 @@
-"""Join the files of the ranks' optimizers, with the names of parameters where they had numbers. Opens no file."""
+"""Join the files of the ranks' optimizers, with the names of parameters where they had numbers."""
 
 from __future__ import annotations
 

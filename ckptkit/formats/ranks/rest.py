@@ -1,4 +1,4 @@
-"""Join the ranks' files with the rest of a training: what all ranks share once, and what is each rank's own by rank."""
+"""Join the rest of the ranks' files: common entries once, and each rank's own entries by rank."""
 
 from __future__ import annotations
 

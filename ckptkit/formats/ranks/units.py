@@ -1,4 +1,4 @@
-"""Name the states of an optimizer whose parameters are FSDP1's flat ones: of each wrapped module all in one.
+"""Name the states of an optimizer over FSDP1's flat parameters, one for each wrapped module.
 
 Source: torch/distributed/fsdp/_flat_param.py, with `use_orig_params=False`. The root's flat parameter comes first,
 then those of the modules wrapped in it; in each the parameters follow one another as the model has them, and each rank

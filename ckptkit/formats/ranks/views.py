@@ -1,4 +1,4 @@
-"""Leave out what is in a file twice: the pieces of flat parameters that it has under the names of parameters, too.
+"""Leave out the duplicates in a file: views of flat parameters under the names of parameters.
 
 Source: torch/distributed/fsdp/_state_dict_utils.py, `_local_post_state_dict_hook`, with `use_orig_params=True`: a
 rank's piece of each parameter, flattened, is a view of the flat parameter beside it.

@@ -1,4 +1,4 @@
-"""Write the files of ranks: arrange what each holds of every tensor, with room for the data, and seal them after it.
+"""Write the files of ranks: arrange each rank's part of every tensor, and seal the files after the data.
 
 Each rank's file has DTensors for what is spread, and whole copies of what is not. Of an optimizer that numbers its
 parameters they are numbered through its groups again. What several ranks have alike is filled in one file, and copied
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from ckptkit.tensors.box import Box
 from ckptkit.tensors.placements import Placement, Shard, place
 
 _GROUPS, _PARAMS = "param_groups", "params"
+_WORLD_SIZE = "world_size"  # of SkyRL's states
 _PIECE = 1 << 20  # bytes copied at once
 
 
@@ -159,6 +161,8 @@ class RankStorages(Storages):
     def value(self, name: str) -> Any:
         """Return the rank's part of a tensor, or an entry that is none, as `write_pickle.dump` takes it."""
         key = self.wanted.key(name)
+        if key == (_WORLD_SIZE,):
+            return prod(self.writing.grid.shape)
         if key[:2] == (OPTIMIZER, _GROUPS) and key[-1] in (_PARAMS, PARAM_NAMES) and self.writing.numbers:
             names = names_in_group(self.wanted, key[:-1])
             if key[-1] == _PARAMS:
@@ -179,7 +183,7 @@ class RankStorages(Storages):
         grid = self.writing.grid
         held, pieces = place(stored.spec.shape, grid.shape, self.where, placements)
         if len(pieces) > 1:
-            raise Unsupported(f"rank {self.rank} would hold {len(pieces)} pieces of it")
+            raise Unsupported(f"expected one piece of the tensor on rank {self.rank}, found {len(pieces)}")
         local = Spec(stored.spec.dtype, held)
         place_of = stored.chunks or name
         if place_of not in self._local:
@@ -203,7 +207,7 @@ class RankStorages(Storages):
 
 def owner(key: KeyPath) -> int | None:
     """Return the rank whose own an entry is, None if it is all ranks'."""
-    step = str(key[1]) if len(key) > 2 and key[0] not in (MODEL, OPTIMIZER) else ""
+    step = str(key[1]) if len(key) > 1 and key[0] not in (MODEL, OPTIMIZER) else ""
     rank = step.removeprefix("rank_")
     return int(rank) if rank != step and rank.isdecimal() else None
 

@@ -49,8 +49,8 @@ class Placed(NamedTuple):
         if self.held.shape != found:
             where = ", ".join(map(str, self.mesh.coordinate))
             raise Corrupt(
-                f"the rank at ({where}) of a mesh of {list(self.mesh.shape)} should hold {list(found)} of shape "
-                f"{list(self.spec.shape)}, but its tensor is {list(self.held.shape)}"
+                f"expected {list(found)} of shape {list(self.spec.shape)} on the rank at ({where}) of a mesh of "
+                f"{list(self.mesh.shape)}, found {list(self.held.shape)}"
             )
         if len(pieces) > _MOST_PIECES:
             raise Unsupported(f"one rank's part of it lies in {len(pieces)} pieces")
@@ -98,7 +98,7 @@ class Specs:
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise Unsupported("the pickle describes the DTensor in an unknown way") from error
         if any(shard is not None and shard.dim >= len(shape) for shard in placements):
-            raise Corrupt(f"a tensor of shape {list(shape)} is cut along a dimension that it does not have")
+            raise Corrupt(f"a placement shards a dimension that shape {list(shape)} does not have")
         return Placed(Spec(held.dtype, shape), mesh, placements, order, held)
 
     def mesh(self, value: Any) -> Mesh:
@@ -114,7 +114,7 @@ class Specs:
         if known is None:
             known = self.placements[id(value)] = tuple(read_placement(one, mesh) for one in value)
         if len(known) != len(mesh.shape):
-            raise Corrupt(f"a tensor has {len(known)} placements on a mesh of {len(mesh.shape)} axes")
+            raise Corrupt(f"expected {len(mesh.shape)} placements (axes of the mesh), found {len(known)}")
         return known
 
 
@@ -165,7 +165,7 @@ def read_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...]
 def check_meta(value: Any, shape: Shape) -> None:
     """Raise `Corrupt` if the shape in a spec is not that of the tensor."""
     if value is not None and as_shape(value.args[0]) != shape:
-        raise Corrupt(f"the tensor has shape {list(shape)}, but {list(as_shape(value.args[0]))} in its spec")
+        raise Corrupt(f"expected shape {list(as_shape(value.args[0]))} (spec), found {list(shape)}")
 
 
 def chunks_of(placed: Placed, entries: Mapping[str, ZipEntry], path: str) -> list[Chunk]:

@@ -1,4 +1,4 @@
-"""Join what the ranks hold of each tensor to the whole of it. Opens no file."""
+"""Join the parts of each tensor from all ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def join(held: Mapping[int, RankTensor], report: Report, *, may_differ: bool = F
     first, tensor = next(iter(held.items()))
     for rank, other in held.items():
         if other.spec != tensor.spec or type(other.spread) is not type(tensor.spread):
-            message = f"rank {rank} has it as {describe(other)}, rank {first} as {describe(tensor)}"
+            message = f"expected {describe(tensor)} as on rank {first}, found {describe(other)} on rank {rank}"
             raise Corrupt(message, hint="check that all files come from one run")
     if isinstance(tensor.spread, Placed):
         return StoredTensor(tensor.spec, unique(join_placed(held, tensor.spread, report)))
@@ -93,8 +93,10 @@ def join_placed(held: Mapping[int, RankTensor], of_first: Placed, report: Report
         here = (spread.mesh.shape, spread.placements, spread.order)
         there = (of_first.mesh.shape, of_first.placements, of_first.order)
         if here != there:
-            message = f"rank {rank} has it on a mesh of {list(here[0])}, rank {min(held)} on one of {list(there[0])}"
-            raise Corrupt(f"{message}, or placed in another way", hint="check that all files come from one run")
+            message = (
+                f"expected a mesh of {list(there[0])} as on rank {min(held)}, found {list(here[0])} on rank {rank}"
+            )
+            raise Corrupt(f"{message}, or other placements", hint="check that all files come from one run")
     missing = [rank for rank in of_first.mesh.ranks if rank not in held]
     if missing:
         message = f"expected a part of it from {len(of_first.mesh.ranks)} ranks; rank {missing[0]} does not have one"
@@ -123,7 +125,7 @@ def compare(one: int, held: RankTensor, other: int, other_held: RankTensor) -> N
         is_told = None not in (chunk.crc32, again.crc32) and chunk.run is None
         if is_told and chunk.crc32 != again.crc32:
             raise Unsupported(
-                f"ranks {one} and {other} have other numbers under this name, and no file says how to join them",
+                f"the values differ between ranks {one} and {other}, and no file says how to join them",
                 hint="check whether the tensor is local to each rank, like experts or pipeline stages",
             )
 
@@ -134,7 +136,10 @@ def check_same_shards(held: Mapping[int, RankTensor], of_first: ShardedTensor, r
         spread = other.spread
         assert isinstance(spread, ShardedTensor)
         if spread.boxes != of_first.boxes:
-            message = f"rank {rank} knows {len(spread.boxes)} shards, rank {min(held)} {len(of_first.boxes)} or others"
+            message = (
+                f"expected the {len(of_first.boxes)} shards of rank {min(held)}, found {len(spread.boxes)} "
+                f"or others on rank {rank}"
+            )
             raise Corrupt(message, hint="check that all files come from one run")
         if not {chunk.box for chunk in other.chunks} <= set(of_first.boxes):
             raise Corrupt(f"rank {rank} has a shard that the list of all shards does not contain")

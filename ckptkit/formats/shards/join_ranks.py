@@ -54,9 +54,9 @@ def join_ranks(parts: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
     rest = replace_at(first.shape, rule.axis, 1, ())
     for part in parts[1:]:
         if part.spec.dtype != first.dtype or replace_at(part.spec.shape, rule.axis, 1, ()) != rest:
-            raise Corrupt(f"the ranks do not fit together: one has {first}, another {part.spec}")
+            raise Corrupt(f"expected a tensor that fits {first} of another rank, found {part.spec}")
     if len(first.shape) <= rule.axis:
-        raise Corrupt(f"{first} has no axis {rule.axis} that the ranks could split")
+        raise Corrupt(f"expected a tensor that ranks split along axis {rule.axis}, found {first}")
     sections = zip(*(cut_in(part, rule.axis, rule.sections) for part in parts), strict=True)
     joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
@@ -66,7 +66,7 @@ def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
     """Return the copy of the first rank whose file can be read. Raises `Corrupt` if another's is of another kind."""
     for part in parts[1:]:
         if part.spec != parts[0].spec:
-            raise Corrupt(f"the copies of the ranks differ: one is {parts[0].spec}, another {part.spec}")
+            raise Corrupt(f"expected {parts[0].spec} as on another rank, found {part.spec}")
     return next((part for part in parts if not part.is_unreadable), parts[0])
 
 
@@ -90,5 +90,5 @@ def cut_in(tensor: StoredTensor, axis: int, count: int) -> list[StoredTensor]:
     """Return the `count` equal sections of a tensor, one after another along an axis."""
     extent = tensor.spec.shape[axis] // count
     if extent * count != tensor.spec.shape[axis]:
-        raise Corrupt(f"{tensor.spec} cannot be {count} equal parts along axis {axis}")
+        raise Corrupt(f"expected {count} equal parts along axis {axis}, found {tensor.spec}")
     return [cut(tensor, axis, i * extent, (i + 1) * extent) for i in range(count)]

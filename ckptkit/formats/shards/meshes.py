@@ -1,4 +1,4 @@
-"""Read device meshes as torch pickles them: which ranks stand where. Reads no tensor but the mesh itself.
+"""Read device meshes as torch pickles them: which ranks stand where.
 
 Source: torch/distributed/device_mesh.py. Until torch 2.8 a mesh is an integer tensor of ranks, with the list of them
 beside it; since then a layout, the shape and stride of each axis, over a map of ranks.
@@ -55,11 +55,15 @@ def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise Unsupported("the pickle describes a mesh in an unknown way") from error
     if not all(type(one) is int for one in ranks) or len(ranks) != prod(shape) or len(set(ranks)) != len(ranks):
-        raise Corrupt(f"a mesh of shape {list(shape)} lists {len(ranks)} ranks, or one of them twice")
+        raise Corrupt(
+            f"expected {prod(shape)} different ranks on a mesh of shape {list(shape)}, found {abridge(ranks)}"
+        )
     recorded = state.get("_rank")
     if rank not in ranks or (type(recorded) is int and recorded != rank):
-        seen = f"rank {recorded}'s" if recorded is not None else f"of ranks {abridge(ranks)}"
-        raise Corrupt(f"the file is named for rank {rank}, but the mesh in it is {seen}", hint="was it renamed?")
+        seen = f"that of rank {recorded}" if recorded is not None else f"that of ranks {abridge(ranks)}"
+        raise Corrupt(
+            f"expected the mesh of rank {rank} (file name), found {seen}", hint="check whether the file was renamed"
+        )
     where = unravel(ranks.index(rank), shape)
     return Mesh(shape, ranks, where, tuple(map(str, names)) if names else None, device)
 

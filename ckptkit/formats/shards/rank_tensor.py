@@ -1,4 +1,4 @@
-"""Read what one rank holds in a file: plain tensors, and its part of those that are spread over ranks."""
+"""Read the tensors in one rank's file: plain tensors, and its parts of sharded ones."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def read_rank_file(root: Path, name: str, rank: int, above: KeyPath, *, is_dict:
         if pairs_of(state.value) != []:
             children = holding.children(state.value)
             if children is None and is_dict:
-                raise Unsupported(f"the file holds {describe(state.value)}, not a state dict")
+                raise Unsupported(f"expected a state dict, found {describe(state.value)}")
             if children is None:
                 holding.add_entry(state.value, above)
             else:

@@ -65,7 +65,7 @@ def open_shard(shard: Mapping[str, Any]) -> tuple[Box, TensorRecord]:
     box, _ = box_and_rank(shard["metadata"])
     held = as_tensor(shard["tensor"])
     if prod(held.shape) != box.numel or (held.shape != box.size and box.numel):
-        raise Corrupt(f"a shard should have shape {list(box.size)}, but its tensor is {list(held.shape)}")
+        raise Corrupt(f"expected a shard of shape {list(box.size)}, found {list(held.shape)}")
     return box, held
 
 

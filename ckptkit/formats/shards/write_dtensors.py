@@ -1,4 +1,4 @@
-"""Write DTensors as torch pickles them, of any torch: from one that was read, or as torch 2.13 does. Writes no file.
+"""Write DTensors as torch pickles them, of any torch: from one that was read, or as torch 2.13 does.
 
 What a mesh remembers of the process that pickled it goes: process groups, and hashes of strings, which are others in
 each process. Source: torch/distributed/device_mesh.py, torch/distributed/tensor/{_api,_dtensor_spec}.py.

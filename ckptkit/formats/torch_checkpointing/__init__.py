@@ -1,1 +1,1 @@
-"""Handle what the package torch_checkpointing leaves: files of each rank, and metadata that say how tensors lie."""
+"""The format of the package torch_checkpointing: files of each rank, and metadata with the positions of tensors."""

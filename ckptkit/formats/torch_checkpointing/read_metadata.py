@@ -45,7 +45,7 @@ class Spread:
     def seen_by(self, rank: int) -> Mesh:
         """Return the mesh as one of its ranks sees it."""
         if rank not in self.ranks:
-            raise Corrupt(f"rank {rank} is not on the mesh of ranks {', '.join(map(str, self.ranks[:8]))}")
+            raise Corrupt(f"expected a rank of the mesh ({', '.join(map(str, self.ranks[:8]))}), found rank {rank}")
         return Mesh(self.mesh, self.ranks, unravel(self.ranks.index(rank), self.mesh), None, "")
 
 
@@ -64,10 +64,10 @@ def read_items(root: Path) -> tuple[dict[str, CheckpointItem], int]:
         value, _ = inert_pickle.load(read_small(path, _LIMIT), frozenset())
         version = value.get("version", "1.0")
         if version not in ("1.0", "2.0"):
-            raise Unsupported(f"metadata of version {version!a}; 1.0 and 2.0 are known")
+            raise Unsupported(f"expected metadata of version 1.0 or 2.0, found {version!a}")
         world = value["world_size"]
         if type(world) is not int or not 0 < world <= _MOST_RANKS:
-            raise Corrupt(f"metadata of {world!a} ranks")
+            raise Corrupt(f"expected metadata of 1 to {_MOST_RANKS} ranks, found {world!a}")
         found = grouped(value) if version == "1.0" else value["metadata"]
         return {name: read_item(root, name, item, world) for name, item in found.items()}, world
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Read snapshots of torchsnapshot: what all ranks have alike once, shards joined, and what is each rank's own by rank.
+"""Read snapshots of torchsnapshot: common entries once, shards joined, and each rank's own entries by rank.
 
 Source: torchsnapshot/{snapshot,manifest,manifest_ops}.py. There are no checksums.
 """

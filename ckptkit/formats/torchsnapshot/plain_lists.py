@@ -1,4 +1,4 @@
-"""Join the plain values of a list to one value, as DCP has it: only so torch's own loader takes it. Opens no file."""
+"""Join the plain values of a list to one value, as DCP has it: only so torch's own loader takes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read `.snapshot_metadata`: what each rank saved, and where in which file it lies. Opens no other file.
+"""Read `.snapshot_metadata`: the entries of each rank, with their files and positions.
 
 Source: torchsnapshot/{manifest,flatten}.py, 0.1.0. The manifest is JSON; versions before wrote YAML. Each entry has a
 path, the rank and then the steps to it, with `/` and `%` in a step written as `%2F` and `%25`.
@@ -154,7 +154,7 @@ class Places:
         """Return the size of a file. Raises `Corrupt` for one that is missing or too short."""
         size = file_size(self.root / file)
         if size < self.needed.get(file, 0):
-            message = f"the manifest needs bytes up to {self.needed[file]} of a file of {size}"
+            message = f"expected at least {self.needed[file]} bytes (manifest), found {size}"
             hint = "copy it again: it is truncated, or belongs to another snapshot"
             raise Corrupt(message, path=self.root / file, hint=hint)
         return size
@@ -169,7 +169,7 @@ class Places:
             return file, None
         start, end = as_shape(tuple(said["byte_range"])) if said.get("byte_range") else (0, size)
         if start > end:
-            raise Corrupt(f"the manifest needs bytes {start}:{end}", path=self.root / file)
+            raise Corrupt(f"the manifest gives an impossible range of bytes, {start}:{end}", path=self.root / file)
         return file, (start, end - start)
 
     def chunk(self, said: Mapping[str, Any], start: Shape | None = None) -> Chunk:
@@ -186,7 +186,7 @@ class Places:
         if serializer == "torch_save":
             return Chunk(box, file, offset, length, spec.dtype, where=Wrapped(ENVELOPE))
         if length != spec.nbytes:
-            message = f"{spec} needs {spec.nbytes} bytes, the manifest gives it {length}"
+            message = f"expected {spec.nbytes} bytes for {spec}, found {length} in the manifest"
             self.report(Corrupt(message, path=self.root / file))
             return Chunk.unreadable(box, file, spec.dtype)
         return Chunk(box, file, offset, length, spec.dtype)

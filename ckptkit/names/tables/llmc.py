@@ -1,4 +1,4 @@
-"""Know the names of llm.c, where all layers lie in one tensor, and map them to those of GPT-2 on the Hub.
+"""The names of llm.c, which has all layers in one tensor, and GPT-2's names on the Hub.
 
 Source: karpathy/llm.c, train_gpt2.py, `write_tensors`. The head is the embedding. Its vocabulary is padded.
 """

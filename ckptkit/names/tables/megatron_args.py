@@ -1,4 +1,4 @@
-"""Hold the arguments of a Megatron job, where its checkpoint has them, against the config of the model.
+"""Compare the arguments in a Megatron checkpoint with the config of the model.
 
 Source: megatron/training/arguments.py. They lie in `common.pt` beside the shards, or in the checkpoint itself: as an
 entry of their own, or since core 0.20 in `common_state` (`save` in megatron/core/dist_checkpointing/serialization.py).
@@ -39,7 +39,7 @@ def check(checkpoint: Layout, sizes: Sizes) -> None:
     for name, said, wanted in list_numbers(args, sizes):
         if said != wanted:
             hint = "check that config.json belongs to this model"
-            raise Mismatch(f"Megatron's arguments say {name} {said}, config.json says {wanted}", hint=hint)
+            raise Mismatch(f"expected {name} {wanted} (config.json), found {said} in Megatron's arguments", hint=hint)
     if args.get("swiglu") is False:
         raise Mismatch(
             f"Megatron's arguments say swiglu False, but a model of type `{sizes.model_type}` has gated layers"

@@ -1,4 +1,4 @@
-"""Know the names of nanoGPT, which are those of GPT-2 on the Hub, where four matrices lie the other way round.
+"""The names of nanoGPT: GPT-2's names on the Hub, where four matrices are transposed.
 
 Source: karpathy/nanoGPT, model.py, `GPT.from_pretrained`; transformers/pytorch_utils.py, `Conv1D`. Without `bias=True`
 there are no biases, which a GPT-2 has: such a model has no form on the Hub.

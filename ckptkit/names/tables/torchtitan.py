@@ -27,7 +27,7 @@ from ckptkit.names.steps import (
     TensorStep,
 )
 
-_IN_PAIRS = ("llama",)  # types whose rotary embeddings turn pairs of neighbours here, and halves on the Hub
+_IN_PAIRS = ("llama",)  # types whose rotary embeddings turn pairs of neighbors here, and halves on the Hub
 _DEEPSEEK, _GPT_OSS, _LLAMA4 = "deepseek_v3", "gpt_oss", "llama4_text"
 _TYPES = (*_IN_PAIRS, "qwen3", "qwen3_moe", _DEEPSEEK, _GPT_OSS, _LLAMA4)
 _ATTENTION = "layers.{layer}.attention."

@@ -39,20 +39,19 @@ class InMemory(Family):
         """Return whether names are those in memory of a model for which there are others on disk.
 
         They look it where some are what the table of families has of it. Raises `Unsupported` where they do, and
-        transformers is not installed; and whatever they look like, where it knows the type and cannot build the model.
+        transformers cannot be used; and whatever they look like, where it knows the type and cannot build the model.
         """
         try:
             forms = expected(sizes.config, sizes.ask_base).forms
         except UnknownType:
             return False
-        except NotInstalled:
+        except NotInstalled as error:
             types = {str(sizes.config.get("model_type")), sizes.model_type}
             if types & _SAME or not looks_it:
                 return False
-            message = f"experts or prefixes of this `{sizes.config.get('model_type')}` are as transformers has them"
-            hint = "pip install 'ckptkit-fsdp[hf]', or keep the names with --names keep"
-            text = f"{message} in memory, and it is not installed"
-            raise Unsupported(text, tensor=next(iter(shapes)), hint=hint) from None
+            hint = f"{error.hint}, or keep the names with --names keep"
+            message = f"the names are those in memory; {error.message}"
+            raise Unsupported(message, tensor=next(iter(shapes)), hint=hint) from None
         except Unsupported as error:
             if not (looks_it or isinstance(error, NotBuilt)):
                 return False

@@ -30,7 +30,7 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
             continue
         way = stated.modules.get(module) or next(iter(stated.integers), None)
         if way is None:
-            message = f"it is {spec}, and config.json does not say how many bits a number has"
+            message = f"found {spec}, but config.json does not say how many bits a number has"
             raise Unsupported(message, tensor=name, hint="check that the model's config.json is there")
         yield name, packed(specs, name, module, way)
 

@@ -51,7 +51,7 @@ def steps_for(specs: Specs, name: str, scale: str, blocks: tuple[Block, ...]) ->
     """
     shape, found = specs[name].shape, specs[scale]
     if not (found.dtype.kind == "float" or is_exponent(found)):
-        raise Mismatch(f"scales of {specs[name]} cannot be {found}", tensor=scale)
+        raise Mismatch(f"expected floats or exponents as scales of {specs[name]}, found {found}", tensor=scale)
     if prod(found.shape) == 1:
         return shape
     sizes = [*blocks, *([(1, shape[-1]), (shape[-2], shape[-1])] if len(shape) > 1 else [])]
@@ -64,7 +64,7 @@ def steps_for(specs: Specs, name: str, scale: str, blocks: tuple[Block, ...]) ->
         raise Mismatch(message, tensor=scale)
     if len(fitting) > 1:
         several = " or ".join(str(list(steps)) for steps in fitting)
-        message = f"{list(found.shape)} scales for {list(shape)} weights may be for each {several}"
+        message = f"{list(found.shape)} scales of {list(shape)} weights are ambiguous: one for each {several}"
         raise Unsupported(message, tensor=scale)
     return next(iter(fitting))
 

@@ -2,7 +2,7 @@
 
 Packed ones are int32 `[O, I*bits/32]`, the first number in the lowest bits, with what makes them positive added.
 `X.weight_shape` has the shape; `X.weight_zero_point` a zero point for each scale, packed along the rows, or as int8. A
-scale is for a group of neighbours, a row, or the whole weight. Products are rounded to the dtype of the scales.
+scale is for a group of neighbors, a row, or the whole weight. Products are rounded to the dtype of the scales.
 Sources: compressed_tensors/compressors/pack_quantized and naive_quantized, quantization/lifecycle/forward_helpers.py.
 """
 
@@ -88,7 +88,7 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
     stored, scales = specs[name], specs[scale]
     ways = stated.integers
     if not ways:
-        message = f"it is {stored}, and config.json does not say how many bits a number has"
+        message = f"found {stored}, but config.json does not say how many bits a number has"
         hint = "check that the quantized model's config.json is there"
         raise Unsupported(message, tensor=name, hint=hint)
     fits = [fit for way in ways if (fit := fitting(stored, scales, way)) is not None]
@@ -128,7 +128,7 @@ def fitting(stored: Spec, scales: Spec, way: Integers) -> Fit | None:
 
 def describe(way: Integers) -> str:
     """Return a way in words."""
-    scales = "a scale a row" if way.group is None else f"a scale for {way.group}"
+    scales = "a scale per row" if way.group is None else f"a scale for {way.group}"
     return f"{way.bits} bits with {scales}"
 
 

@@ -1,4 +1,4 @@
-"""Find the scales that lie beside numbers, and check that there are as many as there have to be."""
+"""Find the scales of a weight, and check their number and dtype."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Turn text into batches of token ids in one global order. Knows no model and no ranks."""
+"""Turn text into batches of token ids in one global order."""

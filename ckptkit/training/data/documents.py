@@ -1,4 +1,4 @@
-"""Read the documents of text, JSONL files and directories, part by part. Knows no tokenizer, no sequence.
+"""Read the documents of text, JSONL files and directories, part by part.
 
 A text file is one document, or several with a NUL byte between them. A line of a JSONL file is one document: its
 `text`, or its token ids under `input_ids` or `tokens`. A directory holds the documents of its files, hidden ones left
@@ -62,7 +62,9 @@ def find_files(data: Path | None) -> list[Path]:
     files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(data).parts)]
     for path in files:
         if path.suffix in TOKEN_FILES:
-            raise Usage("a file of token ids in a directory of documents", path=path, hint="give that file alone")
+            raise Usage(
+                "expected a directory of text files, found a file of token ids", path=path, hint="pass that file alone"
+            )
     return files
 
 

@@ -1,4 +1,4 @@
-"""Write a corpus as one file of token ids, made once for all ranks and then mapped. Knows no sequences and no order.
+"""Write a corpus as one file of token ids, made once for all ranks and then mapped.
 
     run/
     ├── tokens.bin   the ids of all documents, each ended by the tokenizer's `end`; raw, no wider than needed
@@ -113,13 +113,18 @@ def describe(path: Path, tokenizer: Tokenizer) -> TokenFile:
         except ValueError as error:
             raise Corrupt(f"not an array of numpy: {error}", path=path) from error
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise Unsupported(f"{ids.ndim} dimensions of {ids.dtype}; token ids are integers in one", path=path)
+            raise Unsupported(
+                f"expected token ids as integers in 1 dimension, found {ids.dtype} in {ids.ndim}", path=path
+            )
         return TokenFile(path, ids.dtype.str, ids.offset, ids.size, tokenizer.end, tokenizer.vocab_size)
     dtype = np.dtype("<u4" if path.name.endswith(".u32.bin") else "<u2")
     with translate_os_errors(path):
         count, rest = divmod(path.stat().st_size, dtype.itemsize)
     if rest:
-        raise Corrupt(f"{rest} bytes are left after {count} tokens of {dtype.itemsize} bytes", path=path)
+        raise Corrupt(
+            f"expected a multiple of {dtype.itemsize} bytes, one token each, found {rest} more after {count} tokens",
+            path=path,
+        )
     return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
 
 
@@ -130,7 +135,7 @@ def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
     stage = Stage(path, overwrite=True, is_file=True)
     try:
         with translate_os_errors(path), (stage.open().path / path.name).open("wb") as file:
-            for ids in tokenise(files, tokenizer):
+            for ids in tokenize(files, tokenizer):
                 file.write(ids.astype(dtype).data)
                 count += len(ids)
         stage.commit()
@@ -140,7 +145,7 @@ def write(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
     return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
 
 
-def tokenise(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
+def tokenize(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[NDArray[np.integer]]:
     """Yield the ids of documents as they follow each other, each ended once; a document without any is left out."""
     end = np.array([tokenizer.end])
     last = tokenizer.end
@@ -200,4 +205,6 @@ def check(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
 
 def stray(where: str, vocab_size: int, name: str, path: Path) -> Usage:
     hint = "name the tokenizer that made the ids with `--tokenizer`"
-    return Usage(f"{where} is not one of the {vocab_size} of the tokenizer `{name}`", path=path, hint=hint)
+    return Usage(
+        f"expected ids below {vocab_size}, the tokens of tokenizer `{name}`; found {where}", path=path, hint=hint
+    )

@@ -1,1 +1,1 @@
-"""Build the models to train: the built-in Llama, and those of transformers. Knows no ranks and opens no weights."""
+"""Build the models to train: the built-in Llama, and those of transformers."""

@@ -1,4 +1,4 @@
-"""Describe a model that is not built yet, as the loop needs to know it; chosen by name. Knows no ranks, no steps."""
+"""Describe a model that is not built yet, as the loop needs to know it; chosen by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Blueprint(Protocol):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return its transformer blocks in the order of the forward pass: the units that FSDP gathers and frees."""
 
-    def initialise(self, name: str, module: nn.Module) -> None:
+    def initialize(self, name: str, module: nn.Module) -> None:
         """Give the parameters and buffers of `module` itself, not of its children, their first values.
 
         They are whole and on a real device, and hold garbage; torch's random numbers are seeded for this module.

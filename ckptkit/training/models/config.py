@@ -1,4 +1,4 @@
-"""Configure the shape of the built-in Llama, by size name or config.json. Imports no torch."""
+"""Configure the shape of the built-in Llama, by size name or config.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class RopeScaling:
         require_at_least(1, "original_max_position_embeddings", self.original_max_position_embeddings)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise Usage(
-                f"low_freq_factor {self.low_freq_factor} is not between 0 and high_freq_factor {self.high_freq_factor}"
+                f"low_freq_factor: expected 0 to {self.high_freq_factor} (high_freq_factor), found "
+                f"{self.low_freq_factor}"
             )
 
     @classmethod
@@ -45,7 +46,9 @@ class RopeScaling:
                 high_freq_factor=float(rope["high_freq_factor"]),
                 original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
             )
-        raise Unsupported(f"RoPE of type `{kind}`; the built-in Llama has `default`, `linear` and `llama3`")
+        raise Unsupported(
+            f"RoPE: expected type `default`, `linear` or `llama3`, which the built-in Llama has, found `{kind}`"
+        )
 
     def to_keys(self) -> dict[str, Any]:
         """Return the keys of config.json that say it."""
@@ -80,15 +83,16 @@ class ModelConfig:
             require_at_least(1, name, getattr(self, name))
         if self.hidden_size % self.num_attention_heads:
             raise Usage(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+                f"hidden_size: expected a multiple of {self.num_attention_heads} "
+                f"(num_attention_heads), found {self.hidden_size}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise Usage(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
+                f"num_attention_heads: expected a multiple of {self.num_key_value_heads} (num_key_value_heads), "
+                f"found {self.num_attention_heads}"
             )
         if self.head_dim % 2:
-            raise Usage(f"head_dim {self.head_dim} is odd", hint="RoPE turns pairs of channels: use an even head_dim")
+            raise Usage(f"head_dim: expected an even number for RoPE, found {self.head_dim}")
 
     @classmethod
     def sized(cls, size: str, *, tied: bool = True, vocab_size: int | None = None) -> ModelConfig:
@@ -118,7 +122,9 @@ class ModelConfig:
     def _from_keys(cls, keys: Mapping[str, Any], path: Path) -> ModelConfig:
         for name, value in PLAIN_LLAMA.items():
             if keys.get(name, value) != value:
-                raise Unsupported(f"`{name}` is {keys[name]!r}; the built-in Llama has {value!r}", path=path)
+                raise Unsupported(
+                    f"`{name}`: expected {value!r}, which the built-in Llama has, found {keys[name]!r}", path=path
+                )
         rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
         heads = int(keys["num_attention_heads"])
         return cls(
@@ -158,7 +164,7 @@ class ModelConfig:
 def require_at_least(least: int, name: str, value: float) -> None:
     """Raise `Usage` unless `value` is a number of at least `least` (NaN is not)."""
     if not value >= least:
-        raise Usage(f"{name} is {value}; it must be {least} or more")
+        raise Usage(f"{name}: expected {least} or more, found {value}")
 
 
 BYTES = 256

@@ -1,4 +1,4 @@
-"""Build Llama in plain torch: Hugging Face's tensor names, and its logits bit for bit. Knows no ranks, no files."""
+"""Build Llama in plain torch: Hugging Face's tensor names, and its logits bit for bit."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ class LlamaBlueprint:
         """Return its blocks in the order of the forward pass."""
         return list(cast(Llama, model).model.layers)
 
-    def initialise(self, name: str, module: nn.Module) -> None:
-        """Initialise `module` itself: normal matrices, norms of ones, RoPE's frequencies."""
+    def initialize(self, name: str, module: nn.Module) -> None:
+        """Initialize `module` itself: normal matrices, norms of ones, RoPE's frequencies."""
         match module:
             case nn.Linear() | nn.Embedding():
                 # The projections that end a block add up over the depth: smaller ones keep the sum's size (GPT-2).

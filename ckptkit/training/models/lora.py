@@ -85,10 +85,10 @@ class LoraBlueprint:
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return self._base.blocks(model)
 
-    def initialise(self, name: str, module: nn.Module) -> None:
-        """Initialise `module` as the model would; of an adapter, A as torch initialises a linear layer, and B to 0."""
+    def initialize(self, name: str, module: nn.Module) -> None:
+        """Initialize `module` as the model would; of an adapter, A as torch initializes a linear layer, and B to 0."""
         if not isinstance(module, LoraMatrix):
-            self._base.initialise(name, module)
+            self._base.initialize(name, module)
         elif name.endswith(f"lora_B.{DEFAULT}"):
             nn.init.zeros_(module.weight)
         else:
@@ -115,8 +115,8 @@ class LoraBlueprint:
         found = self._lora.targets or last_parts(self._base.blocks(model))
         for target in found:
             if not any(is_called(name, target) for name, _ in model.named_modules()):
-                hint = f"use one of {', '.join(last_parts([model])) or 'not to be found'}"
-                raise Usage(f"no module is called `{target}`", hint=hint)
+                known = ", ".join(last_parts([model]))
+                raise Usage(f"no module is called `{target}`", hint=f"use one of {known}" if known else None)
         if not found:
             raise Unsupported(f"found no linear layers to adapt in the blocks of a `{type(model).__name__}`")
         return found

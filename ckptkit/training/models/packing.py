@@ -1,4 +1,4 @@
-"""Keep several documents in one sequence apart: which tokens see which. Knows no data and no particular model."""
+"""Keep several documents in one sequence apart: which tokens see which."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ class Pretrained:
         return blocks
 
     @torch.no_grad()
-    def initialise(self, name: str, module: nn.Module) -> None:
-        """Initialise as transformers would: by the rules of the models that `module` is in, buffers as when built."""
+    def initialize(self, name: str, module: nn.Module) -> None:
+        """Initialize as transformers would: by the rules of the models that `module` is in, buffers as when built."""
         own = dict(module.named_parameters(recurse=False))
         for parameter in own.values():
             parameter.fill_(torch.nan)

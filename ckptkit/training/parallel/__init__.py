@@ -1,1 +1,1 @@
-"""Spread a model over ranks by either FSDP. Knows no data and no checkpoints."""
+"""Spread a model over ranks by either FSDP."""

@@ -27,7 +27,7 @@ from ckptkit.errors import Usage
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.lora import LoraMatrix
-from ckptkit.training.parallel.initial import has_own_values, initialise_module
+from ckptkit.training.parallel.initial import has_own_values, initialize_module
 from ckptkit.training.parallel.precision import param_dtype, reduce_dtype
 from ckptkit.training.saving.scatter import scatter
 
@@ -48,7 +48,7 @@ class Fsdp1:
     seed: int | None
 
     def wrap(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
-        """Materialise one unit after the other, each sharded before the next."""
+        """Materialize one unit after the other, each sharded before the next."""
         if self.mesh.shape[-1] == 1 or self.config.strategy == "ddp":
             require_trained(blueprint, model)
         device = (
@@ -56,14 +56,14 @@ class Fsdp1:
         )
         names = {module: name for name, module in model.named_modules()}
 
-        def materialise(module: nn.Module) -> None:
+        def materialize(module: nn.Module) -> None:
             if not any(
                 tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
             ):
                 return  # tied, and done with its partner
             module.to_empty(device=device, recurse=False)
             if self.seed is not None or has_own_values(module):
-                whole = initialise_module(blueprint, names[module], module, self.seed or 0)
+                whole = initialize_module(blueprint, names[module], module, self.seed or 0)
                 for name, parameter in module.named_parameters(recurse=False):
                     scatter(whole[name], parameter)
             blueprint.tie(model)
@@ -84,7 +84,7 @@ class Fsdp1:
                 if self.config.prefetch
                 else BackwardPrefetch.BACKWARD_POST,
                 forward_prefetch=bool(self.config.prefetch),
-                param_init_fn=materialise,
+                param_init_fn=materialize,
                 use_orig_params=True,
             )
 

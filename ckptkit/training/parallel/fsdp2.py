@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.models.blueprint import Blueprint
-from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.precision import param_dtype, reduce_dtype
 
 
@@ -43,7 +43,7 @@ class Fsdp2:
             for name, buffer in buffer_owner.named_buffers(recurse=False):
                 buffer_owner._buffers[name] = buffer.to(device)
         blueprint.tie(model)
-        initialise(blueprint, model, self.seed)
+        initialize(blueprint, model, self.seed)
         return model
 
     def clip(self, model: nn.Module, limit: float) -> float:

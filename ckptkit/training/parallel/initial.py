@@ -1,4 +1,4 @@
-"""Initialise each module from the seed and its name, however sharded. Knows no files and no steps."""
+"""Initialize each module from the seed and its name, however sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptkit.training.seeds import derive
 
 
 @torch.no_grad()
-def initialise(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None:
+def initialize(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None:
     """Give a model that has memory, sharded or not, its first weights and its buffers.
 
     The same at any world size: each rank makes the whole parameters of one module at a time, and keeps its shards.
@@ -26,17 +26,17 @@ def initialise(blueprint: Blueprint, model: nn.Module, seed: int | None) -> None
         parameters = dict(module.named_parameters(recurse=False))
         new = {key: parameter for key, parameter in parameters.items() if parameter not in done}
         if has_own_values(module) or (new and seed is not None):
-            whole = initialise_module(blueprint, name, module, seed or 0)
+            whole = initialize_module(blueprint, name, module, seed or 0)
             for key, parameter in new.items():
                 scatter(whole[key], parameter)
             done.update(new.values())
 
 
-def initialise_module(blueprint: Blueprint, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Initialise a module's own buffers in place, and give the first values of its parameters, whole, on the CPU."""
+def initialize_module(blueprint: Blueprint, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Initialize a module's own buffers in place, and give the first values of its parameters, whole, on the CPU."""
     with whole_parameters(module) as whole, torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, name))
-        blueprint.initialise(name, module)
+        blueprint.initialize(name, module)
     return whole
 
 

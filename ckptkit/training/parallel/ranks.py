@@ -1,4 +1,4 @@
-"""Join the ranks of a run. Knows no model, no files and no steps."""
+"""Join the ranks of a run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def choose_device(device: str, place: RankPlace) -> torch.device:
     enough = gpus >= place.local_world_size
     if device == "cuda" and not enough:
         raise Usage(
-            f"{place.local_world_size} ranks need a GPU each; this machine has {gpus}",
+            f"expected {place.local_world_size} GPUs, one for each rank, found {gpus}",
             hint="use `--nproc` with the number of GPUs, or `--device cpu`",
         )
     if device == "cpu" or not enough:

@@ -1,4 +1,4 @@
-"""Build a model from a blueprint, spread over the ranks and never whole on any. Knows no files and no steps."""
+"""Build a model from a blueprint, spread over the ranks and never whole on any."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def arrange(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that a strategy needs: of one dimension, or [replicas, shards]."""
     world_size = mesh.size()
     if config.cpu_offload and mesh.device_type == "cpu":
-        raise Usage("there is nothing to offload from: the device is the CPU", hint="leave out `--cpu-offload`")
+        raise Usage("there is nothing to offload from: the device is the CPU", hint="drop `--cpu-offload`")
     if config.strategy == "hybrid_shard":
         if config.replicas == 1 or world_size % config.replicas:
             raise Usage(
-                f"hybrid_shard with {config.replicas} replicas on {world_size} ranks",
-                hint="`--replicas` must be 2 or more, and divide the ranks: most often the number of machines",
+                f"replicas: expected a divisor of {world_size} ranks, 2 or more, found {config.replicas}",
+                hint="pass `--replicas` with the number of machines",
             )
         shape = (config.replicas, world_size // config.replicas)
     elif config.strategy == "ddp" and config.fsdp == "2":

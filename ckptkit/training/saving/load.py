@@ -1,4 +1,4 @@
-"""Load a state that was saved in any form, by all ranks: first its outline, and then what is wanted of it.
+"""Load a state of any form on all ranks: first its outline, then the wanted entries.
 
 Tensors are read shard by shard, through `ckptkit.storage`. What else is in a file of torch.save is read by rank 0 for
 all, with torch: only there is what is nested in it exactly what it was.

@@ -35,7 +35,7 @@ from ckptkit.training.places import look_again, require_storable
 from ckptkit.training.saving.load import Stored
 from ckptkit.training.saving.places import SavePlace, StagedPlace, StorePlace
 from ckptkit.training.saving.quiet import quiet, silence
-from ckptkit.training.saving.save import ADAPTER, FORMATS, HeldState, Saver
+from ckptkit.training.saving.save import ADAPTER, FORMATS, PendingState, Saver
 from ckptkit.training.saving.state import Training
 
 
@@ -152,7 +152,7 @@ class Run:
             return StorePlace(path, self._ranks, overwrite=path in self._replaced)
         return StagedPlace(path, self._ranks)
 
-    def _finish(self, place: SavePlace, held: HeldState, files: Mapping[str, bytes]) -> None:
+    def _finish(self, place: SavePlace, held: PendingState, files: Mapping[str, bytes]) -> None:
         """Write what is held, show it, and delete what need not stay beside it; perhaps in a thread."""
         try:
             writer = place.writer(self._saver.format, files, held.tied)

@@ -42,7 +42,7 @@ IN_PARTS = (MODEL, "optim")
 
 
 @dataclass(frozen=True, slots=True)
-class HeldState:
+class PendingState:
     """A state as it will be written; `tied` has tensors left out of it, and the names of others that are the same."""
 
     state: Tree
@@ -69,7 +69,7 @@ class Saver:
             )
         )
 
-    def hold(self, state: Tree, *, copy: bool) -> HeldState:
+    def hold(self, state: Tree, *, copy: bool) -> PendingState:
         """Return the state as it will be written; with `copy` in memory on the CPU that the training never touches."""
         tied: dict[KeyPath, str] = {}
         if self._drops_head:
@@ -85,7 +85,7 @@ class Saver:
             parts = map_tensors(self._copy, parts)
         if self._ranks.rank == 0:
             parts |= {name: wrap(part) for name, part in state.items() if name not in IN_PARTS}
-        return HeldState(parts, tied)
+        return PendingState(parts, tied)
 
     def _copy(self, tensor: Tensor) -> Any:
         if isinstance(tensor, ShardedTensor):  # of FSDP1 without a device mesh: the stager does not know it
@@ -95,7 +95,7 @@ class Saver:
         assert isinstance(staged, dict)
         return staged[""]
 
-    def write(self, writer: StorageWriter, held: HeldState, path: Path) -> None:
+    def write(self, writer: StorageWriter, held: PendingState, path: Path) -> None:
         """Write what `hold` gave to `path`, every rank its own shards; an error on any is raised on all."""
         planner = PlainPlanner() if self.format == "pt" else None
         try:

@@ -1,4 +1,4 @@
-"""Take the state of a model, its optimizer and the rest for a checkpoint, and give it back. Knows no files.
+"""Take the state of a model, its optimizer and the rest for a checkpoint, and give it back.
 
 model           {name: tensor}
 optim
@@ -78,7 +78,8 @@ class Training:
             if name not in stored:
                 there = ", ".join(f"`{name}`" for name in stored)
                 raise Mismatch(
-                    f"the checkpoint does not have `{name}`, only {there}", hint="load without it, if that is meant"
+                    f"expected `{name}` in the checkpoint, found only {there}",
+                    hint=f"load without `{name}` if that is intended",
                 )
         wanted = {name: blank(stored[name]) for name in ("step", *self.others)}
         ours = get_model_state_dict(self.model)
@@ -190,7 +191,7 @@ def require_same_groups(stored: list[Tree], ours: list[set[str]]) -> None:
     """Raise `Mismatch` unless the stored groups are of the same parameters as the optimizer's."""
     if [set(group["params"]) for group in stored] != ours:
         raise Mismatch(
-            f"the {len(ours)} parameter groups of the optimizer do not match the {len(stored)} of the checkpoint",
+            f"expected the {len(ours)} parameter groups of the optimizer, found {len(stored)} others in the checkpoint",
             tensor="optim.param_groups",
             hint="group the parameters as they were when it was saved",
         )

@@ -1,4 +1,4 @@
-"""Change the nested dicts and lists of a state dict, which have tensors as leaves. Knows no ranks and no files."""
+"""Change the nested dicts and lists of a state dict, which have tensors as leaves."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def fit(stored: Any, ours: Any, name: str) -> Any:
         return {key: fit(value, ours[key], f"{name}.{key}") for key, value in stored.items()}
     if isinstance(stored, Tensor) and isinstance(ours, Tensor):
         if stored.shape != ours.shape:
-            message = f"the checkpoint has shape {list(stored.shape)}, the model {list(ours.shape)}"
-            raise Mismatch(message, tensor=name, hint="is this a checkpoint of the same model?")
+            message = f"expected shape {list(ours.shape)} as in the model, found {list(stored.shape)} in the checkpoint"
+            raise Mismatch(message, tensor=name, hint="check that the checkpoint is of the same model")
         if stored.dtype != ours.dtype:
-            message = f"the checkpoint has {dtype_name(stored)}, the model {dtype_name(ours)}"
+            message = f"expected {dtype_name(ours)} as in the model, found {dtype_name(stored)} in the checkpoint"
             raise Mismatch(message, tensor=name, hint="build the model in the dtype that it was saved in")
         return ours
     if isinstance(stored, Tensor) or isinstance(ours, Tensor):
@@ -57,7 +57,7 @@ def fit(stored: Any, ours: Any, name: str) -> Any:
 
 def require_same_names(stored: Tree, ours: Tree, name: str) -> None:
     """Raise `Mismatch` where one side has a name that the other has not."""
-    hint = "is this a checkpoint of the same model?"
+    hint = "check that the checkpoint is of the same model"
     for some, others, who in ((ours, stored, "the checkpoint lacks"), (stored, ours, "the model lacks")):
         missing = [key for key in some if key not in others]
         if missing:

@@ -47,7 +47,7 @@ def merges_adapters(runs: SmokeRuns) -> str:
     apart, changed = (float((expected - other).abs().max()) for other in (found, before))
     if not apart < min(_ROUNDING, changed):
         raise Failed(f"logits differ by up to {apart:.3g}; the adapters have changed them by up to {changed:.3g}")
-    return f"changed by up to {changed:.2g}, merged differ by {apart:.1g}"
+    return f"adapters change logits by up to {changed:.2g}; merged, they differ by {apart:.1g}"
 
 
 def opens_in_peft(runs: SmokeRuns) -> str:
@@ -70,7 +70,7 @@ def opens_in_peft(runs: SmokeRuns) -> str:
     for what, one, other in zip(("with the adapter", "merged"), here, there, strict=True):
         if not torch.equal(one, other):
             raise Failed(f"{what}: logits differ by up to {float((one - other).abs().max()):.3g}")
-    return f"{here[0].numel():,} logits equal with it and merged, bit for bit"
+    return f"{here[0].numel():,} logits equal with the adapter attached and merged, bit for bit"
 
 
 def exported(runs: SmokeRuns) -> Path:

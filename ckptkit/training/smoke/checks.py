@@ -56,7 +56,7 @@ def differs_between_ranks(runs: SmokeRuns) -> str:
             raise Failed(f"step {number}: two ranks have the same loss {steps[0].local_loss}, so the same data")
     if runs.nproc == 1:
         raise Skipped("there is one rank only")
-    return f"{STEPS} steps: {runs.nproc} losses, one mean"
+    return f"{STEPS} steps: {runs.nproc} ranks with the same mean loss"
 
 
 def replicates(runs: SmokeRuns) -> str:

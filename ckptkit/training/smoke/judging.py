@@ -1,4 +1,4 @@
-"""Compare what a smoke run made, as its checks need it. Makes nothing."""
+"""Compare what a smoke run made, as its checks need it."""
 
 from __future__ import annotations
 

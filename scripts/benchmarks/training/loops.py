@@ -25,7 +25,7 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.loop import Asked, advance
 from ckptkit.training.metrics import Log, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint
-from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.parallel.recompute import compile_blocks
@@ -43,7 +43,7 @@ def prepare(home: Path, config: TrainConfig) -> None:
     blueprint = choose_blueprint(config.model)
     with torch.device(config.device):
         model = blueprint.build()
-    initialise(blueprint, model, config.seed)
+    initialize(blueprint, model, config.seed)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     save_file(weights, home / "model" / "model.safetensors", {"format": "pt"})
     tokens = prepare_tokens(config.data, choose_tokenizer(None), home)

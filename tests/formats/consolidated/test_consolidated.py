@@ -32,7 +32,7 @@ def made(produce: Produce) -> Produced:
 def test_ranks_are_joined_to_what_was_cut(made: Produced, version: str, tmp_path: Path) -> None:
     truth = {key.partition(":")[2]: value for key, value in made.truth.items() if key.startswith(version)}
     done = consolidate(made.root / version, tmp_path / "out", names="keep")
-    assert any("the names are the checkpoint's own" in note for note in done.notes)
+    assert any("the output has the checkpoint's own names" in note for note in done.notes)
     found = ckptkit.open(tmp_path / "out")
     assert sorted(found) == sorted(truth)
     for name, tensor in truth.items():
@@ -109,14 +109,14 @@ FAULTS: list[tuple[str, Damage, str]] = [
     (
         "another shape",
         lambda root: change(root, slice(1, 2), lambda state: state.update({"norm.weight": torch.ones(4)})),
-        "the copies of the ranks differ",
+        "as on another rank, found",
     ),
     (
         "another dtype",
         lambda root: change(root, slice(1, 2), lambda state: state.update({"output.weight": torch.ones(16)})),
-        "do not fit together",
+        "expected a tensor that fits",
     ),
-    ("a file of several", lambda _: "consolidated.01.pth", "this is one of 2 ranks' files"),
+    ("a file of several", lambda _: "consolidated.01.pth", "this is the file of one of 2 ranks"),
 ]
 
 

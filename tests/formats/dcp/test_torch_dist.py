@@ -51,7 +51,7 @@ def layers_of(made: Produced, variant: str, stacked: str) -> Tensor:
 def test_every_tensor_is_what_the_library_loads(made: Produced, variant: str, tmp_path: Path) -> None:
     done = consolidate(made.root / variant / "torch_dist", tmp_path / "out", names="keep")
     assert {left.name for left in done.dropped if not left.name.endswith(STATES)} == {"optimizer"}
-    assert any("the names are the checkpoint's own" in note for note in done.notes)
+    assert any("the output has the checkpoint's own names" in note for note in done.notes)
     found = ckptkit.open(tmp_path / "out")
     assert sum(lazy.numel for lazy in found.values()) == sum(
         value.numel() for key, value in made.truth.items() if key.count(":") == 1 and key.startswith(f"{variant}:")

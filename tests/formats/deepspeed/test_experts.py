@@ -114,7 +114,7 @@ def test_files_of_experts_that_were_exchanged_are_told(copy: Callable[[str], Pat
 def test_a_layer_in_the_place_of_another_is_told(copy: Callable[[str], Path]) -> None:
     root = copy("data-first")
     shutil.copy(root / EXPERT.format(1, 2), root / EXPERT.format(0, 2))
-    assert "not of layer" in refused(root).message
+    assert "as in the other files" in refused(root).message
 
 
 def test_experts_of_a_larger_model_are_told(copy: Callable[[str], Path]) -> None:

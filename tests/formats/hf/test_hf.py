@@ -104,10 +104,10 @@ def changed(layout: Layout, name: str, **fields: Any) -> Layout:
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("a", {"dtype": DTYPES["int32"]}, r"sees \('F32', \(2, 3\)\) where \('I32', \(2, 3\)\) was written"),
-        ("a", {"box": whole((3, 2))}, r"sees \('F32', \(2, 3\)\) where \('F32', \(3, 2\)\) was written"),
+        ("a", {"dtype": DTYPES["int32"]}, r"expected \('I32', \(2, 3\)\), as written, found \('F32', \(2, 3\)\)"),
+        ("a", {"box": whole((3, 2))}, r"expected \('F32', \(3, 2\)\), as written, found \('F32', \(2, 3\)\)"),
         ("a", {"offset": 1 << 30}, "in another order"),
-        ("empty", {"box": whole((0, 5))}, r"where \('F32', \(0, 5\)\) was written"),
+        ("empty", {"box": whole((0, 5))}, r"expected \('F32', \(0, 5\)\), as written"),
     ],
     ids=["dtype", "shape", "offset", "empty"],
 )
@@ -122,9 +122,9 @@ def test_the_library_sees_what_was_not_meant(tmp_path: Path, name: str, fields: 
 def test_the_library_sees_too_much_or_too_little(tmp_path: Path) -> None:
     layout = three(tmp_path / "there")
     tensors = dict(layout.tensors)
-    with pytest.raises(Corrupt, match="None was written"):
+    with pytest.raises(Corrupt, match="expected None, as written"):
         HuggingFace().check(replace(layout, tensors={name: tensors[name] for name in ("a", "empty")}))
-    with pytest.raises(Corrupt, match="sees None"):
+    with pytest.raises(Corrupt, match="found None in the safetensors library"):
         HuggingFace().check(replace(layout, tensors=tensors | {"c": tensors["a"]}))
 
 
@@ -269,7 +269,7 @@ def test_a_numbered_file_may_be_read_alone(tmp_path: Path) -> None:
 def test_files_that_nothing_holds_together_are_not_complete(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_file({name: counted(2)}, tmp_path / f"{name}.safetensors")
-    assert_refused(tmp_path, "2 safetensors files and no index")
+    assert_refused(tmp_path, "expected an index of the 2 safetensors files")
 
 
 def assert_refused(root: Path, words: str) -> None:

@@ -109,7 +109,7 @@ def with_unlisted_array(tree: Path) -> None:
     ("harm", "kind", "message"),
     [
         (without_metadata, Incomplete, "no `_METADATA`"),
-        (without_manifest, Incomplete, "manifest.ocdbt: no such file"),
+        (without_manifest, Incomplete, "manifest.ocdbt: the file is missing"),
         (with_short_manifest, Corrupt, "does not match actual length"),
         (with_data_apart, Unsupported, "in another directory, `ocdbt_data`"),
         (with_strange_value, Unsupported, "a value of type `jax.random.key`"),

@@ -88,7 +88,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a name too few": (lambda root: change(root, lambda p: p.pop("3.weight")), "does not list it"),
     "a name elsewhere": (lambda root: change(root, lambda p: p.update({"3.weight": FIRST})), "does not have it"),
     "a name outside": (lambda root: change(root, lambda p: p.update(more="../x.bin")), "plain file name"),
-    "two indices": (lambda root: (root / "other.bin.index.json").write_text("{}"), "2 indices"),
+    "two indices": (
+        lambda root: (root / "other.bin.index.json").write_text("{}"),
+        "expected one index of torch.save files, found 2",
+    ),
     "no index": (lambda root: (root / INDEX).write_text("[]"), "does not have `weight_map`"),
 }
 

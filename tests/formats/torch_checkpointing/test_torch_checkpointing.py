@@ -76,7 +76,7 @@ def first_group(metadata: dict[str, Any]) -> dict[str, Any]:
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "more ranks": (lambda m: m.update(world_size=3), "missing"),
-    "no ranks": (lambda m: m.update(world_size=0), "0 ranks"),
+    "no ranks": (lambda m: m.update(world_size=0), "ranks, found 0"),
     "a later version": (lambda m: m.update(version="3.0"), "version"),
     "a name that is called": (lambda m: m.update(version=Path("x")), "does not expect `pathlib.PosixPath`"),
     "another kind": (lambda m: first_group(m).update(type="Other"), "Other"),

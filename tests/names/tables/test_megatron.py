@@ -187,7 +187,7 @@ BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dic
         "expected 2 groups of 4",
         change_config(num_key_value_heads=2),
     ),
-    "heads": ("llama", Mismatch, "which do not divide", change_config(num_key_value_heads=3)),
+    "heads": ("llama", Mismatch, "expected key heads that divide", change_config(num_key_value_heads=3)),
     "inner": (
         "llama",
         Mismatch,
@@ -248,7 +248,7 @@ BAD: Mapping[str, tuple[str, type[CkptError], str, Callable[[dict[str, Any], dic
     "fewer groups, by its arguments": (
         "llama",
         Mismatch,
-        "Megatron's arguments say num_query_groups 2, config.json says 4",
+        "expected num_query_groups 4 \\(config.json\\), found 2 in Megatron's arguments",
         change_args(group_query_attention=True, num_query_groups=2),
     ),
     "no groups": (

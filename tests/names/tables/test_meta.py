@@ -73,7 +73,7 @@ def test_the_formula_of_the_scripts(model_type: str, tmp_path: Path) -> None:
 
 
 def release(model: Titan, place: Path) -> None:
-    """A model that turns neighbours, as Meta releases it: cut over two ranks, with the frequencies on each."""
+    """A model that turns neighbors, as Meta releases it: cut over two ranks, with the frequencies on each."""
     place.mkdir()
     names = {name.replace("qkv_linear.", "").replace("lm_head", "output"): t for name, t in model.state_dict().items()}
     for rank in range(2):
@@ -92,7 +92,7 @@ def test_a_release_of_two_ranks_has_the_same_logits(tmp_path: Path) -> None:
     release(model, tmp_path / "release")
     config_of("llama", rope_theta=Widths().theta).save_pretrained(tmp_path / "base")
     done = ckptkit.consolidate(tmp_path / "release", tmp_path / "out", base=tmp_path / "base")
-    assert any("as meta calls them" in note for note in done.notes)
+    assert any("from the names of meta" in note for note in done.notes)
     assert any("dropped 1" in note and "rope.freqs" in note for note in done.notes)
     with torch.no_grad():
         made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(TOKENS).logits

@@ -140,7 +140,7 @@ def test_diff_sees_that_they_are_the_same(trained: Trained, base: Path, tmp_path
     ckptkit.consolidate(place, tmp_path / "hf", base=base)
     found = ckptkit.diff(place, tmp_path / "hf")
     assert found.is_equal
-    assert any("as torchtitan calls them" in note for note in found.notes)
+    assert any("from the names of torchtitan" in note for note in found.notes)
 
 
 def test_names_without_a_config_are_refused(trained: Trained, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_other_types_are_refused() -> None:
 
 def test_a_tied_head(tmp_path: Path) -> None:
     """Torchtitan has the embedding twice."""
-    from ckptkit.names.turn import turn_between
+    from ckptkit.names.between_families import turn_between
 
     config = config_of("qwen3", tie_word_embeddings=True)
     hub = saved(config, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tests.names.tables.produced_transformers import TRAINED, trained
 from tests.names.tiny_models import CONFIGS, EXPERTS, TEXT, class_of, make_model
 from tests.producers import Truth, flatten, save_alone
 
+ROOT = Path(__file__).parents[3]
 WEIGHTS = "model.safetensors"
 OTHERWISE = ["mixtral", "qwen3_moe", "granitemoe", "gpt_neox", "gemma3", "qwen2_vl", "qwen3_vl_moe", "jamba"]
 
@@ -258,6 +260,30 @@ def test_names_that_look_like_another_familys(model_type: str, tmp_path: Path) -
     model.save_pretrained(tmp_path / "theirs")
     consolidate(run, tmp_path / "ours", strict=True)
     assert_same(load_file(tmp_path / "ours" / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS))
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ("__version__ = '5.5.4'", "expected transformers 5.6 or newer, found 5.5.4"),
+        ("raise ImportError('huggingface-hub<2.0 is required')", "cannot be imported: huggingface-hub<2.0 is required"),
+    ],
+)
+def test_a_transformers_that_ckptkit_cannot_use(found: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "transformers.py").write_text(found)
+    run = save_run(make_model("qwen2_moe"), tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptkit", "consolidate", run, tmp_path / "out"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path / 'old'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3
+    assert reason in done.stderr
+    assert "hint: pip install --upgrade 'ckptkit-fsdp[hf]', or keep the names with --names keep" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_transformers(tmp_path: Path) -> None:

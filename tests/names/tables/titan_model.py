@@ -1,4 +1,4 @@
-"""A Llama as torchtitan publishes it, small: rotary embeddings turn neighbours, and names are its own."""
+"""A Llama as torchtitan publishes it, small: rotary embeddings turn neighbors, and names are its own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         return out
 
     def turn(self, x: Tensor) -> Tensor:
-        """Rotate pairs of neighbours as complex numbers."""
+        """Rotate pairs of neighbors as complex numbers."""
         width = self.of.head
         rates = 1.0 / self.of.theta ** (torch.arange(0, width, 2).float() / width)
         angles = torch.outer(torch.arange(x.shape[1]).float(), rates)

@@ -107,7 +107,7 @@ def test_a_directory_is_its_files_in_order(tmp_path: Path) -> None:
     assert find_files(tmp_path) == [tmp_path / name for name in ("a/z.py", "b.txt", "c.jsonl")]
     assert find_files(tmp_path / ".hidden") == [tmp_path / ".hidden/x.txt"], "when asked for by name"
     (tmp_path / "d.npy").touch()
-    with pytest.raises(Usage, match="token ids in a directory"):
+    with pytest.raises(Usage, match="found a file of token ids"):
         find_files(tmp_path)
 
 

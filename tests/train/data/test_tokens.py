@@ -152,10 +152,10 @@ def test_token_files_are_mapped_where_they_lie(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize(
     ("array", "error", "said"),
     [
-        (np.array([5, 256, 7]), Usage, "id 256 at place 1 is not one of the 256 of the tokenizer `bytes`"),
+        (np.array([5, 256, 7]), Usage, "the tokens of tokenizer `bytes`; found id 256 at place 1"),
         (np.array([5, 6, -1]), Usage, "id -1 at place 2"),
-        (np.array([1.0, 2.0]), Unsupported, "1 dimensions of float64"),
-        (np.array([[1, 2]]), Unsupported, "2 dimensions of int64"),
+        (np.array([1.0, 2.0]), Unsupported, "found float64 in 1"),
+        (np.array([[1, 2]]), Unsupported, "found int64 in 2"),
         (np.array([True, False]), Unsupported, "bool"),
         (np.array([], dtype=np.uint16), Usage, "no text to train on"),
         (np.array([5]), Usage, "no text to train on"),
@@ -189,7 +189,7 @@ def test_damaged_token_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match="not an array"):
         prepare_tokens(path, Bytes(), tmp_path)
     (tmp_path / "a.bin").write_bytes(b"\1\0\2\0\3")
-    with pytest.raises(Corrupt, match="1 bytes are left after 2 tokens of 2 bytes"):
+    with pytest.raises(Corrupt, match="expected a multiple of 2 bytes, one token each, found 1 more after 2 tokens"):
         prepare_tokens(tmp_path / "a.bin", Bytes(), tmp_path)
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ckptkit.training.models.config import ModelConfig, RopeScaling
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
-from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.initial import initialize
 from tests.train.models.test_config import LINEAR, LLAMA3
 
 TINY = ModelConfig()
@@ -21,7 +21,7 @@ TINY = ModelConfig()
 
 def plain_model(config: ModelConfig, seed: int = 0) -> Llama:
     model = Llama(config)
-    initialise(LlamaBlueprint(config), model, seed)
+    initialize(LlamaBlueprint(config), model, seed)
     return model
 
 
@@ -143,7 +143,7 @@ def test_nothing_is_left_of_the_garbage_after_to_empty() -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         nn.init.constant_(tensor, torch.nan)
     blueprint.tie(model)
-    initialise(blueprint, model, 0)
+    initialize(blueprint, model, 0)
     assert isinstance(model, Llama)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -14,7 +14,7 @@ from ckptkit.training.metrics import flops_per_token
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.shard import count_multiplied
 
 TOKENS = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -28,7 +28,7 @@ def blueprint(*targets: str, dtype: torch.dtype = torch.float32, tied: bool = Tr
 
 def made(found: LoraBlueprint, seed: int | None = 1) -> nn.Module:
     model = found.build()
-    initialise(found, model, seed)
+    initialize(found, model, seed)
     return model
 
 
@@ -49,7 +49,7 @@ def test_at_first_an_adapter_changes_nothing_and_is_all_that_is_trained() -> Non
 def test_the_weights_are_those_of_the_seed_whatever_is_beside_them() -> None:
     plain = LlamaBlueprint(ModelConfig.sized("tiny"))
     whole = plain.build()
-    initialise(plain, whole, 1)
+    initialize(plain, whole, 1)
     model = made(blueprint())
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
     halves = made(blueprint(dtype=torch.bfloat16))

@@ -19,7 +19,7 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
-from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.parallel.shard import shard
 from tests.train.data.hugging_face import save_tokenizer
@@ -65,7 +65,7 @@ def make_blueprint(root: Path, name: str, **more: Any) -> Blueprint:
     return choose_blueprint(str(save_config(root, name, **more)))
 
 
-def materialise(blueprint: Blueprint) -> nn.Module:
+def materialize(blueprint: Blueprint) -> nn.Module:
     """The model as the loop makes it, on one device: on `meta` first, and then of garbage."""
     with torch.device("meta"):
         model = blueprint.build()
@@ -75,7 +75,7 @@ def materialise(blueprint: Blueprint) -> nn.Module:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(77)
     blueprint.tie(model)
-    initialise(blueprint, model, 0)
+    initialize(blueprint, model, 0)
     return model
 
 
@@ -100,7 +100,7 @@ def require_same_logits(blueprint: Blueprint, model: nn.Module, theirs: Any) -> 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_family_is_as_transformers_makes_it(tmp_path: Path, name: str) -> None:
     blueprint = make_blueprint(tmp_path, name)
-    model = materialise(blueprint)
+    model = materialize(blueprint)
     assert model.training
     theirs = build_normally(tmp_path)
     assert ties(model) == ties(theirs)
@@ -131,7 +131,7 @@ def ties(model: nn.Module) -> list[set[str]]:
 
 def test_a_rule_of_the_parent_counts(tmp_path: Path) -> None:
     """GPT-2 lets attention and MLP shrink their last projection by the depth; on its own it would not be."""
-    weights = materialise(make_blueprint(tmp_path, "gpt2")).state_dict()
+    weights = materialize(make_blueprint(tmp_path, "gpt2")).state_dict()
     assert 0.9 * 0.02 < float(weights["transformer.h.3.mlp.c_fc.weight"].std()) < 1.1 * 0.02
     assert 0.9 * 0.005 < float(weights["transformer.h.3.mlp.c_proj.weight"].std()) < 1.1 * 0.005
 
@@ -143,7 +143,7 @@ def test_a_model_of_text_and_images_has_its_text_trained(tmp_path: Path) -> None
     }  # fmt: skip
     transformers.Gemma3Config(text_config=SMALL["gemma3_text"][1], vision_config=vision).save_pretrained(tmp_path)
     blueprint = choose_blueprint(str(tmp_path))
-    model = materialise(blueprint)
+    model = materialize(blueprint)
     theirs = build_normally(tmp_path)
     theirs.load_state_dict(model.state_dict())
     require_same_logits(blueprint, model, theirs)
@@ -152,7 +152,7 @@ def test_a_model_of_text_and_images_has_its_text_trained(tmp_path: Path) -> None
 
 def test_dropout_is_the_configs(tmp_path: Path) -> None:
     blueprint = make_blueprint(tmp_path, "gpt2", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.5)
-    model = materialise(blueprint)
+    model = materialize(blueprint)
     assert not torch.equal(blueprint.logits(model, TOKENS, None), blueprint.logits(model, TOKENS, None))
 
 
@@ -166,8 +166,8 @@ LINEAR_ATTENTION = GROUPED | {
 @pytest.mark.parametrize(
     ("kind", "shape", "reason"),
     [
-        ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256}, "no positions"),
-        ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256}, "no positions"),
+        ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256}, "does not accept positions"),
+        ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256}, "does not accept positions"),
         ("Lfm2Config", GROUPED | {"layer_types": ["conv", "full_attention"]}, "see each other"),
         ("Qwen3NextConfig", LINEAR_ATTENTION, "see each other"),
     ],
@@ -177,7 +177,7 @@ def test_a_family_that_mixes_packed_documents_is_refused(
 ) -> None:
     getattr(transformers, kind)(**shape).save_pretrained(tmp_path)
     blueprint = choose_blueprint(str(tmp_path))
-    model = materialise(blueprint)
+    model = materialize(blueprint)
     assert blueprint.logits(model, TOKENS, None).shape == (4, 24, blueprint.vocab_size)
     for _ in range(2):
         with pytest.raises(Unsupported, match=reason):
@@ -187,20 +187,20 @@ def test_a_family_that_mixes_packed_documents_is_refused(
 def test_masks_are_looked_at_only_where_documents_meet(tmp_path: Path) -> None:
     transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]).save_pretrained(tmp_path)
     blueprint = choose_blueprint(str(tmp_path))
-    model = materialise(blueprint).eval()
+    model = materialize(blueprint).eval()
     alone = pack((24,), (24,), (24,), (24,))
     with torch.no_grad():
         assert torch.equal(blueprint.logits(model, TOKENS, alone), blueprint.logits(model, TOKENS, None))
 
 
-def test_what_no_rule_initialises_must_have_weights(tmp_path: Path) -> None:
+def test_what_no_rule_initializes_must_have_weights(tmp_path: Path) -> None:
     """Apertus makes the parameters of its activation as it is built, and has no rule for them."""
     transformers.ApertusConfig(**GROUPED).save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match="does not know how to initialize") as caught:
-        materialise(choose_blueprint(str(tmp_path)))
+        materialize(choose_blueprint(str(tmp_path)))
     assert caught.value.tensor == "model.layers.0.mlp.act_fn.alpha_p"
     build_normally(tmp_path).save_pretrained(tmp_path)
-    materialise(choose_blueprint(str(tmp_path)))
+    materialize(choose_blueprint(str(tmp_path)))
 
 
 def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:
@@ -244,8 +244,8 @@ def test_sharded_models_start_and_learn_as_whole_ones(tmp_path: Path) -> None:
     assert len(heard) == 2 * len(roots) * len(SHARDINGS)
     for name, root in roots.items():
         blueprint = choose_blueprint(str(root))
-        model = materialise(blueprint)
-        initialise(blueprint, model, RUN.seed)
+        model = materialize(blueprint)
+        initialize(blueprint, model, RUN.seed)
         losses = [loss_of(blueprint, model, rows) for rows in (slice(2), slice(2, 4))]
         (sum(losses) / 2).backward()  # type: ignore[union-attr]
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))

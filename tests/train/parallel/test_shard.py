@@ -20,7 +20,7 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
-from ckptkit.training.parallel.initial import initialise
+from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.parallel.shard import ShardedModel, shard
 from ckptkit.training.start import with_adapters
@@ -121,7 +121,7 @@ def plain(shape: ModelConfig, config: TrainConfig) -> tuple[Any, Any, list[tuple
     """What a model in one process starts from, ends with, and its losses and norms."""
     blueprint = blueprint_of(config, shape)
     model = blueprint.build()
-    initialise(blueprint, model, RUN.seed)
+    initialize(blueprint, model, RUN.seed)
     for name, parameter in model.named_parameters():
         if config.freeze and (".mlp." in name or name == "model.norm.weight"):
             parameter.requires_grad_(False)
@@ -196,10 +196,10 @@ def refuse(place: RankPlace, report: Report) -> None:
             (replace(RUN, cpu_offload=True), "nothing to offload from"),
             (replace(RUN, freeze=("*.absent",)), r"no parameter is called `\*\.absent`"),
             (replace(RUN, freeze=("*",)), "every parameter is frozen"),
-            (replace(RUN, fsdp="1", wrap="size"), "may part tied weights"),
-            (replace(RUN, fsdp="1", strategy="ddp", freeze=("model.[en]*",)), "loses units that are frozen"),
-            (replace(RUN, fsdp="1", strategy="ddp", freeze=("*.layers.0.*",)), "loses units that are frozen"),
-            (replace(RUN, fsdp="1", strategy="ddp", lora_rank=2), "loses units that are frozen"),
+            (replace(RUN, fsdp="1", wrap="size"), "may separate tied weights"),
+            (replace(RUN, fsdp="1", strategy="ddp", freeze=("model.[en]*",)), "loses units that are both frozen"),
+            (replace(RUN, fsdp="1", strategy="ddp", freeze=("*.layers.0.*",)), "loses units that are both frozen"),
+            (replace(RUN, fsdp="1", strategy="ddp", lora_rank=2), "loses units that are both frozen"),
         ]:
             with pytest.raises(Usage, match=said):
                 shard(wrong, blueprint_of(wrong, SHAPE), mesh, 0)

@@ -209,7 +209,7 @@ def test_nothing_but_an_earlier_smoke_is_replaced(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     run.mkdir()
     (run / "precious").touch()
-    with pytest.raises(Occupied, match="not made by smoke"):
+    with pytest.raises(Occupied, match="not made by a smoke test"):
         smoke(run, out, overwrite=True)
     out.mkdir()
     (out / "precious").touch()

@@ -1,4 +1,4 @@
-"""Neighbours: what other processes do to the same paths while ckptkit reads or writes."""
+"""Neighbors: what other processes do to the same paths while ckptkit reads or writes."""
 
 from __future__ import annotations
 

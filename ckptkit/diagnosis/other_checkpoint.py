@@ -1,4 +1,4 @@
-"""Hold a checkpoint against another one that loads: names, shapes and dtypes of all that is in both."""
+"""Compare a checkpoint with another one that loads: names, shapes and dtypes of all common entries."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def find_key(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Find
     here, there = (f"under `{side.wrapper}`" if side.wrapper else "under no key" for side in (ours, theirs))
     is_simple = not ours.wrapper and "." not in theirs.wrapper and not ours.left_out
     fix = rewrite(case.checkpoint, under=theirs.wrapper) if is_simple else None
-    yield Finding("key", None, f"the model is {here} here, and {there} in {other}", fix)
+    yield Finding("key", None, f"expected the model {there} as in {other}, found it {here}", fix)
 
 
 def find_lacking(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
@@ -107,18 +107,18 @@ def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Fi
     pairs = {name: (spec, specs[name]) for name, spec in ours.layout.specs.items() if specs.get(name, spec) != spec}
     shapes = {name: (one, two) for name, (one, two) in pairs.items() if one.shape != two.shape}
     for name, (one, two) in shapes.items():
-        yield Finding("shape", name, f"{list(one.shape)} here, {list(two.shape)} in {other}")
+        yield Finding("shape", name, f"expected {list(two.shape)} as in {other}, found {list(one.shape)}")
     dtypes = {name: (one, two) for name, (one, two) in pairs.items() if name not in shapes}
-    fix = mend_dtypes(case, dtypes, ours, theirs)
+    fix = fix_dtypes(case, dtypes, ours, theirs)
     changes: dict[tuple[DType, DType], list[str]] = {}
     for name, (one, two) in dtypes.items():
         changes.setdefault((one.dtype, two.dtype), []).append(name)
     for (here, there), names in changes.items():
-        message = f"{here} here, {there} in {other}: torch's load converts it silently"
+        message = f"expected {there} as in {other}, found {here}: torch's load converts it silently"
         yield Finding("dtype", names[0], message, fix, tuple(names))
 
 
-def mend_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
+def fix_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
     """Return the command that gives tensors the dtypes that the other has; None if some cannot become that."""
     of_weights = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
     is_simple = len(of_weights) == 1 and any(name in ours.weights for name in pairs)

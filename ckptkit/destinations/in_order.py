@@ -8,7 +8,7 @@ from threading import Condition
 from ckptkit.destinations.pieces import PART_BYTES, FilePiece
 
 ROOM = 8 * PART_BYTES
-Write = Callable[[FilePiece, bytearray], None]
+Write = Callable[[FilePiece, memoryview], None]
 
 
 class Turns:
@@ -26,12 +26,12 @@ class Turns:
         self._write = write
         self._room = room
         self._next: dict[str, int] = {}  # the number of the piece of a file that is written, or comes next
-        self._early: dict[tuple[str, int], tuple[FilePiece, bytearray]] = {}
+        self._early: dict[tuple[str, int], tuple[FilePiece, memoryview]] = {}
         self._held = 0  # bytes of early pieces
         self._error: BaseException | None = None
         self._changed = Condition()
 
-    def put(self, piece: FilePiece, data: bytearray) -> None:
+    def put(self, piece: FilePiece, data: memoryview) -> None:
         """Write a piece now if it is its turn, and then those that waited for it; else keep it, and maybe wait.
 
         An error of `write` is raised to every thread that waits or comes later.
@@ -44,7 +44,7 @@ class Turns:
                 self._early[piece.key] = piece, data
                 self._held += len(data)
                 return
-        following: tuple[FilePiece, bytearray] | None = (piece, data)
+        following: tuple[FilePiece, memoryview] | None = (piece, data)
         while following is not None:
             try:
                 self._write(*following)
@@ -63,7 +63,7 @@ class Turns:
     def _is_turn(self, piece: FilePiece) -> bool:
         return self._next.get(piece.name, 1) == piece.number
 
-    def _go_on(self, written: FilePiece) -> tuple[FilePiece, bytearray] | None:
+    def _go_on(self, written: FilePiece) -> tuple[FilePiece, memoryview] | None:
         """Let the piece behind a written one have its turn. Returns it if it is there already."""
         with self._changed:
             self._require_going()

@@ -1,4 +1,4 @@
-"""Turn a model's tensors from one family of names into another. The Hub's names lie between all of them."""
+"""Translate a model's tensors from one family of names to another, by way of the Hub's names."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 from ckptkit.destinations import pieces
 from ckptkit.destinations.assembly import Assembly, Gap
+from ckptkit.destinations.in_order import Turns
 from ckptkit.destinations.pieces import FilePiece, cut_file
-from ckptkit.destinations.turns import Turns
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, IOFailure
 from ckptkit.files.crc32 import crc32
@@ -33,7 +34,7 @@ class Streams:
         self._writing: set[str] = set()
         self._left = fails_at
 
-    def write(self, piece: FilePiece, data: bytearray) -> None:
+    def write(self, piece: FilePiece, data: memoryview) -> None:
         """Add a piece to its file."""
         assert piece.name not in self._writing
         self._writing.add(piece.name)
@@ -47,7 +48,7 @@ class Streams:
         self._writing.remove(piece.name)
         self.most = max(self.most, self.turns._held)
 
-    def put(self, piece: FilePiece, data: bytearray, crc: int) -> None:
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         assert crc == crc32(data)
         self.turns.put(piece, data)
 
@@ -67,8 +68,8 @@ def cut_pieces(sizes: list[int]) -> list[FilePiece]:
     return [piece for number, size in enumerate(sizes) for piece in cut_file(f"{number}", size)]
 
 
-def content_of(piece: FilePiece) -> bytearray:
-    return bytearray(Random(repr(piece.key)).randbytes(piece.length))
+def content_of(piece: FilePiece) -> memoryview:
+    return memoryview(Random(repr(piece.key)).randbytes(piece.length))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -138,7 +139,7 @@ def test_an_error_of_one_thread_or_of_the_stream_ends_all(jobs: int, room: int, 
     assert [type(error) for error in raised] == [IOFailure if is_stream else Corrupt]
     late = FilePiece("late", 1, 1, 0, 1)
     with pytest.raises(type(raised[0])):
-        streams.turns.put(late, bytearray(1))
+        streams.turns.put(late, memoryview(bytes(1)))
 
 
 @settings(deadline=None, max_examples=60)
@@ -193,3 +194,33 @@ def test_files_with_known_bytes_are_put_together_in_order(
     assembly.send_rest()
     assembly.require_all()
     assert streams.files["x"] == whole
+
+
+def test_all_threads_send_at_the_same_time(tmp_path: Path) -> None:
+    """A piece never waits for bytes that the thread that sends the piece before it has yet to write."""
+    jobs, size, step = 3, 60, 10
+    together = threading.Barrier(jobs, timeout=_ENOUGH)
+
+    class Meeting(Streams):
+        def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
+            if piece.number <= jobs:
+                together.wait()
+            self.files[piece.name][piece.start : piece.start + len(data)] = data
+
+    (tmp_path / "x").write_bytes(bytes(size))
+    whole, taker = memoryview(bytes(range(size))), Meeting(0)
+    assembly = Assembly(tmp_path, {"x": size}, {("x", 0): Gap(size)}, taker)
+    output = assembly.at("")
+
+    @contextmanager
+    def worker() -> Iterator[Step[int]]:
+        def copy_in_two_steps(start: int) -> None:
+            for at in (start, start + step // 2):
+                output["x"].write_at(whole[at : at + step // 2], at)
+            output.note("x", 0, start, step, crc32(whole[start : start + step]))
+
+        yield copy_in_two_steps
+
+    in_time(threading.Thread(target=work, args=(range(0, size, step), worker, jobs)))
+    assert not together.broken
+    assembly.require_all()

@@ -1,0 +1,266 @@
+"""Write the matrices of experts of an adapter in another form, with the config that fits it. No bytes move."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.adapters.changes import check, is_called
+from ckptkit.adapters.config import AdapterConfig
+from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, ExpertFacts, ExpertPair, find_form, read_pairs
+from ckptkit.adapters.experts import find_layout
+from ckptkit.adapters.find import Adapter
+from ckptkit.adapters.names import WRAPPER, Entry, expert_place
+from ckptkit.conversion.options import FLAT, PEFT, PER_EXPERT, THREE_D, ConvertOptions
+from ckptkit.errors import Unsupported, Usage
+from ckptkit.formats import locate, unpack
+from ckptkit.layout import Chunk, Spec, StoredTensor, axes
+from ckptkit.models.companions import CONFIG, find_companions, read_config
+from ckptkit.names.moe import SEPARATE, ExpertNames, experts_of
+from ckptkit.pictures.words import count
+from ckptkit.tensors.box import Box
+
+_INNER = ".base_layer"
+_MIDDLES = {"block_sparse_moe": "mlp"}  # what is above experts in files, and in memory
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of config.json
+_RECORD, _DETAIL, _RANK_MAJOR = "lora_B_layout", "unsloth_fused_expert_lora", "rank_major"
+
+
+def with_form(
+    adapter: Adapter, config: AdapterConfig, path: Path, form: str, options: ConvertOptions
+) -> tuple[Adapter, AdapterConfig, str]:
+    """Return an adapter with the matrices of experts in a form, and a config that fits it; and a remark.
+
+    Raises `Usage` for an adapter without such matrices, or if the base has to be known and is not.
+    """
+    adapter = replace(adapter, layout=locate(unpack(adapter.layout)))
+    found = find_form(adapter)
+    if found is None:
+        message = "the adapter has no matrices of experts"
+        raise Usage(message, path=path, hint="drop --experts and --experts-layout")
+    if options.experts_layout is not None and found != FLAT:
+        message = f"--experts-layout is for experts in one matrix; this adapter stores them as {found}"
+        raise Usage(message, path=path, hint="drop --experts-layout")
+    base = base_config(config, path, options)
+    asked = ExpertFacts(options.experts_layout, whole(base, "hidden_size"), whole(base, *_COUNTS))
+    names = names_of(base, path) if form == PER_EXPERT else None
+    pairs = list(in_form(read_pairs(adapter, config, asked), form, names))
+    made = list(tensors_of(pairs, form, names))
+    result = with_pairs(adapter, made)
+    fitting = config_for(config, pairs, result, adapter, names if form == PER_EXPERT else None, form)
+    check(result, fitting)
+    remark = f"stored the matrices of {count(pairs[0].experts, 'expert')} as {form}, in {count(len(made), 'tensor')}"
+    unread = "; PEFT does not load this form, and does not say so" if form == THREE_D else ""
+    return result, fitting, f"{remark}; they were {found}{unread}"
+
+
+def base_config(config: AdapterConfig, path: Path, options: ConvertOptions) -> Mapping[str, Any]:
+    """Return the part of the base's config.json that describes its text model; {} if it is not here."""
+    found: Mapping[str, Any] | None = find_companions(path, options.base).config
+    said = Path(config.base or "", CONFIG)
+    if found is None and options.base is None and config.base and said.is_file():
+        found = read_config(said)
+    described: Mapping[str, Any] = found or {}
+    text = described.get("text_config")
+    return text if isinstance(text, dict) else described
+
+
+def whole(config: Mapping[str, Any], *keys: str) -> int | None:
+    """Return the first of some whole numbers that a config has."""
+    return next((config[key] for key in keys if type(config.get(key)) is int), None)
+
+
+def names_of(base: Mapping[str, Any], path: Path) -> ExpertNames:
+    """Return what the base's files call experts. Raises `Usage` if the base is not known, `Unsupported` for others."""
+    model_type = base.get("model_type")
+    if model_type is None:
+        message = "names of single experts differ by model, and no config.json of the base was found"
+        raise Usage(message, path=path, hint="pass --base MODEL")
+    if model_type not in SEPARATE:
+        message = f"ckptkit does not know a model of type `{model_type}` with a tensor for each expert"
+        raise Unsupported(message, path=path, hint="pass --experts flat or 3d")
+    return experts_of(str(model_type))
+
+
+def in_form(pairs: Iterable[ExpertPair], form: str, names: ExpertNames | None) -> Iterator[ExpertPair]:
+    """Yield the matrices as a form has them: gate and up together, apart, or as they are; under its modules.
+
+    `names` are those of experts in the base's files, which `per-expert` has.
+    """
+    if form == FLAT:
+        yield from fuse(pairs)
+    elif form == PER_EXPERT:
+        assert names is not None
+        middle = names.down.partition(".experts.")[0]
+        for pair in pairs:
+            parent = pair.module.removesuffix(".experts").rpartition(".")[0]
+            found = pair._replace(module=f"{parent}.{middle}.experts")
+            yield from halves(found) if pair.leaf == GATE_UP else (found,)
+    else:
+        yield from pairs
+
+
+def halves(pair: ExpertPair) -> tuple[ExpertPair, ExpertPair]:
+    """Return the matrices of gate and up apart: the rows of B are halved, A belongs to both."""
+    rows = pair.b.spec.shape[1]
+    gate, up = (axes.cut(pair.b, 1, at, at + rows // 2) for at in (0, rows // 2))
+    return pair._replace(leaf=GATE, b=gate), pair._replace(leaf=UP, b=up)
+
+
+def fuse(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
+    """Yield the matrices of gate and up as one pair, of both ranks: A on top of A, B beside zeros.
+
+    Raises `Unsupported` for one of the two alone.
+    """
+    by_module: dict[str, dict[str, ExpertPair]] = defaultdict(dict)
+    for pair in pairs:
+        middle, parent = pair.module.split(".")[-2:-1], pair.module.removesuffix(".experts").rpartition(".")[0]
+        module = f"{parent}.{_MIDDLES[middle[0]]}.experts" if middle and middle[0] in _MIDDLES else pair.module
+        by_module[module][pair.leaf] = pair._replace(module=module)
+    for module, found in by_module.items():
+        gate, up = found.pop(GATE, None), found.pop(UP, None)
+        if (gate is None) != (up is None):
+            there, missing = (GATE, UP) if gate else (UP, GATE)
+            message = f"`{module}` has {there} without {missing}: no form but per-expert and 3d can store that"
+            raise Unsupported(message, hint="pass --experts per-expert or 3d")
+        if gate is not None and up is not None:
+            yield gate._replace(
+                leaf=GATE_UP,
+                a=axes.concatenate([gate.a, up.a], 1),
+                b=axes.concatenate([beside_zeros(gate.b, 0, up.rank), beside_zeros(up.b, gate.rank, 0)], 1),
+            )
+        yield from found.values()
+
+
+def beside_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
+    """Return matrices B `[E, out, r]` with columns of zeros before and after them."""
+    count, rows, rank = b.spec.shape
+    width = before + rank + after
+    zeros = [(at, size) for at, size in ((0, before), (before + rank, after)) if size]
+    chunks = [Chunk.of_zeros(Box((0, 0, at), (count, rows, size)), b.spec.dtype) for at, size in zeros]
+    moved = [chunk._replace(box=axes.shift(chunk.box, 2, before)) for chunk in axes.unsplit(b).chunks]
+    return StoredTensor(Spec(b.spec.dtype, (count, rows, width)), (*moved, *chunks))
+
+
+def tensors_of(
+    pairs: Sequence[ExpertPair], form: str, names: ExpertNames | None
+) -> Iterator[tuple[Entry, StoredTensor]]:
+    """Yield the tensors of a form, each with what it is and its name in the adapter's file."""
+    has_both = {pair.module for pair in pairs if pair.leaf == DOWN} & {p.module for p in pairs if p.leaf == GATE_UP}
+    for pair in pairs:
+        if form == FLAT:
+            is_inner = pair.leaf == GATE_UP and pair.module in has_both
+            yield from entries_of(pair.module, _INNER if is_inner else "", *flattened(pair))
+        elif form == PER_EXPERT:
+            assert names is not None
+            own = {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
+            both = zip(axes.unstack(pair.a), axes.unstack(pair.b), strict=True)
+            for number, (a, b) in enumerate(both):
+                yield from entries_of(f"{pair.module}.{number}.{own}", "", a, b)
+        else:
+            yield from entries_of(f"{pair.module}.{pair.leaf}", "", pair.a, pair.b)
+
+
+def flattened(pair: ExpertPair) -> tuple[StoredTensor, StoredTensor]:
+    """Return A `[E*r, in]` and B `[out, r*E]`."""
+    return axes.merge(pair.a, 0, 2), axes.merge(axes.permute(pair.b, (1, 2, 0)), 1, 2)
+
+
+def entries_of(module: str, inner: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Entry, StoredTensor]]:
+    yield Entry("A", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_A.weight"), a
+    yield Entry("B", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_B.weight"), b
+
+
+def with_pairs(adapter: Adapter, made: Iterable[tuple[Entry, StoredTensor]]) -> Adapter:
+    """Return an adapter with other matrices of experts, under the names that they get in its file."""
+    others = {
+        name: entry
+        for name, entry in adapter.entries.items()
+        if entry.kind not in ("A", "B") or expert_place(entry.module) is None
+    }
+    tensors = {
+        name: one for name, one in adapter.layout.tensors.items() if name not in adapter.entries or name in others
+    }
+    entries = dict(others)
+    for entry, tensor in made:
+        entries[entry.saved], tensors[entry.saved] = entry, tensor
+    layout = replace(adapter.layout, tensors=tensors, blobs={}, keys={}, twins={})
+    return replace(adapter, layout=layout, entries=entries)
+
+
+def config_for(
+    config: AdapterConfig,
+    pairs: Sequence[ExpertPair],
+    made: Adapter,
+    before: Adapter,
+    names: ExpertNames | None,
+    form: str,
+) -> AdapterConfig:
+    """Return the config of an adapter whose matrices of experts have another form."""
+    values = dict(config.values)
+    experts = {entry.module for entry in before.entries.values() if is_of_experts(entry)}
+    others = {entry.module for entry in made.entries.values() if not is_of_experts(entry)}
+    leaves = sorted({own_leaf(pair, names) for pair in pairs})
+    targets = values.get("target_modules")
+    if isinstance(targets, list):
+        kept = [target for target in targets if is_kept(str(target), experts, others)]
+        values["target_modules"] = kept if form == FLAT else list(dict.fromkeys([*kept, *leaves]))
+    parameters = {f"{'.'.join(pair.module.split('.')[-2:])}.{pair.leaf}" for pair in pairs}
+    values["target_parameters"] = sorted(parameters) if form == FLAT else None
+    for key in (_RECORD, _DETAIL):
+        values.pop(key, None)
+    values |= patterns_of(config, pairs, names)
+    found = with_values(config, values)
+    if form == FLAT and any(find_layout(found, f"{pair.module}.{pair.leaf}") != PEFT for pair in pairs):
+        found = with_values(config, {**values, _RECORD: _RANK_MAJOR})
+    return found
+
+
+def with_values(config: AdapterConfig, values: Mapping[str, Any]) -> AdapterConfig:
+    content = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+    return replace(config, content=content, values=values)
+
+
+def is_of_experts(entry: Entry) -> bool:
+    return entry.kind in ("A", "B") and expert_place(entry.module) is not None
+
+
+def is_kept(target: str, experts: Iterable[str], others: Iterable[str]) -> bool:
+    """Return whether a target stays one: it is not only that of experts."""
+    return any(is_called(module, target) for module in others) or not any(is_called(one, target) for one in experts)
+
+
+def own_leaf(pair: ExpertPair, names: ExpertNames | None) -> str:
+    """Return what the files call the parameter of a pair."""
+    if names is None:
+        return pair.leaf
+    return {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
+
+
+def patterns_of(config: AdapterConfig, pairs: Sequence[ExpertPair], names: ExpertNames | None) -> dict[str, Any]:
+    """Return the ranks and alphas by module that keep the scaling of each pair, where they are not those of all."""
+    found: dict[str, dict[tuple[int, float], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for pair in pairs:
+        scaling = config.scaling_of(pair.source)
+        alpha = scaling * (math.sqrt(pair.rank) if config.flag("use_rslora") else pair.rank)
+        number = "" if names is None else r"\.\d+"
+        leaf = f"{number}\\.{own_leaf(pair, names)}"
+        found[leaf][pair.rank, round(alpha, 9)].append(re.escape(pair.module) + leaf)
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for leaf, ways in found.items():
+        for (rank, alpha), modules in ways.items():
+            keys = [f"experts{leaf}"] if len(ways) == 1 else modules
+            ranks |= dict.fromkeys(keys, rank)
+            alphas |= dict.fromkeys(keys, int(alpha) if alpha.is_integer() else alpha)
+    old_ranks, old_alphas = (config.values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    if not (old_ranks or old_alphas):
+        ranks = {key: rank for key, rank in ranks.items() if rank != config.values.get("r", 8)}
+        alphas = {key: alpha for key, alpha in alphas.items() if alpha != config.values.get("lora_alpha", 8)}
+    return {"rank_pattern": {**ranks, **old_ranks}, "alpha_pattern": {**alphas, **old_alphas}}

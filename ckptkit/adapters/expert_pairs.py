@@ -1,0 +1,250 @@
+"""Read the matrices of experts of an adapter, in any form in which libraries store them. No bytes move.
+
+    flat        experts.lora_A [E*r, in], lora_B [out, r*E]       PEFT's target_parameters; vLLM's fused experts
+    stacked     experts.lora_A [E, r, in], lora_B [out, r, E]     Megatron-Bridge's `stack_3d_moe`, for vLLM
+    per-expert  experts.3.down_proj.lora_A [r, in], B [out, r]    PEFT with a module for each expert; vLLM, SGLang
+    3d          experts.down_proj.lora_A [E, r, in], B [E, out, r]  SGLang, Megatron-Bridge, SkyRL, Tinker
+
+`flat` and `stacked` call the matrices of gate and up `experts.base_layer`. In `3d` E is 1 if all experts have the same
+matrix. Sources: `ParamWrapper` in peft/tuners/lora/layer.py; peft/utils/transformers_weight_conversion.py;
+`_stack_moe_lora_weights` in vllm/lora/model_manager.py; sgl-project/sglang#25528; NVIDIA-NeMo/Megatron-Bridge#5939;
+`_convert_moe_experts_lora_to_vllm` of SkyRL's megatron_worker.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptkit.adapters.config import AdapterConfig
+from ckptkit.adapters.experts import choose_layout
+from ckptkit.adapters.find import Adapter
+from ckptkit.adapters.names import ExpertPlace, expert_place
+from ckptkit.conversion.options import BLOCKS, FLAT, PER_EXPERT, THREE_D
+from ckptkit.errors import CkptError, Mismatch, Unsupported, Usage
+from ckptkit.layout import StoredTensor, axes
+
+STACKED = "stacked"
+GATE_UP, DOWN, GATE, UP = "gate_up_proj", "down_proj", "gate_proj", "up_proj"
+_FUSED = (GATE_UP, DOWN)
+_LEAVES = {**{leaf: leaf for leaf in (GATE_UP, DOWN, GATE, UP)}, "w1": GATE, "w2": DOWN, "w3": UP}
+
+
+class ExpertPair(NamedTuple):
+    """The matrices of a parameter of all experts of a layer: A `[E, r, in]` and B `[E, out, r]`.
+
+    `source` is the name of the parameter, or of one expert's, as the config of the adapter knows it.
+    """
+
+    module: str
+    leaf: str
+    a: StoredTensor
+    b: StoredTensor
+    source: str
+
+    @property
+    def experts(self) -> int:
+        """Return the number of experts."""
+        return self.a.spec.shape[0]
+
+    @property
+    def rank(self) -> int:
+        return self.a.spec.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFacts:
+    """What you say of the experts: the layout of lora_B, and what the base's config.json says, if it is there."""
+
+    layout: str | None = None
+    hidden: int | None = None
+    count: int | None = None
+
+
+def find_form(adapter: Adapter) -> str | None:
+    """Return the form of the matrices of experts; None without any. Raises `Mismatch` for several."""
+    specs = adapter.layout.specs
+    found = {}
+    for name, entry in adapter.entries.items():
+        place = expert_place(entry.module) if entry.kind in ("A", "B") else None
+        if place is not None:
+            found[form_of(place, len(specs[name].shape))] = name
+    if len(found) > 1:
+        message = f"the adapter stores experts as {' and '.join(sorted(found))}"
+        raise Mismatch(message, path=adapter.layout.root, tensor=next(iter(found.values())))
+    return next(iter(found), None)
+
+
+def form_of(place: ExpertPlace, ndim: int) -> str:
+    if place.expert is not None:
+        return PER_EXPERT
+    if place.leaf:
+        return THREE_D
+    return STACKED if ndim == 3 else FLAT
+
+
+def read_pairs(adapter: Adapter, config: AdapterConfig, asked: ExpertFacts) -> list[ExpertPair]:
+    """Return the matrices of experts of an adapter, whatever their form.
+
+    Raises `Mismatch` for shapes that contradict each other, `Unsupported` for experts that are not known here.
+    """
+    found: dict[tuple[str, int], dict[ExpertPlace, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for name, entry in adapter.entries.items():
+        if entry.kind in ("A", "B") and (place := expert_place(entry.module)) is not None:
+            found[place.module, entry.depth][place][entry.kind] = name
+    form, reading = find_form(adapter), ExpertReader(adapter, config, asked)
+    by_module: dict[str, list[tuple[int, dict[ExpertPlace, dict[str, str]]]]] = defaultdict(list)
+    for (module, depth), places in found.items():
+        by_module[module].append((depth, places))
+    pairs: list[ExpertPair] = []
+    for module, levels in by_module.items():
+        if form in (FLAT, STACKED):
+            wrappers = {depth: names for depth, places in levels for names in places.values()}
+            pairs += reading.of_wrappers(module, wrappers)
+        else:
+            pairs += reading.of_leaves(
+                module, {place: names for _, places in levels for place, names in places.items()}
+            )
+    check_counts(adapter, pairs, asked)
+    return pairs
+
+
+def check_counts(adapter: Adapter, pairs: Sequence[ExpertPair], asked: ExpertFacts) -> None:
+    """Raise `Mismatch` unless all parameters of a layer have the same number of experts, and the base's."""
+    counts: dict[str, int] = {}
+    for pair in pairs:
+        wanted = asked.count or counts.setdefault(pair.module, pair.experts)
+        if pair.experts != wanted:
+            message = f"expected {wanted} experts, found {pair.experts} of `{pair.module}.{pair.leaf}`"
+            raise Mismatch(message, path=adapter.layout.root, hint="check that no shard is missing")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertReader:
+    """An adapter whose matrices of experts are read, with its config and what you say of the experts."""
+
+    adapter: Adapter
+    config: AdapterConfig
+    asked: ExpertFacts
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return one of its tensors."""
+        return self.adapter.layout.tensors[name]
+
+    def unfit(self, name: str, expected: str) -> Mismatch:
+        found = self.tensor(name).spec
+        return Mismatch(f"expected {expected}, found {found}", path=self.adapter.layout.root, tensor=name)
+
+    def of_leaves(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
+        """Yield the matrices that are named by their parameters, of all experts or of one each."""
+        by_leaf: dict[str, dict[int | None, Mapping[str, str]]] = defaultdict(dict)
+        for place, names in places.items():
+            by_leaf[place.leaf][place.expert] = names
+        for own, experts in by_leaf.items():
+            leaf, first = _LEAVES.get(own), next(iter(experts.values()))
+            if leaf is None:
+                message = f"expected experts with {', '.join(_LEAVES)}, found `{own}`"
+                raise Unsupported(message, path=self.adapter.layout.root, tensor=first["A"])
+            if None in experts:
+                yield ExpertPair(module, leaf, *self.three_axes(experts[None]), f"{module}.{own}")
+                continue
+            numbers = sorted(number for number in experts if number is not None)
+            if numbers != list(range(len(numbers))):
+                message = f"expected experts 0 to {numbers[-1]} of `{own}`, found {len(numbers)} of them"
+                raise Mismatch(message, path=self.adapter.layout.root, tensor=first["A"])
+            in_order = [experts[number] for number in numbers]
+            a, b = (self.stack([names[kind] for names in in_order]) for kind in "AB")
+            yield ExpertPair(module, leaf, a, b, f"{module}.0.{own}")
+
+    def stack(self, names: Sequence[str]) -> StoredTensor:
+        """Return the matrices of all experts as one tensor."""
+        first = self.tensor(names[0]).spec
+        for name in names:
+            if self.tensor(name).spec != first:
+                raise self.unfit(name, f"{first} as of the other experts")
+        return axes.stack([self.tensor(name) for name in names])
+
+    def three_axes(self, names: Mapping[str, str]) -> tuple[StoredTensor, StoredTensor]:
+        """Return A `[E, r, in]` and B `[E, out, r]`; a matrix that all experts share is repeated."""
+        a, b = self.tensor(names["A"]), self.tensor(names["B"])
+        if len(a.spec.shape) != 3:
+            raise self.unfit(names["A"], "lora_A of shape [experts, rank, inputs]")
+        if len(b.spec.shape) != 3 or b.spec.shape[2] != a.spec.shape[1]:
+            raise self.unfit(names["B"], f"lora_B of shape [experts, outputs, {a.spec.shape[1]}]")
+        count = max(a.spec.shape[0], b.spec.shape[0])
+        if {a.spec.shape[0], b.spec.shape[0]} - {1, count}:
+            raise self.unfit(names["B"], f"matrices of {a.spec.shape[0]} experts, or one for all")
+        if count == 1 and self.asked.count:
+            count = self.asked.count
+        return repeat(a, count), repeat(b, count)
+
+    def of_wrappers(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
+        """Yield the matrices of nested wrappers, by depth. Shapes tell which parameters these are."""
+        sides = {
+            depth: (self.tensor(one["A"]).spec.shape[-1], self.tensor(one["B"]).spec.shape[0])
+            for depth, one in names.items()
+        }
+        leaves, is_turned = self.name_leaves(module, sides, next(iter(names.values()))["A"])
+        for depth, one in names.items():
+            parameter = f"{module}.{leaves[depth]}"
+            a, b = self.apart(one, parameter)
+            if is_turned:  # PEFT 0.18 and older take a weight [out, in] for one [in, out]
+                a, b = axes.permute(b, (0, 2, 1)), axes.permute(a, (0, 2, 1))
+            yield ExpertPair(module, leaves[depth], a, b, parameter)
+
+    def apart(self, names: Mapping[str, str], parameter: str) -> tuple[StoredTensor, StoredTensor]:
+        """Return A `[E, r, in]` and B `[E, out, r]` of a wrapper's matrices."""
+        a, b = self.tensor(names["A"]), self.tensor(names["B"])
+        if len(a.spec.shape) == 3:
+            if len(b.spec.shape) != 3 or b.spec.shape[1:] != a.spec.shape[1::-1]:
+                raise self.unfit(names["B"], f"lora_B of shape [outputs, {a.spec.shape[1]}, {a.spec.shape[0]}]")
+            return a, axes.permute(b, (2, 0, 1))
+        rank, rows = self.config.rank_of(parameter), a.spec.shape[0]
+        if rows % rank or b.spec.shape[1] != rows:
+            raise self.unfit(names["B"], f"lora_B with {rows} columns, {rank} for each expert")
+        count = rows // rank
+        layout = choose_layout(self.config, parameter, count, rank, self.asked.layout, names["B"])
+        whole = axes.split(b, 1, (count, rank) if layout == BLOCKS else (rank, count))
+        return axes.split(a, 0, (count, rank)), axes.permute(whole, (1, 0, 2) if layout == BLOCKS else (2, 0, 1))
+
+    def name_leaves(self, module: str, sides: Mapping[int, tuple[int, int]], name: str) -> tuple[dict[int, str], bool]:
+        """Return the parameter at each depth, and whether inputs and outputs are exchanged.
+
+        Gates and up projections are twice as many rows as down projections have columns: of two parameters just one
+        way fits. Of one the base's hidden size tells.
+        """
+        targets = {target.rpartition(".")[2] for target in self.config.names("target_parameters")}
+        if not targets <= set(_FUSED):
+            message = f"expected experts with {' and '.join(_FUSED)}, found {', '.join(sorted(targets))}"
+            raise self.unknown(message, name)
+        if len(sides) == 2:
+            inner, outer = max(sides), min(sides)
+            for leaves in ({inner: GATE_UP, outer: DOWN}, {inner: DOWN, outer: GATE_UP}):
+                for is_turned in (False, True):
+                    (inputs, rows), (columns, outputs) = (
+                        sides[depth][::-1] if is_turned else sides[depth]
+                        for depth in sorted(leaves, key=leaves.__getitem__, reverse=True)
+                    )
+                    if (inputs, rows) == (outputs, 2 * columns):
+                        return leaves, is_turned
+            raise self.unknown(f"the shapes of `{module}` are not those of {' and '.join(_FUSED)}", name)
+        if len(targets) != 1 or len(sides) != 1:
+            message = f"expected matrices for each of {', '.join(sorted(targets)) or 'its parameters'} of `{module}`"
+            raise self.unknown(f"{message}, found {len(sides)}", name)
+        ((depth, (inputs, outputs)),), (leaf,) = sides.items(), targets
+        of_hidden, other = (inputs, outputs) if leaf == GATE_UP else (outputs, inputs)
+        if (of_hidden == self.asked.hidden) == (other == self.asked.hidden):
+            message = f"only the base tells which side of `{leaf}` [{outputs}, {inputs}] is the input"
+            raise Usage(message, path=self.adapter.layout.root, hint="pass --base MODEL")
+        return {depth: leaf}, other == self.asked.hidden
+
+    def unknown(self, message: str, name: str) -> CkptError:
+        hint = "drop --experts to keep the matrices as they are"
+        return Unsupported(message, path=self.adapter.layout.root, tensor=name, hint=hint)
+
+
+def repeat(tensor: StoredTensor, count: int) -> StoredTensor:
+    """Return a tensor of one expert as one of `count` experts; any other as it is."""
+    return axes.concatenate([tensor] * count, 0) if tensor.spec.shape[0] == 1 < count else tensor
