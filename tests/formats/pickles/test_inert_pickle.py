@@ -313,5 +313,5 @@ def test_a_frame_longer_than_the_pickle_is_corrupt() -> None:
     data = pickle.dumps("a" * 100, 4)
     assert load(data, ())[0] == "a" * 100
     assert data[2:3] == b"\x95"
-    with pytest.raises(Corrupt, match="truncated or malformed"):
+    with pytest.raises(Corrupt, match="damaged or truncated"):
         load(data[:3] + (1 << 62).to_bytes(8, "little") + data[11:], ())
