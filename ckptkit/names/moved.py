@@ -117,7 +117,7 @@ def permute(tensor: StoredTensor, dims: Sequence[int]) -> StoredTensor:
 
 def squeeze(tensor: StoredTensor, dim: int | None = None) -> StoredTensor:
     """Return the tensor without an axis of size 1, or without all of them."""
-    for axis in reversed(range(len(tensor.spec.shape))) if dim is None else [axis_of(tensor, dim)]:
+    for axis in range(len(tensor.spec.shape))[::-1] if dim is None else [axis_of(tensor, dim)]:
         if tensor.spec.shape[axis] == 1:
             tensor = axes.take(tensor, axis, 0)
     return tensor
