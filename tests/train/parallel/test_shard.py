@@ -191,8 +191,8 @@ def test_compiled_blocks_train_the_same() -> None:
 def refuse(place: RankPlace, report: Report) -> None:
     with process_group(place, "cpu") as mesh:
         for wrong, said in [
-            (replace(RUN, strategy="hybrid_shard", replicas=3), "3 replicas on 2 ranks"),
-            (replace(RUN, strategy="hybrid_shard"), "1 replicas on 2 ranks"),
+            (replace(RUN, strategy="hybrid_shard", replicas=3), "a divisor of 2 ranks, 2 or more, found 3"),
+            (replace(RUN, strategy="hybrid_shard"), "a divisor of 2 ranks, 2 or more, found 1"),
             (replace(RUN, cpu_offload=True), "nothing to offload from"),
             (replace(RUN, freeze=("*.absent",)), r"no parameter is called `\*\.absent`"),
             (replace(RUN, freeze=("*",)), "every parameter is frozen"),
