@@ -55,7 +55,7 @@ def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path, monke
         (["--config", "wrong.toml"], 2, "unknown setting `stepps`"),
         (["--model", "huge", "--nproc", "1"], 2, "unknown model `huge`"),
         (["--resume", "absent", "--nproc", "1"], 3, "absent"),
-        (["--model", "mixtral.json", "--nproc", "1"], 3, "`model_type` is 'mixtral'"),
+        (["--model", "mixtral.json", "--nproc", "1"], 3, "built-in Llama has, found 'mixtral'"),
         (["--data", "absent.txt", "--nproc", "1"], 4, "absent.txt"),
     ]:
         answer = CliRunner().invoke(app, ["train", *TINY, *words])
