@@ -35,7 +35,7 @@ def test_loaders_of_torchtitan(tmp_path: Path) -> None:
     assert (done.dropped, done.notes) == ([], [])
     done = reshard(source, tmp_path / "other", to=3)
     assert load_dcp(tmp_path / "other").keys() == {"w", "train_state"}
-    assert done.notes == ["dropped `dataloader`: it has a state for each of 2 ranks, which 3 cannot use"]
+    assert done.notes == ["dropped `dataloader`: state of 2 ranks, which 3 cannot use"]
     assert [(left.name, left.entries) for left in done.dropped] == [("dataloader", 3)]
 
 
@@ -55,13 +55,13 @@ def test_generators_of_composer(tmp_path: Path) -> None:
     assert len(load_dcp(tmp_path / "same")["rng"]) == 3
     done = reshard(tmp_path / "in", tmp_path / "other", to=2)
     assert load_dcp(tmp_path / "other").keys() == {"state"}
-    assert done.notes == ["dropped `rng` (torch, python): it has a state for each of 3 ranks, which 2 cannot use"]
+    assert done.notes == ["dropped `rng` (torch, python): state of 3 ranks, which 2 cannot use"]
 
 
 def test_what_each_rank_had_of_its_own_is_named(tmp_path: Path) -> None:
     FORMATS["fairscale"].make(tmp_path / "in", {"disc": {"w": counted(7)}, "sampler": {"seen": counted(3)}})
     done = reshard(tmp_path / "in", tmp_path / "out", to=3)
-    assert done.notes == ["dropped `own_state` (disc, sampler): it has a state for each of 2 ranks, which 3 cannot use"]
+    assert done.notes == ["dropped `own_state` (disc, sampler): state of 2 ranks, which 3 cannot use"]
 
 
 def test_a_generator_of_all_ranks_is_kept(tmp_path: Path) -> None:
