@@ -82,7 +82,7 @@ def describe(results: dict[str, Result]) -> str:
     rows = [[outcome, meaning, str(counted[outcome])] for outcome, meaning in MEANINGS.items() if counted[outcome]]
     head = f"""Tried on {datetime.now(UTC):%Y-%m-%d} with transformers {transformers.__version__} and torch
         {torch.__version__}: a small model of each type, with random weights, sharded over {RANKS} ranks."""
-    parts = [paragraph(head), table([["what came of it", "that is", "types"], *rows]), ""]
+    parts = [paragraph(head), table([["result", "meaning", "types"], *rows]), ""]
     parts += [
         paragraph(f"- {result.outcome.capitalize()}: `{name}`: {result.reason}")
         for outcome in (DIFFERENT, REFUSED, FAILED)

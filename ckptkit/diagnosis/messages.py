@@ -108,16 +108,16 @@ MESSAGES: tuple[Message, ...] = (
         "were not initialized from the model checkpoint at … and are newly initialized: …",
         "transformers 4",
         "missing",
-        "transformers only warns, but this is an error: the tensors are random now. The names in the file differ "
-        "from the model's names: by a prefix, a wrapper, an adapter, or because they belong to another family.",
+        "transformers only prints a warning, but do not continue: these tensors are random now. The names in the file "
+        "differ from the model's names: by a prefix, a wrapper, an adapter, or because they belong to another family.",
         explanations.find_misfits,
     ),
     Message(
         "LOAD REPORT…from: …",
         "transformers 5, with a table of names",
         "missing",
-        "transformers only warns, but this is an error if the table lists `MISSING`: those tensors are random now. "
-        "If as many are `UNEXPECTED`, the names in the file differ from the model's names: by a prefix, a "
+        "transformers only prints a warning, but do not continue if the table lists `MISSING`: those tensors are "
+        "random now. If as many are `UNEXPECTED`, the names in the file differ from the model's names: by a prefix, a "
         "wrapper, an adapter, or because they belong to another family. `MISMATCH` means another shape.",
         explanations.find_misfits,
     ),
@@ -134,9 +134,9 @@ MESSAGES: tuple[Message, ...] = (
         "loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
         "torch, `Optimizer.load_state_dict`",
         "groups",
-        "A group lists another number of parameters: some were frozen or added since, or an adapter was. Parameter "
-        "numbers do not say which ones. To keep the rest, write names: "
-        "`ckptkit convert CKPT OUT --to dcp --optimizer-keys names`.",
+        "A group lists another number of parameters: since the save, parameters were frozen or added, or an adapter "
+        "was added. The numbers do not show which parameters these are. To keep the rest, write names: `ckptkit "
+        "convert CKPT OUT --to dcp --optimizer-keys names`.",
         explanations.find_groups,
     ),
     Message(
@@ -151,9 +151,9 @@ MESSAGES: tuple[Message, ...] = (
         "is not in the optimizer state. The FSDPParamInfo has the param keys …",
         "torch, FSDP1, when it saves",
         "optimizer_state",
-        "In one FSDP1 unit, some parameters received a gradient and others did not. Wrap the parameters that are "
-        "never or not always trained as units of their own. torch saved nothing: "
-        "resume from the checkpoint before this step.",
+        "In one FSDP1 unit, some parameters received a gradient and others did not. Wrap the parameters that do not "
+        "get a gradient in every step as FSDP1 units of their own. torch saved nothing: resume from the checkpoint "
+        "before this step.",
     ),
     Message(
         "used a DP world size of … but the current world size is ….",
@@ -274,8 +274,8 @@ MESSAGES: tuple[Message, ...] = (
         "Parameter '…' found in sharded model state dict but missing from full state dict",
         "Accelerate, FSDP2",
         "missing",
-        "The model to load into is wrapped or compiled differently from the model in the file. `ckptkit doctor CKPT"
-        " --model MODEL` names the rule by which the names differ.",
+        "The model to load into is wrapped or compiled differently from the model in the file. `ckptkit doctor CKPT "
+        "--model MODEL` shows the rule (`--rename`) that makes the names equal.",
         explanations.find_parameter,
     ),
     Message(

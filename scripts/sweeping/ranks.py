@@ -27,7 +27,7 @@ from scripts.sweeping.shrink import NoClass, TooLarge, make_small
 
 MOST = 120_000_000  # elements of a model
 PATIENCE = timedelta(hours=6)  # of ranks that wait for the first one's next model
-KINDS = {TooLarge: "too large", NoClass: "no class of models"}
+KINDS = {TooLarge: "too large", NoClass: "transformers has no model class for the type"}
 _LIBRARY = re.compile(r"requires the (\w+) library")  # what transformers says if one is missing
 
 Tensors = dict[str, Tensor]
@@ -113,9 +113,10 @@ def first_difference(ours: Tensors, theirs: Tensors) -> str:
     """Return in words the first difference of two models, by name; nothing if there is none."""
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in ours or name not in theirs:
-            where = "only in ckptkit's" if name in ours else "only in transformers'"
+            where = "ckptkit's" if name in ours else "transformers'"
             number = len(ours.keys() ^ theirs.keys())
-            return f"`{name}` is {where}; {number} of {len(theirs)} names differ"
+            found = f"`{name}` is only in {where} output"
+            return f"{found}; names in only one output: {number}, names in transformers' output: {len(theirs)}"
         found, expected = (f"{one.dtype} {list(one.shape)}" for one in (ours[name], theirs[name]))
         if found != expected:
             return f"`{name}`: expected {expected}, found {found}"

@@ -11,7 +11,7 @@ MEANINGS = {
     DIFFERENT: "something differs",
     REFUSED: "ckptkit ends with an error",
     FAILED: "something else fails, or takes too long",
-    NOT_BUILT: "transformers builds or saves no small model of the type",
+    NOT_BUILT: "transformers could not build or save a small model of this type",
 }
 
 
