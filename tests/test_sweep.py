@@ -38,7 +38,10 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     for change, reason in (
         ({name: truth[name] + 1}, f"`{name}`: other bytes"),
         ({name: truth[name].bfloat16()}, f"`{name}`: expected torch.bfloat16 [32], found torch.float32 [32]"),
-        ({"more": torch.ones(1)}, "`more` is only in transformers' output; names in only one output: 1, names in transformers' output: 22"),
+        (
+            {"more": torch.ones(1)},
+            "`more` is only in transformers' output; names in only one output: 1, names in transformers' output: 22",
+        ),
     ):
         save_file(truth | change, path, {"format": "pt"})
         shutil.rmtree(tmp_path / "ours")
