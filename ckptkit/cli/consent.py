@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Done = TypeVar("Done", Converted, CopiedFiles)
 
 Yes = Annotated[
-    bool, typer.Option("--yes", help="If OUT is hf://: send. Without --yes, ckptkit only shows what it would send.")
+    bool, typer.Option("--yes", help="Needed to send to the Hub. Without --yes, ckptkit only shows what it would send.")
 ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.consent import Yes, noted, withhold
-from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, Source
+from ckptkit.cli.conversion import NoSync, Overwrite, Source
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.destinations.stores import to_destination
@@ -26,7 +26,10 @@ def cp(
     also: Also = None,
     yes: Yes = False,
     overwrite: Overwrite = False,
-    jobs: Jobs = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of pieces of 16 MiB that are in memory at once; by default 8."),
+    ] = None,
     no_sync: NoSync = False,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
@@ -39,10 +42,9 @@ def cp(
     Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
 
     SRC and DST may be local, s3://, gs:// or az://. SRC may also be https://. With --yes, DST may also be hf://org/name
-    or hf://buckets/org/name/folder. --jobs is the number of pieces of 16 MiB in memory, by default 8. In a store,
-    except in a repository of the Hub, --overwrite first removes the old checkpoint: until the copy is complete, there
-    is no checkpoint. Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store
-    refuses; 5 DST exists, or another upload is running; 130 interrupted.
+    or hf://buckets/org/name/folder. In a store, except in a repository of the Hub, --overwrite first removes the old
+    checkpoint: until the copy is complete, there is no checkpoint. Exit codes: 0 done; 2 usage; 3 not a checkpoint, or
+    damaged; 4 an I/O failure, or the store refuses; 5 DST exists, or another upload is running; 130 interrupted.
     """
     from ckptkit.ops.cp import cp as run
 

@@ -37,12 +37,19 @@ def prune(
         typer.Option(metavar="METRIC[:min|max][:N]", help="Keep the N best checkpoints by a metric, such as loss."),
     ] = None,
     demote: Annotated[
-        bool, typer.Option("--demote", help="Replace each checkpoint by its weights, as a bf16 Hugging Face model.")
+        bool,
+        typer.Option(
+            "--demote",
+            help="Do not delete the checkpoints that no rule keeps: replace each by its weights, as a bf16 Hugging "
+            "Face model.",
+        ),
     ] = False,
     also: Also = None,
     uploads: Annotated[
         bool,
-        typer.Option("--uploads", help="List dead uploads to s3://; with --yes, abort them. Deletes no checkpoint."),
+        typer.Option(
+            "--uploads", help="List unfinished uploads to s3://; with --yes, abort them. Deletes no checkpoint."
+        ),
     ] = False,
     older: Annotated[
         str | None,
@@ -64,7 +71,7 @@ def prune(
 
     Keeps the checkpoints that a --keep option chooses, the newest one, and pinned ones.
 
-    Works on s3:// too, except --demote. There it also finishes interrupted deletions.
+    prune also works on s3://, without --demote. There it also finishes interrupted deletions.
 
     Only complete checkpoints count, with names like ckpt-500, checkpoint-500, step-500, global_step500 or iter_0000500.
     Unfinished or damaged checkpoints and other directories are listed and never deleted.
@@ -74,8 +81,8 @@ def prune(
 
     Example: ckptkit prune run --keep-last 3 --keep-every 1000 --keep-best loss:min:2 --yes
 
-    Exit codes: 0 done, or shown what would happen; 2 usage; 3 RUN is not a run; 4 an I/O failure; 5 another process is
-    deleting checkpoints of this run; 130 interrupted.
+    Exit codes: 0 done, or (without --yes) only shown what would happen; 2 usage; 3 RUN is not a run; 4 an I/O failure;
+    5 another process is deleting checkpoints of this run; 130 interrupted.
     """
     if yes and dry_run:
         raise Usage("--yes and --dry-run contradict each other", hint="pass one of them")

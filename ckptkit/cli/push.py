@@ -52,8 +52,9 @@ def push(
 
     Example: ckptkit push out org/model --yes
 
-    Exit codes: 0 done, or shown what would happen; 2 usage; 3 the checkpoint is damaged, here or on the Hub; 4 the Hub
-    cannot be reached or refuses; 5 somebody else changed the repository meanwhile; 130 interrupted.
+    Exit codes: 0 done, or (without --yes) only shown what would happen; 2 usage; 3 the checkpoint is damaged, here or
+    on the Hub; 4 the Hub cannot be reached or refuses; 5 somebody else changed the repository meanwhile; 130
+    interrupted.
     """
     from ckptkit.hub.push import push as run
 

@@ -17,7 +17,7 @@ from ckptkit.files.path import to_path
 
 _OTHERS = (
     *("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict", "merge", "adapter_config"),
-    *("quantize", "exclude_quantize", "experts_layout", "experts"),
+    *("from_base", "quantize", "exclude_quantize", "experts_layout", "experts"),
 )
 
 
@@ -46,7 +46,7 @@ def reshard(
 ) -> None:
     """Rewrite a checkpoint for another number of ranks.
 
-    Keeps everything, also the optimizer.
+    Keeps everything, including the optimizer.
 
     Example: ckptkit reshard run/ckpt-500 --to 16
 

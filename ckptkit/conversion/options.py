@@ -135,14 +135,14 @@ class ConvertOptions:
     fill_from: Annotated[str | None, About("With --salvage: take lost tensors from another checkpoint.", "OTHER")] = (
         None
     )
-    overwrite: Annotated[bool, About("Replace an existing OUT, if it is one checkpoint and contains nothing else.")] = (
-        False
-    )
+    overwrite: Annotated[
+        bool, About("Replace an existing output, if it is one checkpoint and contains nothing else.")
+    ] = False
     dry_run: Annotated[bool, About("Show what ckptkit would do, and write nothing.")] = field(
         default=False, metadata=_OF_THIS_PROCESS
     )
     jobs: Annotated[
-        int | None, About("Threads; by default one per core, at most 8, or 16 for a remote source.", "N", least=1)
+        int | None, About("Threads; by default one per core but at most 8, and 16 for a remote source.", "N", least=1)
     ] = field(default=None, metadata=_OF_THIS_PROCESS)
     part: Annotated[str | None, About("Write part I of N; after all parts, run `ckptkit finalize OUT`.", "I/N")] = (
         field(default=None, metadata=_OF_THIS_PROCESS)
