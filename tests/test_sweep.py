@@ -46,4 +46,4 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
         save_file(truth | change, path, {"format": "pt"})
         shutil.rmtree(tmp_path / "ours")
         assert judge(tmp_path) == Result(DIFFERENT, reason)
-    assert f"- Different: `llama`: {reason}" in describe({"llama": Result(DIFFERENT, reason)})
+    assert f"- Different: `llama`: {reason}" in " ".join(describe({"llama": Result(DIFFERENT, reason)}).split())
