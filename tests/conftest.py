@@ -38,7 +38,7 @@ def produce(tmp_path_factory: pytest.TempPathFactory) -> Produce:
     made: dict[str, Produced] = {}
 
     def get(producer: Producer) -> Produced:
-        name = producer.__name__
+        name = f"{producer.__module__}.{producer.__name__}"  # two may have one name
         if name not in made:
             made[name] = _make_once(producer, shared / f"produced-{name}")
         return made[name]

@@ -121,6 +121,6 @@ def save_all(root: Path) -> Mapping[str, Any]:
     return truth
 
 
-def tensor_parallel(root: Path) -> Truth:
+def auto_tp(root: Path) -> Truth:
     """A directory of each kind, by four ranks."""
     return _on_ranks(RANKS, save_all, root)

@@ -29,7 +29,7 @@ UP = "^up\\.weight$"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_holds_the_live_state(kind: str, produce: Produce) -> None:
-    made = produce(produced.tensor_parallel)
+    made = produce(produced.auto_tp)
     layout = open_layout(made.root / kind)
     truth = truth_of(made.truth, kind)
     assert_holds(layout, truth)
@@ -41,7 +41,7 @@ def test_holds_the_live_state(kind: str, produce: Produce) -> None:
 
 
 def test_it_becomes_a_universal_checkpoint(produce: Produce, tmp_path: Path) -> None:
-    root = produce(produced.tensor_parallel).root / "zero1"
+    root = produce(produced.auto_tp).root / "zero1"
     ckptkit.convert(root, tmp_path / "out", to="universal")
     found, wanted = ckptkit.open(tmp_path / "out"), ckptkit.open(root)
     assert found.keys() == wanted.keys()
@@ -51,7 +51,7 @@ def test_it_becomes_a_universal_checkpoint(produce: Produce, tmp_path: Path) -> 
 
 
 def test_the_universal_checkpoint_of_its_own_tool(produce: Produce, tmp_path: Path) -> None:
-    root = shutil.copytree(produce(produced.tensor_parallel).root / "zero2", tmp_path / "zero2")
+    root = shutil.copytree(produce(produced.auto_tp).root / "zero2", tmp_path / "zero2")
     code = (
         "import sys; from argparse import Namespace; from deepspeed.checkpoint.ds_to_universal import main\n"
         "main(Namespace(input_folder=f'{sys.argv[1]}/global_step2', output_folder=f'{sys.argv[1]}/universal',"
@@ -63,11 +63,11 @@ def test_the_universal_checkpoint_of_its_own_tool(produce: Produce, tmp_path: Pa
 
 
 def test_without_zero_it_is_refused(produce: Produce) -> None:
-    assert "without ZeRO 1 or 2" in refused(produce(produced.tensor_parallel).root / "zero0", Unsupported).message
+    assert "without ZeRO 1 or 2" in refused(produce(produced.auto_tp).root / "zero0", Unsupported).message
 
 
 def test_a_rank_without_files_is_missed(produce: Produce, tmp_path: Path) -> None:
-    root = shutil.copytree(produce(produced.tensor_parallel).root / "zero2", tmp_path / "zero2") / "global_step2"
+    root = shutil.copytree(produce(produced.auto_tp).root / "zero2", tmp_path / "zero2") / "global_step2"
     for path in root.glob("*mp_rank_01*"):
         path.unlink()
     assert "expected the files of 2 ranks of tensor parallelism, found those of 1" in refused(root, Incomplete).message
@@ -75,7 +75,7 @@ def test_a_rank_without_files_is_missed(produce: Produce, tmp_path: Path) -> Non
 
 def test_slices_that_drifted_apart_are_refused(produce: Produce, tmp_path: Path) -> None:
     """What every rank has whole must be the same on all of them."""
-    root = shutil.copytree(produce(produced.tensor_parallel).root / "zero2", tmp_path / "zero2") / "global_step2"
+    root = shutil.copytree(produce(produced.auto_tp).root / "zero2", tmp_path / "zero2") / "global_step2"
     for path in root.glob("*mp_rank_01_optim_states.pt"):
         change(path, lambda state: state["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.add_(1))
     assert "differ" in refused(root, Corrupt).message
@@ -104,7 +104,7 @@ def pieces(params: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_map_that_does_not_fit_is_refused(
     produce: Produce, tmp_path: Path, alter: Callable[[Any], Any], kind: type[CkptError], message: str
 ) -> None:
-    root = shutil.copytree(produce(produced.tensor_parallel).root / "zero2", tmp_path / "zero2") / "global_step2"
+    root = shutil.copytree(produce(produced.auto_tp).root / "zero2", tmp_path / "zero2") / "global_step2"
     change(root / MODEL, lambda state: alter(state["universal_checkpoint_info"]["affine_map"]))
     assert re.search(message, refused(root, kind).message)
     with pytest.raises(CkptError):
