@@ -104,6 +104,10 @@ def refuse(problem: CkptError) -> None:
     raise problem
 
 
+def ignore(_problem: CkptError) -> None:
+    """Skip the problem: the `Report` of a caller who needs only the rest, or for whom it was reported before."""
+
+
 class Usage(CkptError):
     """A request that contradicts itself or names what is not there."""
 

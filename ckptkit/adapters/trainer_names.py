@@ -41,7 +41,7 @@ _LORA = re.compile(r"megatron\.bridge\.peft\.(lora\.(VLM)?LoRA|canonical_lora\.C
 
 @dataclass(frozen=True, slots=True)
 class TrainerMatrix:
-    """A matrix of an adapter: of which module of Megatron's, of which `part` of it if not of all, A or B."""
+    """A matrix A or B of an adapter, the module of Megatron's that it changes, and the `part` of it if not all."""
 
     module: str
     part: str

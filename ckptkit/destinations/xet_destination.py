@@ -28,7 +28,7 @@ class XetDestination(ABC):
 
     @property
     def kept_bytes(self) -> int:
-        """Return 0: the storage keeps chunks, and does not say from which upload."""
+        """Return 0: the storage does not say which upload sent a chunk."""
         return 0
 
     def join(self) -> NoReturn:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.gather import BLOCK_BYTES, Gatherer
 from ckptkit.engine.visit import Pieces, Worker, visit
-from ckptkit.errors import CkptError, Corrupt, Report
+from ckptkit.errors import CkptError, Corrupt, Report, ignore
 from ckptkit.files.crc32 import Checksums, crc32
 from ckptkit.files.file import OpenFiles, read_at
 from ckptkit.layout import Extent, FileOffset
@@ -148,7 +148,3 @@ def between(regions: list[Extent], start: int, stop: int) -> Iterator[tuple[Exte
         if region.offset >= stop:
             return
         yield region, max(start, region.offset), min(stop, region.offset + region.length)
-
-
-def ignore(_problem: CkptError) -> None:
-    """Be the `Report` of a caller who needs only the rest."""

@@ -11,7 +11,6 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, check_descriptions
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checkpoints.replicas import find_different
-from ckptkit.engine.scan import ignore
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -20,6 +19,7 @@ from ckptkit.errors import (
     Report,
     Unsafe,
     Unsupported,
+    ignore,
     translate_os_errors,
 )
 from ckptkit.files.file import is_there

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
+from ckptkit.errors import Corrupt, IOFailure, Unsupported, ignore
 from ckptkit.files.file import names_in
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk
@@ -91,10 +91,6 @@ def first_of(wanted: Layout, files: Mapping[int, str]) -> RankFile:
         with suppress(Corrupt, IOFailure, Unsupported):
             return read_rank_file(wanted.root, files[rank], rank, (MODEL,))
     return read_rank_file(wanted.root, files[last], last, (MODEL,))
-
-
-def ignore(_problem: CkptError) -> None:
-    """Be the `Report` of what was said when the checkpoint was read."""
 
 
 def how_spread(spread: Placed | ShardedTensor | None) -> tuple[Placement, ...] | None:
