@@ -48,7 +48,9 @@ Producer = Callable[[Path], Truth]
 def spawn(world_size: int, function: Callable[..., None], *arguments: object, timeout: float = 120) -> None:
     """Run `function(*arguments)` as every rank of a gloo process group; end all ranks when one fails or time is up."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([__name__, "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+    processes.set_forkserver_preload(
+        [__name__, "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo"]
+    )
     with tempfile.TemporaryDirectory() as meeting:
         ranks = [
             processes.Process(target=_be_rank, args=(rank, world_size, meeting, function, arguments), daemon=True)

@@ -18,6 +18,9 @@ import torch
 from ckptkit.errors import CkptError, Usage
 from ckptkit.training.parallel.ranks import RankPlace
 
+# What every rank imports and forking shares: FSDP wraps modules with the last one.
+PRELOADED = ["ckptkit.training.loop", "torch._dynamo"]
+
 Report = Callable[[Any], None]
 Work = Callable[[RankPlace, Report], None]
 Ranks = dict[Connection, BaseProcess]  # processes of ours, by the pipes over which they report
@@ -79,17 +82,24 @@ def forwarding(number: signal.Signals, ranks: Ranks) -> Iterator[None]:
 
 
 def start(work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:
-    """Start the process of one rank. Spawned, not forked: torch's threads and CUDA do not survive a fork."""
-    context = multiprocessing.get_context("spawn")
+    """Start the process of one rank.
+
+    It is forked from a server that has imported torch and done nothing with it: threads and CUDA do not survive a fork.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run_rank, args=(work, place, theirs), name=f"rank {place.rank}", daemon=True)
+    given = (work, place, theirs, dict(os.environ))
+    process = context.Process(target=run_rank, args=given, name=f"rank {place.rank}", daemon=True)
     process.start()
     theirs.close()  # so that the end of the process is the end of the pipe
     return ours, process
 
 
-def run_rank(work: Work, place: RankPlace, pipe: Connection) -> None:
+def run_rank(work: Work, place: RankPlace, pipe: Connection, environment: dict[str, str]) -> None:
     """Work as the process of a rank: report our errors over the pipe, and exit."""
+    os.environ.clear()  # the server has that of the time when it was started
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     os.dup2(2, 1)  # results go through the pipe; what libraries print, as torch 2.10's gloo does, is none
     if "OMP_NUM_THREADS" not in os.environ:

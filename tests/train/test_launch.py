@@ -1,6 +1,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +24,10 @@ def die_on_rank_1(place: RankPlace, report: Report) -> None:
     time.sleep(600)
 
 
-def chatter(place: RankPlace, report: Report) -> None:
-    os.write(1, b"noise")
-    report("result")
+def tell_surroundings(place: RankPlace, report: Report) -> None:
+    # What a library prints, such as torch 2.10's gloo, goes to stderr.
+    report(os.path.samestat(os.fstat(1), os.fstat(2)))
+    report((os.environ["ASKED_FOR"], os.getcwd()))
 
 
 def leave_early(place: RankPlace, report: Report) -> None:
@@ -52,8 +54,15 @@ def test_a_rank_that_leaves_early_ends_the_run() -> None:
         launch(leave_early, 1, lambda _: None)
 
 
-def test_what_libraries_print_is_no_result(capfd: pytest.CaptureFixture[str]) -> None:
-    heard: list[str] = []
-    launch(chatter, 1, heard.append)
-    assert heard == ["result"]
-    assert capfd.readouterr() == ("", "noise")
+def test_a_rank_has_the_environment_of_now_and_prints_no_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for asked_for in ("one", "two"):
+        monkeypatch.setenv("ASKED_FOR", asked_for)
+        heard: list[object] = []
+        launch(tell_surroundings, 1, heard.append)
+        assert heard == [
+            True,
+            (asked_for, str(tmp_path)),
+        ]
