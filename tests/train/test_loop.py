@@ -128,23 +128,22 @@ def test_losses_are_those_of_a_plain_loop_over_whole_batches(
 
 WAYS: list[dict[str, Any]] = [
     {},
-    {"state_dict": "full"},
-    {"background": True},
+    {"state_dict": "full", "fsdp": "1"},
+    {"background": True, "fsdp": "1"},
     {"background": True, "state_dict": "full", "micro_batch_size": 2},
-    {"fsdp": "1"},
-    {"fsdp": "1", "state_dict": "full"},
     {"strategy": "ddp"},
-    {"state_dict": "hf"},
-    {"background": True, "state_dict": "hf", "fsdp": "1"},
+    {"background": True, "state_dict": "hf"},
 ]
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config: TrainConfig, tmp_path: Path, nproc: int) -> None:
-    whole = [replace(config, run=tmp_path / f"whole-{i}", **ways) for i, ways in enumerate(WAYS)]
+@pytest.mark.parametrize(("nproc", "all_ways"), [(1, WAYS[3:5]), (2, WAYS)])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    config: TrainConfig, tmp_path: Path, nproc: int, all_ways: list[dict[str, Any]]
+) -> None:
+    whole = [replace(config, run=tmp_path / f"whole-{i}", **ways) for i, ways in enumerate(all_ways)]
     again = [replace(run, run=tmp_path / f"again-{i}", resume=str(run.run / "ckpt-3")) for i, run in enumerate(whole)]
     found = go_each(whole + again, nproc)
-    for ways, one, other, expected, resumed in zip(WAYS, whole, again, found, found[len(WAYS) :], strict=False):
+    for ways, one, other, expected, resumed in zip(all_ways, whole, again, found, found[len(whole) :], strict=False):
         assert len(expected) == STEPS, ways
         assert list(map(numbers, resumed)) == list(map(numbers, expected[SAVED:])), ways
         require_equal_tensors(one.run / "ckpt-6", other.run / "ckpt-6")

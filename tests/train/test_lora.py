@@ -53,11 +53,10 @@ def lora(base: TrainConfig) -> TrainConfig:
 
 WAYS: list[dict[str, Any]] = [
     {},
-    {"fsdp": "1"},
+    {"fsdp": "1", "background": True},
     {"state_dict": "sharded"},
     {"state_dict": "full", "fsdp": "1", "lora_targets": ("q_proj", "down_proj")},
-    {"background": True, "param_dtype": "bf16"},
-    {"fsdp": "1", "param_dtype": "bf16", "recompute_every": 1, "state_dict": "sharded"},
+    {"param_dtype": "bf16", "recompute_every": 1},
 ]
 
 
