@@ -1,6 +1,6 @@
-"""A model of the shape of Kimi K2, a trillion parameters in sparse files: planned whole, and an expert of it converted.
+"""Layers of the shape of Kimi K2 in sparse files: planned, and an expert of them converted.
 
-Memory is asserted, times are not. `python -m scripts.benchmarks.quantized` prints figures.
+Memory is asserted, times are not. `python -m scripts.benchmarks.quantized` plans all 61 layers, a trillion parameters.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts.benchmarks.trillion import EXPERTS, GROUP, HIDDEN, INNER, LAYERS, write
+from scripts.benchmarks.trillion import EXPERTS, GROUP, HIDDEN, INNER, write
 from tests.quantized.few_bits import scheme_of
 
 OWN = "model.layers.1.mlp.experts.0"
@@ -58,16 +57,15 @@ def test_an_expert_is_what_compressed_tensors_makes(tmp_path: Path) -> None:
     assert done["peak_rss_bytes"] < 600e6  # transformers, which is asked for the names, is most of it
 
 
-@pytest.mark.slow
-def test_a_trillion_parameters_are_planned_in_bounded_memory(tmp_path: Path) -> None:
-    write(tmp_path / "in")
+def test_experts_of_every_layer_are_planned_in_bounded_memory(tmp_path: Path) -> None:
+    write(tmp_path / "in", layers=8)
     plan = run("consolidate", tmp_path / "in", tmp_path / "out", "--dtype", "bf16", "--dry-run")
-    assert plan["nbytes"] > 2.0e12
-    packed = (LAYERS - 1) * EXPERTS * 3
+    assert plan["nbytes"] > 0.2e12
+    packed = (8 - 1) * EXPERTS * 3
     assert sum(change.startswith("int32 times scales") for change in plan["cast"].values()) == packed
     done = convert_one_expert(tmp_path / "in", tmp_path / "out")
     assert done["nbytes"] == 3 * 2 * HIDDEN * INNER
-    assert done["peak_rss_bytes"] < 1.5e9  # 208,215 entries are most of it
+    assert done["peak_rss_bytes"] < 700e6
 
 
 def test_holes_are_no_weights(tmp_path: Path) -> None:

@@ -230,31 +230,45 @@ def give_back(trainee: Trainee, state: dict[str, Any]) -> None:
     trainee.scheduler.load_state_dict(state["scheduler"])
 
 
-def train_and_swap(root: Path, wrappers: tuple[str, ...], place: RankPlace, report: Report) -> None:
+WRAPPERS = ("fsdp2", "hsdp2", "fsdp1 FULL_SHARD", "fsdp1 HYBRID_SHARD")
+Way = tuple[str, str]  # the writer and its reader, or a format of our writer and the key that its tensors are under
+WAYS: list[Way] = [*PAIRS, ("behind", ""), ("pt", ""), ("hf", "model")]
+
+
+def ways_of(wrapper: str) -> list[Way]:
+    """Every way for the first wrapper, every third one for the others in turn."""
+    number = WRAPPERS.index(wrapper)
+    return WAYS[number % 3 :: 3] if number else WAYS
+
+
+def train_and_swap(root: Path, place: RankPlace, report: Report) -> None:
     """Save model and optimizer by each writer, and load them by each reader that is its fellow."""
     warnings.simplefilter("ignore")
     with process_group(place, "cpu"):
         apart = dist.new_group(backend="gloo")  # for a thread, while the training's collectives go on
         expected = Trainee.make("plain", seed=0)
         expected.learn(2)
-        for wrapper in wrappers:
-            ours = Trainee.make(wrapper, seed=0)
-            ours.learn(2)
-            for writer, reader in PAIRS:
-                path = root / f"{wrapper} {writer} {reader}"
-                dcp.save(state_of(ours), storage_writer=WRITERS[writer](path))
-                load_into(path, READERS[reader], wrapper, expected, report)
-            path = root / f"{wrapper} behind"
-            saving: Any = dcp.async_save(state_of(ours), storage_writer=Writer(path, "dcp"), process_group=apart)
-            ours.learn(1)
-            saving.result()
-            load_into(path, FileSystemReader, wrapper, expected, report)
-            again = Trainee.make(wrapper, seed=0)
-            again.learn(2)
-            for to, under in (("pt", ""), ("hf", "model")):
-                path = root / f"{wrapper} {to}"
-                dcp.save(state_of(again), storage_writer=Writer(path, to))
-                load_into(path, partial(Reader, under=under), wrapper, expected, report)
+        for wrapper in WRAPPERS:
+            for way in ways_of(wrapper):
+                ours = Trainee.make(wrapper, seed=0)
+                ours.learn(2)
+                path = root / " ".join((wrapper, *way))
+                load_into(path, save_in(way, path, ours, apart), wrapper, expected, report)
+
+
+def save_in(way: Way, path: Path, ours: Trainee, apart: dist.ProcessGroup) -> Load:
+    """Save in one way, and give what reads it."""
+    writer, reader = way
+    if way in PAIRS:
+        dcp.save(state_of(ours), storage_writer=WRITERS[writer](path))
+        return READERS[reader]
+    if writer == "behind":
+        saving: Any = dcp.async_save(state_of(ours), storage_writer=Writer(path, "dcp"), process_group=apart)
+        ours.learn(1)
+        saving.result()
+        return FileSystemReader
+    dcp.save(state_of(ours), storage_writer=Writer(path, writer))
+    return partial(Reader, under=reader)
 
 
 def load_into(path: Path, reader: Load, wrapper: str, expected: Trainee, report: Report) -> None:
@@ -275,20 +289,17 @@ def load_elsewhere(root: Path, place: RankPlace, report: Report) -> None:
         expected = Trainee.make("plain", seed=0)
         expected.learn(2)
         for path in sorted(root.iterdir()):
-            under = "model" if path.name.endswith("hf") else ""
+            under = "model" if path.name.endswith("hf model") else ""
             load_into(path, partial(Reader, under=under), "fsdp2", expected, report)
 
 
 def test_model_and_optimizer_under_every_wrapper(tmp_path: Path) -> None:
-    wrappers = ("fsdp2", "hsdp2", "fsdp1 FULL_SHARD", "fsdp1 HYBRID_SHARD")
-    heard: list[tuple[str, int, list[str]]] = []
-    launch(partial(train_and_swap, tmp_path, wrappers), 4, heard.append)
-    assert [what for what in heard if what[1:] != (3, [])] == []
-    assert len(heard) == 4 * len(wrappers) * 6
-    heard.clear()
-    launch(partial(load_elsewhere, tmp_path), 3, heard.append)
-    assert [what for what in heard if what[1:] != (3, [])] == []
-    assert len(heard) == 3 * len(wrappers) * 6
+    saved = sum(len(ways_of(wrapper)) for wrapper in WRAPPERS)
+    for ranks, work in ((4, train_and_swap), (3, load_elsewhere)):
+        heard: list[tuple[str, int, list[str]]] = []
+        launch(partial(work, tmp_path), ranks, heard.append)
+        assert [what for what in heard if what[1:] != (3, [])] == []
+        assert len(heard) == ranks * saved
 
 
 def parallel_states(root: Path, place: RankPlace, report: Report) -> None:
