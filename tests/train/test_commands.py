@@ -1,5 +1,6 @@
 """`ckptkit train` and `ckptkit smoke` as users start them."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError
@@ -30,18 +31,24 @@ def ckptkit(room: Path, *words: str, launcher: Sequence[str] = (), **env: str) -
     return subprocess.run(command, cwd=room, env=ENVIRONMENT | env, capture_output=True, text=True, check=False)
 
 
+def invoke(room: Path, *words: str) -> Result:
+    """Run a command in the directory `room` in this process, whose ranks have a server that is warm."""
+    with contextlib.chdir(room):
+        return CliRunner().invoke(app, words)
+
+
 def test_train_under_torchrun_then_resume_on_processes_of_its_own(tmp_path: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     first = ckptkit(tmp_path, "train", "--steps", "2", *TINY, launcher=torchrun)
     assert first.returncode == 0, first.stderr
     assert [line.split()[1] for line in first.stdout.splitlines()] == ["1/2", "2/2"]
-    second = ckptkit(tmp_path, "train", "--steps", "3", "--nproc", "1", "--resume", "auto", *TINY)
-    assert second.returncode == 0, second.stderr
+    second = invoke(tmp_path, "train", "--steps", "3", "--nproc", "1", "--resume", "auto", *TINY)
+    assert second.exit_code == 0, second.stderr
     assert [line.split()[1] for line in second.stdout.splitlines()] == ["3/3"]
     assert "resuming: run is at step 2 of 3" in second.stderr
     assert [checkpoint.step for checkpoint in RunFolder(tmp_path / "run").checkpoints()] == [2, 3]
-    third = ckptkit(tmp_path, "train", "--resume", "auto", "--nproc", "1")
-    assert (third.returncode, third.stdout) == (0, "")
+    third = invoke(tmp_path, "train", "--resume", "auto", "--nproc", "1")
+    assert (third.exit_code, third.stdout) == (0, "")
     assert "nothing to do" in third.stderr
 
 
@@ -71,8 +78,8 @@ def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path, monke
 def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text("steps = 2\nsequence_length = 32\ndevice = 'cpu'\nseed = 7\ncompile = true\n")
     words = ["train", "here", "--config", "train.toml", "--nproc", "1", "--steps", "1", "--no-compile"]
-    done = ckptkit(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
+    done = invoke(tmp_path, *words)
+    assert done.exit_code == 0, done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["1/1"]
     kept = tomllib.loads((tmp_path / "here/train.toml").read_text())
     assert (kept["seed"], kept["steps"], kept["sequence_length"], kept["compile"]) == (7, 1, 32, False)
