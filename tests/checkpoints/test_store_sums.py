@@ -17,7 +17,9 @@ import ckptkit
 from ckptkit.destinations.pieces import PART_BYTES
 from ckptkit.destinations.s3 import encode_crc
 from ckptkit.files.crc32 import crc32
+from tests.command import ckptkit as cli
 from tests.destinations.test_s3 import Place, moto, place, simple, source
+from tests.command import ckptkit as cli
 from tests.s3 import forget
 
 __all__ = ["moto", "place", "simple", "source"]  # fixtures
@@ -134,8 +136,7 @@ def test_without_a_manifest_nothing_is_proved(place: Place, tmp_path: Path) -> N
 
 def test_the_command_line(place: Place, simple: Place, source: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ckptkit", "verify", simple.url, "--fast", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ.copy())
+        return cli("verify", simple.url, "--fast", *words)
 
     simple.server.is_simple = False
     ckptkit.cp(source, simple.url)
