@@ -14,6 +14,7 @@ import ckptkit
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported, Usage
 from ckptkit.ops.apply_in_place import apply_in_place
 from ckptkit.ops.delta_version import delta_version
+from tests.conftest import Some
 from tests.deltas.engines import publish, publish_manifest, pull, tensors_in
 from tests.deltas.models import State, as_dcp, as_hf, as_pt, files, policy, step, updated
 from tests.deltas.test_in_place import calls_of, contents, dies_at, raws
