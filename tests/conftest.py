@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,20 @@ from hypothesis import settings
 
 from tests.producers import Producer, Truth
 
-settings.register_profile("ckptkit", deadline=None)  # a test never asserts a time
-settings.load_profile("ckptkit")
+_SOME = 8  # of the points at which something may fail
+
+settings.register_profile("some", deadline=None, max_examples=25)  # a test never asserts a time
+settings.register_profile("whole", deadline=None, max_examples=200)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that leaves nothing out."""
+    parser.addoption("--whole", action="store_true", help="try every point of failure, and 200 examples of a property")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples hypothesis tries."""
+    settings.load_profile("whole" if config.getoption("whole") else "some")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +40,18 @@ class Produced:
 
 
 Produce = Callable[[Producer], Produced]
+Some = Callable[[int], Sequence[int]]
+
+
+@pytest.fixture(scope="session")
+def some(pytestconfig: pytest.Config) -> Some:
+    """Choose of the numbers below a total: the first, the last and some between them, or with `--whole` all."""
+
+    def choose(total: int) -> Sequence[int]:
+        is_whole = pytestconfig.getoption("whole") or total <= _SOME
+        return range(total) if is_whole else [i * (total - 1) // (_SOME - 1) for i in range(_SOME)]
+
+    return choose
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from tests import hub_buckets
+from tests import command, hub_buckets
 from tests.hub_storage import Storage
 
 _BLOCK = 1 << 16  # bytes
@@ -716,15 +716,13 @@ CDN: tuple[Route, ...] = (
 
 def ckptkit(hub: Hub, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command that takes this for the Hub, run to its end."""
-    process = start(hub, *arguments, **environment)
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return command.ckptkit(*arguments, env={**hub.env, **environment})
 
 
 def start(hub: Hub, *arguments: object, **environment: str) -> subprocess.Popen[str]:
     """A command that takes this for the Hub, begun."""
-    command = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
+    words = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env={**hub.env, **environment}, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(words, env={**hub.env, **environment}, stdout=pipe, stderr=pipe, text=True)
     hub.processes.append(process)
     return process

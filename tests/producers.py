@@ -42,6 +42,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 Truth = dict[str, Tensor]
 Producer = Callable[[Path], Truth]
 
+_TRANSFORMERS = "transformers.modeling_utils"  # which takes seconds to import, and is left out where it is missing
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +51,7 @@ def spawn(world_size: int, function: Callable[..., None], *arguments: object, ti
     """Run `function(*arguments)` as every rank of a gloo process group; end all ranks when one fails or time is up."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(
-        [__name__, "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo"]
+        [__name__, "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", _TRANSFORMERS]
     )
     with tempfile.TemporaryDirectory() as meeting:
         ranks = [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,8 @@ from ckptkit import storage
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, IOFailure, Unsupported
 from ckptkit.runs.run import RunFolder
+from tests.command import ckptkit as cli
 from tests.producers import Oddments, save_alone, spawn
-
-
-def run_cli(*args: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "ckptkit", *map(str, args)]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
-
 
 # -- which one is meant ------------------------------------------------------------------------------------------------
 
@@ -165,7 +158,7 @@ def test_unrelated_checkpoints_are_listed_each(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="several checkpoints are in this directory: a, b") as raised:
         ckptkit.inspect(tmp_path / "folder")
     assert raised.value.hint == "pass one of them"
-    done = run_cli("inspect", tmp_path / "folder")
+    done = cli("inspect", tmp_path / "folder")
     assert (done.returncode, "a, b" in done.stderr) == (3, True)
 
 
@@ -228,7 +221,7 @@ def test_files_of_ranks_are_complete_with_those_of_all_ranks(trainer: str, tmp_p
     (listed,) = ckptkit.ls(run).checkpoints
     assert (listed.path, listed.is_complete, listed.trainer) == (root, False, trainer)
     for command in (["verify", root], ["consolidate", root, tmp_path / "out"]):
-        done = run_cli(*command)
+        done = cli(*command)
         assert (done.returncode in (1, 3), "of rank 0" in done.stdout + done.stderr) == (True, True)
 
 
@@ -270,11 +263,11 @@ def test_several_are_verified(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_alone({"model": {"w": torch.arange(6.0)}}, tmp_path / name)
     assert [part.path.name for part in ckptkit.verify(tmp_path / "a", tmp_path / "b")] == ["a", "b"]
-    assert run_cli("verify", tmp_path / "a", tmp_path / "b", "--against", tmp_path / "a").returncode == 0
+    assert cli("verify", tmp_path / "a", tmp_path / "b", "--against", tmp_path / "a").returncode == 0
     (tmp_path / "b" / "__0_0.distcp").unlink()
-    done = run_cli("verify", tmp_path / "a", tmp_path / "b", "--json")
+    done = cli("verify", tmp_path / "a", tmp_path / "b", "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, [one["ok"] for one in found["checkpoints"]]) == (1, [True, False])
     with pytest.raises(CkptError):
         ckptkit.verify(tmp_path / "a", tmp_path / "absent")
-    assert run_cli("verify", tmp_path / "a", tmp_path / "absent").returncode == 3
+    assert cli("verify", tmp_path / "a", tmp_path / "absent").returncode == 3

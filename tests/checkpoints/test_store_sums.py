@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.destinations.pieces import PART_BYTES
 from ckptkit.destinations.s3 import encode_crc
 from ckptkit.files.crc32 import crc32
-from tests.destinations.test_s3 import Place, moto, place, simple, source
+from tests.command import ckptkit as cli
+from tests.destinations.test_s3 import PART, Place, moto, place, simple, small_parts, source
 from tests.s3 import forget
 
-__all__ = ["moto", "place", "simple", "source"]  # fixtures
+__all__ = ["moto", "place", "simple", "small_parts", "source"]  # fixtures
 
 HEADER = 1 << 16  # bytes of a file that are not its data
 
@@ -31,10 +29,10 @@ def upload(place: Place, root: Path, **how: Any) -> None:
         key, content = f"run/ckpt-5/{path.name}", path.read_bytes()
         made = place.files.call_s3("create_multipart_upload", Bucket=place.name, Key=key, **how)
         parts = []
-        for number, start in enumerate(range(0, max(len(content), 1), 1 << 24), 1):
+        for number, start in enumerate(range(0, max(len(content), 1), PART), 1):
             more = {"ChecksumAlgorithm": how["ChecksumAlgorithm"]} if how else {}
             asked = {"Bucket": place.name, "Key": key, "UploadId": made["UploadId"], "PartNumber": number, **more}
-            sent = place.files.call_s3("upload_part", Body=content[start : start + (1 << 24)], **asked)
+            sent = place.files.call_s3("upload_part", Body=content[start : start + (PART)], **asked)
             sums = {name: sent[name] for name in sent if name.startswith("ChecksumCRC32")}
             parts.append({"PartNumber": number, "ETag": sent["ETag"], **sums})
         asked = {"Bucket": place.name, "Key": key, "UploadId": made["UploadId"], "MultipartUpload": {"Parts": parts}}
@@ -55,7 +53,7 @@ def test_one_request_a_file_proves_a_checkpoint(place: Place, source: Path) -> N
     found = check(place)
     assert found.is_ok
     assert found.proved_files == 2
-    assert found.checked_bytes > PART_BYTES
+    assert found.checked_bytes > PART
     assert found.unchecked_bytes == 0
     assert any("compared with the store's CRC-32" in note for note in found.notes)
     assert sum(".distcp" in one.what for one in place.server.requests) == 1
@@ -78,8 +76,8 @@ def test_another_object_of_the_same_size_is_found(place: Place, source: Path) ->
 def parts_of(content: bytes) -> str:
     """What S3 answers to GetObjectAttributes for an object that was sent in parts with a CRC-32 each."""
     parts = []
-    for number, start in enumerate(range(0, len(content), 1 << 24), 1):
-        part = content[start : start + (1 << 24)]
+    for number, start in enumerate(range(0, len(content), PART), 1):
+        part = content[start : start + (PART)]
         crc = encode_crc(crc32(part))
         parts.append(
             f"<Part><PartNumber>{number}</PartNumber><Size>{len(part)}</Size><ChecksumCRC32>{crc}</ChecksumCRC32></Part>"
@@ -108,10 +106,10 @@ def test_objects_of_others_say_what_they_have(kind: str, place: Place, source: P
     found = check(place)
     (problem,) = found.problems
     what = f"{kind} of parts of 2 files" if kind else "no checksum of 2 files"
-    assert f"no CRC-32 to compare of 2 of 2 files, 16.9 MB: the store has {what}" in problem.message
+    assert f"no CRC-32 to compare of 2 of 2 files, 1.18 MB: the store has {what}" in problem.message
     assert "without --fast" in (problem.hint or "")
     assert found.proved_files == 0
-    assert found.unchecked_bytes > PART_BYTES
+    assert found.unchecked_bytes > PART
 
 
 def test_a_store_that_keeps_no_checksums_proves_nothing(simple: Place, source: Path) -> None:
@@ -134,8 +132,7 @@ def test_without_a_manifest_nothing_is_proved(place: Place, tmp_path: Path) -> N
 
 def test_the_command_line(place: Place, simple: Place, source: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ckptkit", "verify", simple.url, "--fast", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ.copy())
+        return cli("verify", simple.url, "--fast", *words)
 
     simple.server.is_simple = False
     ckptkit.cp(source, simple.url)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cli.test_commands import ckptkit
+from tests.command import ckptkit
 from tests.producers import save_alone
 
 KEYS = {"output", "format", "files", "tensors", "nbytes", "seconds", "sources", "dropped", "cast", "notes"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import producers
-from tests.cli.test_commands import ckptkit
+from tests.command import ckptkit
 from tests.conftest import Produce
 
 KEYS = {

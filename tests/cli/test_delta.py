@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
 
+from tests.command import ckptkit
 from tests.deltas.models import as_dcp, as_hf, files, policy, step
 from tests.deltas.test_in_place import contents, raws
-
-
-def ckptkit(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckptkit", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.command import ckptkit
 from tests.producers import save_alone
-
-
-def ckptkit(*args: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "ckptkit", *map(str, args)]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def state(change: float = 0.0) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_commands import ckptkit
+from tests.command import ckptkit
 
 LLAMA_70B = ("70b", "--vocab-size", "128256", "--untied")
 

@@ -24,12 +24,8 @@ from ckptkit.cli.output import age
 from ckptkit.runs.retention import write_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from tests import producers
+from tests.command import ckptkit
 from tests.conftest import Produce
-
-
-def ckptkit(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def on_terminal(columns: int, *arguments: object) -> list[str]:

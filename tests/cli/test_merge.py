@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,8 @@ from tests.conftest import Produce
 
 pytest.importorskip("peft", reason="PEFT makes the adapters")
 
+from tests.command import ckptkit
 from tests.trainers.produced_peft import lora
-
-
-def ckptkit(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckptkit", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture

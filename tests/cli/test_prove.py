@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from ckptkit.ops.consolidate import consolidate
+from tests.command import ckptkit
 from tests.proving.test_prove import train
 
 pytest.importorskip("transformers")
 
 
 def prove(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckptkit", "prove", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return ckptkit("prove", *arguments)
 
 
 @pytest.fixture(scope="module")

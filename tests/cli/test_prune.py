@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +11,9 @@ import torch
 
 from ckptkit.runs.deletion import deleting
 from tests import producers
+from tests.command import ckptkit
 from tests.conftest import Produce
 from tests.producers import save_alone
-
-
-def ckptkit(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture

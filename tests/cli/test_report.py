@@ -13,13 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests import producers
+from tests.command import ckptkit
 from tests.conftest import Produce
 from tests.pictures.runs import make_run
-
-
-def ckptkit(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def on_terminal(*arguments: object, columns: int = 80, **environment: str) -> str:

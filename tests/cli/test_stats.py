@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.test_commands import ckptkit
+from tests.command import ckptkit
 
 TENSOR = {"numbers", "norm", "mean", "std", "low", "high", "nan", "inf", "denormal", "zero", "sparsity"}
 

@@ -10,7 +10,7 @@ import typer
 from typer.main import get_command
 
 from ckptkit.cli.values import PlainCommand
-from tests.cli.test_commands import ckptkit
+from tests.command import ckptkit
 
 
 @pytest.mark.parametrize(

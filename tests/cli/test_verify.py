@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,17 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from tests import producers
+from tests.command import ckptkit
 from tests.conftest import Produce
 
 
 @pytest.fixture
 def checkpoint(produce: Produce, tmp_path: Path) -> Path:
     return Path(shutil.copytree(produce(producers.fsdp2).root, tmp_path / "checkpoint"))
-
-
-def ckptkit(*args: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "ckptkit", *map(str, args)]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def damage(checkpoint: Path) -> None:

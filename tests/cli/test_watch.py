@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.command import ckptkit
 from tests.producers import save_alone
 
 
 def watch(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckptkit", "watch", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return ckptkit("watch", *arguments)
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_anybody_can_read_it(tmp_path: Path) -> None:
     assert {name: array.tobytes() for name, array in state.items()} == {n: raw(t) for n, t in after.items()}
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_dtype_shape_and_change(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("any")

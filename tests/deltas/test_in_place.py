@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import ckptkit
 from ckptkit.errors import CkptError, Incomplete, Mismatch, Occupied, Unsupported, Usage
 from ckptkit.files.locks import acquire, release
 from ckptkit.ops.apply_in_place import apply_in_place
+from tests.conftest import Some
 from tests.deltas.models import State, as_hf, files, load, policy, step
 from tests.ops.judges import raw
 
@@ -93,16 +95,26 @@ def test_many_pieces(tmp_path: Path) -> None:
 CALLS = ("pwrite", "fsync", "rename", "replace", "link", "unlink", "rmdir", "mkdir")
 
 
-def dies_at(number: int, work: Callable[[], object]) -> bool:
-    """Do the work in a process that dies at a call to the system that writes; of a `pwrite` half is done."""
+def calls_of(work: Callable[[], object]) -> int:
+    """How many calls to the system that write some work makes, which is done in a process of its own."""
+    made = mmap(-1, 4)  # which the process shares
+    assert not dies_at(-1, work, made)
+    return int.from_bytes(made)
+
+
+def dies_at(number: int, work: Callable[[], object], made: mmap | None = None) -> bool:
+    """Do the work in a process that dies at a call to the system that writes; of a `pwrite` half is done.
+
+    The calls are counted in `made`.
+    """
     pid = os.fork()
     if pid == 0:
-        left = [number]
+        made = made or mmap(-1, 4)
 
         def dying(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **more: Any) -> Any:
-                left[0] -= 1
-                if left[0] == 0:
+                made[:] = (int.from_bytes(made) + 1).to_bytes(4)
+                if int.from_bytes(made) == number:
                     if name == "pwrite":
                         fd, data, offset = args
                         real(fd, data[: len(data) // 2], offset)
@@ -125,17 +137,22 @@ def dies_at(number: int, work: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_crash_at_every_write(tmp_path: Path, has_manifest: bool) -> None:
+def test_a_crash_at_every_write(tmp_path: Path, some: Some, has_manifest: bool) -> None:
     states = [policy(torch.float32), step(policy(torch.float32))]
     root = published(tmp_path, states)
     old, new = raws(states[0]), raws(states[1])
     seen = set()
-    for number in range(1, 400):
-        local = as_hf(tmp_path / f"local-{number}", states[0])
+
+    def make(name: str) -> Path:
+        local = as_hf(tmp_path / name, states[0])
         if has_manifest:
             ckptkit.make_manifest(local)
+        return local
+
+    for number in some(1 + calls_of(partial(apply_in_place, make("local"), root))):
+        local = make(f"local-{number}")
         names = {path.name for path in local.iterdir()}
-        died = dies_at(number, partial(apply_in_place, local, root))
+        assert dies_at(number, partial(apply_in_place, local, root)) == (number > 0)
         try:
             ckptkit.inspect(local)
         except Incomplete as error:
@@ -151,16 +168,14 @@ def test_a_crash_at_every_write(tmp_path: Path, has_manifest: bool) -> None:
         assert contents(local) == new
         assert {path.name for path in local.iterdir()} == names
         assert ckptkit.verify(local)[0].is_ok
-        if not died:
-            break
-    assert not died
     assert seen == {"old", "to be completed", "new"}
 
 
-def test_the_journal_needs_nothing_else(tmp_path: Path, states: list[State]) -> None:
+def test_the_journal_needs_nothing_else(tmp_path: Path, some: Some, states: list[State]) -> None:
     """Once it is there the deltas may go."""
     root = published(tmp_path, states)
-    for number in range(1, 400):
+    total = calls_of(partial(apply_in_place, as_hf(tmp_path / "local", states[0]), root))
+    for number in some(total)[1:]:
         local = as_hf(tmp_path / f"local-{number}", states[0])
         assert dies_at(number, partial(apply_in_place, local, root))
         if (local / ".ckptkit-delta").exists():

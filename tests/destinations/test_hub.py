@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -21,11 +20,11 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptkit
-from ckptkit.destinations.pieces import PART_BYTES
 from ckptkit.errors import CkptError, IOFailure, NoRoom, NotACheckpoint, Occupied, Unsupported, Usage
 from ckptkit.files.path import RemotePath
 from ckptkit.files.stores import open_store
 from ckptkit.storage import Writer
+from tests.conftest import Some
 from tests.conversion.test_to_store import WAYS, bytes_in
 from tests.hub_buckets import Bucket
 from tests.hub_server import Hub, start
@@ -34,6 +33,8 @@ from tests.s3 import forget, serve_moto
 
 CLAIM = ".ckptkit-upload.json"
 GIT = ".gitattributes"
+_CHANGES = "POST .*buckets.*/batch"
+_MANY = 1 << 20  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of DCP of two pieces, with an optimizer."""
     root = tmp_path_factory.mktemp("run") / "ckpt-5"
     generator = torch.Generator().manual_seed(0)
-    model = {f"layers.{i}.w": torch.randn(1000 + i, 2001, generator=generator) for i in range(3)}
+    model = {f"layers.{i}.w": torch.randn(250 + i, 501, generator=generator) for i in range(3)}
     states = {name: {"exp_avg": torch.ones(one.shape), "step": torch.tensor(5.0)} for name, one in model.items()}
     state = {"model": model, "optimizer": {"state": states, "param_groups": [{"lr": 0.1, "params": list(model)}]}}
     with pytest.warns(UserWarning, match="single process"):
@@ -166,9 +167,13 @@ def test_transformers_opens_what_the_hub_has(hub: Hub, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("words", [("consolidate",), ("cp",), ("convert", "--to", "dcp")])
-def test_without_yes_nothing_is_sent(words: tuple[str, ...], there: There, small: Path) -> None:
-    first, *more = words
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [("repo", "consolidate"), ("folder", "cp"), ("bucket", "convert --to dcp")],
+    indirect=["there"],
+)
+def test_without_yes_nothing_is_sent(words: str, there: There, small: Path) -> None:
+    first, *more = words.split()
     ran = command(there.hub, first, small, there.url, *more, **there.hub.storage_env)
     assert ran.returncode == 0, ran.stderr
     assert "(new, private); nothing was sent yet: pass --yes to send it" in ran.stdout
@@ -316,7 +321,7 @@ def test_from_s3_to_the_hub(hub: Hub, small: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_marks_come_last_in_a_bucket(hub: Hub, source: Path) -> None:
-    ckptkit.consolidate(source, "hf://buckets/org/many/run/ckpt-5", max_shard_size=PART_BYTES)
+    ckptkit.consolidate(source, "hf://buckets/org/many/run/ckpt-5", max_shard_size=1_000_000)
     batches = [[path.removeprefix("run/ckpt-5/") for path in batch] for batch in hub.buckets["org/many"].batches]
     assert batches[0] == batches[-1] == [CLAIM]
     assert batches[-4:-1] == [["ckptkit.json"], ["model.safetensors.index.json"], ["config.json"]]
@@ -325,15 +330,19 @@ def test_marks_come_last_in_a_bucket(hub: Hub, source: Path) -> None:
 
 @pytest.mark.parametrize(("way", "mark"), [("hf", "config.json"), ("dcp", ".metadata")])
 def test_whatever_request_fails_a_bucket_has_no_mark_or_all(
-    way: str, mark: str, hub: Hub, small: Path, tmp_path: Path
+    way: str, mark: str, hub: Hub, small: Path, some: Some, tmp_path: Path
 ) -> None:
     convert, options = WAYS[way]
     convert(small, tmp_path / "out", **options)
     expected = bytes_in(tmp_path / "out")
-    for skip in count():
+    totals = {where: hub.fail(where, status=403, skip=_MANY) for where in ("buckets", _CHANGES)}
+    convert(small, "hf://buckets/org/many/run/ckpt-5", **options)
+    failures = 0
+    for where, skip in [(where, skip) for where, fault in totals.items() for skip in some(_MANY - fault.skip)]:
         hub.buckets.clear()
+        hub.faults.clear()
         open_store.cache_clear()
-        fault = hub.fail("buckets", status=403, skip=skip)
+        fault = hub.fail(where, status=403, skip=skip)
         try:
             convert(small, "hf://buckets/org/many/run/ckpt-5", **options)
         except CkptError:
@@ -341,9 +350,8 @@ def test_whatever_request_fails_a_bucket_has_no_mark_or_all(
             assert mark not in found or found.items() >= expected.items()
             convert(small, "hf://buckets/org/many/run/ckpt-5", overwrite=mark in found, **options)
         assert in_bucket(hub) == expected
-        if fault.times:  # no request was left to fail
-            break
-    assert skip > 10
+        failures += not fault.times
+    assert failures > 5
 
 
 def test_a_killed_upload_to_a_bucket_is_resumed(hub: Hub, source: Path, small: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 import ckptkit
 from ckptkit import doctor
 from ckptkit.errors import Corrupt, Occupied
+from tests.command import ckptkit as cli
 from tests.conftest import Produce
 from tests.ops.situations import HEADS, SIZES, adapted, from_pretrained, llama, saved
 from tests.salvaging.damage import load_hf
@@ -183,17 +182,17 @@ def test_the_command(tmp_path: Path) -> None:
     llama().save_pretrained(root, max_shard_size="20KB")
     (root / "model.safetensors").unlink()
     index_of_a_stage(root)
-    line = [sys.executable, "-m", "ckptkit", "doctor", str(root)]
-    shown = subprocess.run(line, capture_output=True, text=True, check=False)
+    line = ["doctor", root]
+    shown = cli(*line)
     assert shown.returncode == 1
     assert f"ckptkit doctor {root} --fix {root}-fixed" in shown.stdout.replace("\n", " ")
-    done = subprocess.run([*line, "--fix", f"{root}-fixed"], capture_output=True, text=True, check=False)
+    done = cli(*line, "--fix", f"{root}-fixed")
     assert done.returncode == 0, done.stderr
     assert f"fixed: wrote {root}-fixed" in done.stdout
-    again = subprocess.run([*line, "--fix", f"{root}-fixed", "--json"], capture_output=True, text=True, check=False)
+    again = cli(*line, "--fix", f"{root}-fixed", "--json")
     assert again.returncode == 5
     assert json.loads(again.stdout)["error"]["code"] == "occupied"
-    done = subprocess.run([*line, "--fix", f"{root}-2", "--json"], capture_output=True, text=True, check=False)
+    done = cli(*line, "--fix", f"{root}-2", "--json")
     found = json.loads(done.stdout)
     assert (found["ok"], found["fixed"]["ok"], found["findings"][0]["code"]) == (True, True, "index")
 

@@ -18,7 +18,7 @@ from tests.faults.stage import serve
 from tests.faults.verdicts import Verdict, judge_error
 
 _STEPS, _KEPT = (1, 2, 3, 4), {"ckpt-3", "ckpt-4"}
-_FEW, _MANY = 3, 40
+_FEW, _MANY = 2, 40
 TROUBLES = (
     Trouble("kill -9 before", "signal", 9, CHANGING, crashes=True),
     Trouble("kill -9 after", "torn", 9, CHANGING, crashes=True),

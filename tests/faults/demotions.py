@@ -17,7 +17,7 @@ from tests.faults.shim import Fault
 from tests.faults.stage import serve
 from tests.faults.verdicts import Verdict, judge_error
 
-_FEW, _MANY = 4, 60
+_FEW, _MANY = 2, 60
 
 
 def try_demoting(troubles: tuple[Trouble, ...], place: Path, whole: bool) -> Iterator[Seen]:

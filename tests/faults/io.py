@@ -15,7 +15,7 @@ from tests.faults.cases import Case, Seen
 from tests.faults.outages import try_outages
 from tests.faults.points import Trouble, try_doubles, try_points
 from tests.faults.scenes import NEW, Scene
-from tests.faults.stage import make_sources, scenes
+from tests.faults.stage import home, scenes
 from tests.faults.writings import COMMANDS, OWN_FORMATS, PEERS, SAVES, Writing
 
 Try = Callable[[Scene, int | None], Iterator[Seen]]
@@ -23,13 +23,13 @@ Try = Callable[[Scene, int | None], Iterator[Seen]]
 _OURS = (*COMMANDS, *OWN_FORMATS, *SAVES)
 _FIRST = COMMANDS[:1]
 _SOME = 15  # points of a kind of trouble, where not every one is tried
-_FEW = 3  # in the fast share
+_FEW = 2  # in the fast share: the first and the last
 
 
-def over(writings: Sequence[Writing], attempt: Try, root: Path, whole: bool) -> Iterator[Seen]:
+def over(writings: Sequence[Writing], attempt: Try, _: Path, whole: bool) -> Iterator[Seen]:
     """Try something with each writing, fresh and over an old output; in the fast share, with two over an old one."""
     chosen = writings if whole else [w for w in writings if w in (*_FIRST, SAVES[0]) or not w.is_ours][:2]
-    for scene in scenes(root, chosen, (False, True) if whole else (True,)):
+    for scene in scenes(chosen, (False, True) if whole else (True,)):
         most = (None if scene.writing in _FIRST else _SOME) if whole else _FEW
         yield from attempt(scene, most)
 
@@ -62,10 +62,9 @@ def kill_ranks(root: Path, whole: bool) -> Iterator[Seen]:
 
 def stop(root: Path, whole: bool) -> Iterator[Seen]:
     """Stop a command, by signals and by closing what it writes to."""
-    make_sources(root)
-    source = root / "sources" / str(NEW) / "dcp"
+    source = home() / "sources" / str(NEW) / "dcp"
     yield from ranks.try_pipes(root, source)
-    yield from ranks.try_stops(root, source, 20 if whole else 2)
+    yield from ranks.try_stops(root, source, 20 if whole else 1)
     yield from over(COMMANDS, partial(all_of, points.STOPPED), root, whole)
 
 

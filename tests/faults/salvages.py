@@ -36,7 +36,7 @@ from tests.faults.subjects import are_equal, read_dcp, same
 from tests.faults.trials import Bad, server
 from tests.faults.verdicts import Verdict, judge_error
 
-_FEW = 12  # inputs in the fast share, about
+_FEW = 8  # inputs in the fast share, about
 _SUMMED = (*CHECKED, *SAVED)  # files that have checksums
 BADS: tuple[Bad, ...] = (
     *in_each("gone", remove, [part for part in (*PARTS, *DESCRIBED) if part[0] != "shards"]),

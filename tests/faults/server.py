@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, Any, NoReturn, Self
 
 from tests.faults.shim import Fault, arm, build, count_fired, last_fired
@@ -56,10 +56,14 @@ class Ended:
 class Server:
     """Tries one target after the other, each in a child of a process that has imported `modules`.
 
-    With `shim` the calls of the children to libc can be made to fail. A context manager.
+    With `shim` the calls of the children to libc can be made to fail. The `environment` is added to that of this
+    process. A context manager.
     """
 
-    def __init__(self, *modules: str, shim: bool = False) -> None:
+    def __init__(
+        self, *modules: str, shim: bool = False, environment: Mapping[str, str] = MappingProxyType(_ENVIRONMENT)
+    ) -> None:
+        self._environment = environment
         self._command = [sys.executable, "-m", "tests.faults.server", *modules]
         self._shim = build() if shim else None
 
@@ -69,7 +73,7 @@ class Server:
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **_ENVIRONMENT, **preload},
+            env={**os.environ, **self._environment, **preload},
             cwd=_HOME,
             start_new_session=True,
         )

@@ -1,9 +1,10 @@
-"""The stage of the cases of I/O: one server for all of a process, and the sources that writings read."""
+"""The stage of the cases of I/O: for all of a process one server, the sources that writings read, and each scene."""
 
 from __future__ import annotations
 
 import atexit
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,23 +24,29 @@ def serve() -> Server:
     return server
 
 
-def make_sources(root: Path) -> None:
-    """Make the old and the new source of all writings below directory `root`, unless they are there."""
+@cache
+def home() -> Path:
+    """A directory with the old and the new source of all writings, until this process ends."""
+    root = Path(tempfile.mkdtemp(prefix="scenes-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
     for number in (OLD, NEW):
-        home = root / "sources" / str(number)
-        if not home.exists():
-            home.mkdir(parents=True)
-            ended = serve().run("tests.faults.writings:make", [str(home), str(number)])
-            assert ended.code == 0, ended
-            for kind in ("ranks", "zero2"):
-                shutil.copytree(trained(kind, number).root, home / kind)
+        sources = root / "sources" / str(number)
+        sources.mkdir(parents=True)
+        ended = serve().run("tests.faults.writings:make", [str(sources), str(number)])
+        assert ended.code == 0, ended
+        for kind in ("ranks", "zero2"):
+            shutil.copytree(trained(kind, number).root, sources / kind)
+    return root
 
 
-def scenes(root: Path, writings: Sequence[Writing], kinds: Sequence[bool] = (False, True)) -> Iterator[Scene]:
+@cache
+def rehearsed(writing: Writing, is_over: bool) -> Scene:
+    """The scene of a writing, which leaves it as it finds it; all scenes have one place."""
+    scene = Scene(serve(), writing, home(), is_over)
+    scene.rehearse()
+    return scene
+
+
+def scenes(writings: Sequence[Writing], kinds: Sequence[bool] = (False, True)) -> Iterator[Scene]:
     """A scene for each of the writings: fresh, and over an old output."""
-    make_sources(root)
-    for writing in writings:
-        for is_over in kinds:
-            scene = Scene(serve(), writing, root, is_over)
-            scene.rehearse()
-            yield scene
+    return (rehearsed(writing, is_over) for writing in writings for is_over in kinds)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults.cases import Case, Seen
+from tests.faults.points import spread
 from tests.faults.server import Ended
 from tests.faults.store_scenes import Place, StoreScene, stage
 from tests.faults.store_writings import COMMANDS, PARTS, PEERS, SAVES
@@ -21,6 +22,7 @@ from tests.s3 import Fault
 
 _DELAY = 0.3  # seconds
 _FOREVER = 1 << 30
+_FEW = 5  # requests after which a command is killed in the fast share
 _OVER = (COMMANDS[0], SAVES[0], *PEERS)  # that are tried over an old checkpoint too
 
 
@@ -156,10 +158,10 @@ def try_all(trouble: StoreTrouble, _: Path, whole: bool) -> Iterator[Seen]:
 
 
 def try_some(trouble: StoreTrouble) -> Iterator[Seen]:
-    """Kill a command after every request, or let another trouble come to one request: to each kind a later one."""
+    """Kill a command after some requests, or let another trouble come to one request: to each kind a later one."""
     scene = StoreScene(COMMANDS[0], False, stage())
     if trouble.make is killed_after:
-        yield from try_requests(scene, trouble, None)
+        yield from try_requests(scene, trouble, spread(scene.requests, _FEW))
         return
     at = 1 + 7 * TROUBLES.index(trouble) % scene.requests
     yield from try_requests(scene, trouble, [at])

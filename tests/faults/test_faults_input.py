@@ -50,7 +50,7 @@ def test_parsers_are_total(parser: Parser, tmp_path: Path) -> None:
     for data in parser.found:
         is_total(parser, data, tmp_path)
 
-    @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
+    @settings(database=None, suppress_health_check=list(HealthCheck))
     @given(changed(parser.seeds()))
     def try_input(data: bytes) -> None:
         is_total(parser, data, tmp_path)

@@ -35,8 +35,8 @@ def test_ckptkit_is_right_or_says_what_is_wrong(case: Case, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    return next(scenes(tmp_path, COMMANDS[:1], [True]))
+def scene() -> Scene:
+    return next(scenes(COMMANDS[:1], [True]))
 
 
 def test_every_kind_of_fault_fires(scene: Scene) -> None:
@@ -70,8 +70,8 @@ def test_a_promise_that_is_lost_is_named(scene: Scene, call: str, lost: str) -> 
     assert f"this file system cannot {lost}" in ended.err
 
 
-def test_the_peers_lose_what_was_there(tmp_path: Path) -> None:
-    peer = next(scenes(tmp_path, PEERS[:1], [True]))
+def test_the_peers_lose_what_was_there() -> None:
+    peer = next(scenes(PEERS[:1], [True]))
     peer.lay()
     ended = peer.run(Fault(str(peer.place), kind="error", number=errno.ENOSPC, calls=("write",)))
     assert ended.fired == 1

@@ -54,7 +54,9 @@ def make_trainer(home: Path, commands: Sequence[str] | None = None, steps: int =
     )
 
 
-def test_each_checkpoint_is_verified_and_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_checkpoint_is_verified_and_exported_and_training_goes_on_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = train(tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("ckptkit")]
     for step in (2, 4):
@@ -66,12 +68,7 @@ def test_each_checkpoint_is_verified_and_exported(tmp_path: Path, caplog: pytest
     for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(made[name], tensor), name
     assert "handled" in (tmp_path / "ckptkit.log").read_text()
-
-
-def test_training_goes_on_from_a_checkpoint_that_was_handled(tmp_path: Path) -> None:
-    train(tmp_path)
-    trainer = train(tmp_path / "more")
-    trainer.args.max_steps = STEPS + 2
+    trainer = make_trainer(tmp_path / "more", steps=STEPS + 2)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert trainer.state.global_step == STEPS + 2
     assert (tmp_path / "more" / "exported" / "checkpoint-6").is_dir()

@@ -226,7 +226,7 @@ def test_killed_at_any_moment_each_is_all_old_or_all_new(tmp_path: Path) -> None
     old = {file.name: file.read_bytes() for file in (kept / "ckpt-1").iterdir()}
     command = [sys.executable, "-m", "ckptkit", "prune", str(root), "--keep-last", "1", "--demote", "--yes"]
     states: set[str] = set()
-    for moment in range(2, 40, 5):
+    for moment in range(2, 40, 12):
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(kept, root)
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as running:

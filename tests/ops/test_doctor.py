@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import ckptkit
 from ckptkit import Checkpoint, Finding, doctor
 from ckptkit.errors import NotACheckpoint, Usage
 from tests import producers
+from tests.command import ckptkit as cli
 from tests.conftest import Produce
 from tests.names.tiny_models import make_model
 from tests.ops import situations
@@ -511,8 +510,7 @@ def test_shards_of_another_node(produce: Produce, tmp_path: Path) -> None:
     other.mkdir(parents=True)
     shutil.copy(produce(producers.fsdp2).root / "__1_0.distcp", other)
     assert is_ok(Checkpoint.open(root, also=[other]))
-    words = [sys.executable, "-m", "ckptkit", "doctor", str(root), "--also", str(other)]
-    assert subprocess.run(words, capture_output=True, check=False).returncode == 0
+    assert cli("doctor", root, "--also", other).returncode == 0
     ckptkit.reshard(Checkpoint.open(root, also=[other]), tmp_path / "whole", to=2)
     load_into(weights, tmp_path / "whole")
 
@@ -629,16 +627,16 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path) -> None:
     model = config_alone(tmp_path / "model", num_hidden_layers=4)
     save_alone({"model": llama(vocab_size=64).state_dict()}, tmp_path / "ckpt-1")
-    words = [sys.executable, "-m", "ckptkit", "doctor", str(tmp_path / "ckpt-1"), "--model", str(model)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    words = ["doctor", tmp_path / "ckpt-1", "--model", model]
+    done = cli(*words)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["finding", "tensor:", "problem"]
     assert any("missing" in line and "model.layers.*.mlp.up_proj.weight (2): " in line for line in lines)
     assert any(line.startswith("fixes ") and "--vocab-size 40" in line for line in lines)
     assert lines[-1].endswith("findings")
-    found = json.loads(subprocess.run([*words, "--json"], capture_output=True, text=True, check=False).stdout)
+    found = json.loads(cli(*words, "--json").stdout)
     assert found["ok"] is False
     assert {"code", "tensor", "message", "fix"} <= found["findings"][0].keys()
-    healthy = subprocess.run([*words[:5]], capture_output=True, text=True, check=False)
+    healthy = cli(*words[:2])
     assert (healthy.returncode, healthy.stdout) == (0, f"{tmp_path / 'ckpt-1'}: no problem found\n")

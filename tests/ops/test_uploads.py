@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import ckptkit
 from ckptkit.destinations.pieces import PART_BYTES
 from ckptkit.errors import IOFailure, Occupied, Usage
 from ckptkit.ops.uploads import PrunedUploads, prune_uploads
+from tests.command import ckptkit as cli
 from tests.destinations.test_s3 import CLAIM, Place, make_place
 from tests.s3 import S3, forget, serve_moto, serve_s3
 
@@ -172,17 +171,12 @@ def test_a_file_is_claimed_beside_it(place: Place, tmp_path: Path) -> None:
     assert place.files.find(f"{place.name}/run", refresh=True) == [f"{place.name}/run/ckpt-1/__0_0.distcp"]
 
 
-def ckptkit_cli(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckptkit", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_the_command_line(place: Place, source: Path, tmp_path: Path) -> None:
     let_one_die(place, source)
-    shown = ckptkit_cli("prune", "--uploads", run_of(place), "--older", "0s")
+    shown = cli("prune", "--uploads", run_of(place), "--older", "0s")
     assert (shown.returncode, "would abort 1 upload" in shown.stdout) == (0, True)
     assert "whole objects stay" in shown.stderr
-    done = json.loads(ckptkit_cli("prune", "--uploads", run_of(place), "--older", "0s", "--yes", "--json").stdout)
+    done = json.loads(cli("prune", "--uploads", run_of(place), "--older", "0s", "--yes", "--json").stdout)
     assert done.keys() == {"root", "older", "aborted", "freed_bytes", "stale", "keep"}
     (one,) = done["stale"]
     assert (one["path"], one["claimed"], one["files"]) == (
@@ -206,7 +200,7 @@ def test_the_command_line(place: Place, source: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_refused(arguments: list[str], code: int, words: str) -> None:
-    refused = ckptkit_cli("prune", *arguments)
+    refused = cli("prune", *arguments)
     assert (refused.returncode, words in refused.stderr) == (code, True)
     with pytest.raises(Usage):
         prune_uploads("s3://bucket/run", older=-1)

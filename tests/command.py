@@ -1,0 +1,56 @@
+"""The command line, each time a process of its own, without the start of an interpreter that imports torch.
+
+It is forked from a process that has imported what the commands need, and has the caller's environment. Tests of that
+start, of signals, of terminals and of what is imported start `python -m ckptkit` themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from pkgutil import iter_modules
+
+from ckptkit import cli, ops
+from ckptkit.formats import FORMATS
+from tests.faults.server import Server
+
+_PATIENCE = 300.0  # seconds
+_IMPORTED = (
+    *(found.name for room in (cli, ops) for found in iter_modules(room.__path__, f"{room.__name__}.")),
+    *(known.where.partition(":")[0] for known in FORMATS.values()),
+    "safetensors.torch",
+)
+
+
+def ckptkit(
+    *arguments: object, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `ckptkit` with these arguments to its end, here and as it is here unless an environment is given."""
+    words = [str(argument) for argument in arguments]
+    environment = json.dumps(dict(os.environ if env is None else env))
+    ended = _serve().run(f"{__name__}:main", [environment, *words], timeout=_PATIENCE, cwd=cwd or Path.cwd())
+    assert ended.code is not None, f"ckptkit {' '.join(words)} does not end"
+    out, err = (said.replace("\r\n", "\n").replace("\r", "\n") for said in (ended.out, ended.err))
+    return subprocess.CompletedProcess(["ckptkit", *words], ended.code, out, err)
+
+
+@cache
+def _serve() -> Server:
+    """The process that is forked; it ends with this one."""
+    server = Server(*_IMPORTED, environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}).__enter__()
+    atexit.register(server.__exit__, None, None, None)
+    return server
+
+
+def main(environment: str, *words: str) -> None:
+    """Be the command line, in an environment."""
+    os.environ.clear()
+    os.environ.update(json.loads(environment))
+    sys.argv = ["ckptkit", *words]
+    cli.main()
