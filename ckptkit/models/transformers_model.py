@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -142,16 +143,30 @@ def kind_of(transformers: Any, model_type: str) -> Any:
 def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
     """Return the class that a config names, or else that of its type. Raises `UnknownType` if there is none."""
     named = [str(name).removeprefix("FSDP") for name in config.get("architectures") or ()]
-    for name in named:
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+    if found := first_model(transformers, named, transformers):
+        return found
     kind = kind_of(transformers, str(config.get("model_type")))
+    if found := first_model(transformers, named, modeling_of(kind)):
+        return found
     mappings = [getattr(transformers, name)._model_mapping for name in _AUTO]
     classes = [mapping[kind] for mapping in mappings if kind in mapping]
     if named or not classes:
         raise UnknownType(f"class `{named[0]}`" if named else f"model for the config of a `{config['model_type']}`")
     return classes[0]
+
+
+def first_model(transformers: Any, names: Iterable[str], module: Any) -> Any:
+    """Return the first model class of these names that a module has, None if it has none."""
+    found = (getattr(module, name, None) for name in names)
+    return next((one for one in found if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)), None)
+
+
+def modeling_of(kind: Any) -> Any:
+    """Return the module with the models of a config class, not all of which transformers exports, if it is there."""
+    try:
+        return import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+    except ImportError:  # of a library that a few models need
+        return None
 
 
 def ties_of(model: Any) -> dict[str, str]:
