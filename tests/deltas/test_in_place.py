@@ -109,12 +109,12 @@ def dies_at(number: int, work: Callable[[], object], made: mmap | None = None) -
     """
     pid = os.fork()
     if pid == 0:
-        made = made or mmap(-1, 4)
+        counted = mmap(-1, 4) if made is None else made
 
         def dying(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **more: Any) -> Any:
-                made[:] = (int.from_bytes(made) + 1).to_bytes(4)
-                if int.from_bytes(made) == number:
+                counted[:] = (int.from_bytes(counted) + 1).to_bytes(4)
+                if int.from_bytes(counted) == number:
                     if name == "pwrite":
                         fd, data, offset = args
                         real(fd, data[: len(data) // 2], offset)
