@@ -73,7 +73,8 @@ def case_of(numbers: str, group: str, name: str, make: Callable[[], Iterable[Bad
         bads = list(make())
         for i, bad in enumerate(bads if whole else some_of(bads, name)):
             tried = bad.subjects if whole or bad.subjects[0] not in OURS else _IN_TURN[i % len(_IN_TURN)]
-            yield from try_all(bad, [subject for subject in tried if takes(subject, bad.original)], place / str(i))
+            fit = [subject for subject in tried if subject in bad.subjects and takes(subject, bad.original)]
+            yield from try_all(bad, fit, place / str(i))
 
     return Case(numbers, group, name, run)
 
