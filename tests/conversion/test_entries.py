@@ -19,7 +19,7 @@ from ckptkit.conversion.draft import Entries
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.names.weights import TRAINING, UNKNOWN, VALUE
 from tests import producers
-from tests.cli.test_commands import ckptkit as run
+from tests.command import ckptkit as run
 from tests.conftest import Produce
 
 EMA = {"model": {"w": torch.ones(3, 3)}, "ema": {"w": torch.zeros(3, 3)}, "rng_state": torch.arange(4), "epoch": 3}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.errors import Mismatch, Usage
-from tests.checkpoints.test_one_noun import run_cli
+from tests.command import ckptkit as run_cli
 from tests.conftest import Produce
 from tests.trainers import produced_zero as zero
 
