@@ -92,7 +92,7 @@ def find_changes(
         if progress:
             progress(2 * block.nbytes)
 
-    visit(plan, look, note, jobs)
+    visit(plan, look, note, jobs, sums=sources.compares)
     scrub(sources, jobs)
     specs = before.specs
     one, two = ({name: each.whole(name, spec.nbytes) or 0 for name, spec in specs.items()} for each in sums)

@@ -77,7 +77,7 @@ def compare(
         if progress:
             progress(nbytes)
 
-    visit(plan, look, note, jobs, among=blocks_to_compare(plan))
+    visit(plan, look, note, jobs, sums=sources.compares, among=blocks_to_compare(plan))
     scrub(sources, jobs)
     found = {name: with_own_index(one, a.tensors[name], b.tensors[name]) for name, one in found.items()}
     return Comparison(complete(a, found, jobs), sources.checked_bytes)

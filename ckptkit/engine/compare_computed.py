@@ -78,7 +78,7 @@ def compare_computed(
         if progress:
             progress(sum(piece.length for of_source in pieces for piece in of_source))
 
-    visit(plan, look, note, jobs)
+    visit(plan, look, note, jobs, sums=sources.compares)
     scrub(sources, jobs)
     return found
 

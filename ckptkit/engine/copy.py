@@ -133,7 +133,7 @@ def copy_unit(
             ledger.noted.add(block.target.name)
         tell(block)
 
-    visit(plan, make, note, jobs, among=unit, output=output)
+    visit(plan, make, note, jobs, sums=sources.records, among=unit, output=output)
     return ledger
 
 
@@ -195,7 +195,7 @@ def checksum(block: Block, pieces: Pieces, data: memoryview) -> int:
     if block.target.recipe is None and len(block.inputs[0].parts) == len(pieces[0]) == 1:
         piece = pieces[0][0]
         is_as_it_lay = piece.chunk.strides is None and piece.chunk.dtype == block.target.chunk.dtype
-        if is_as_it_lay and piece.length == block.nbytes:
+        if piece.crc is not None and is_as_it_lay and piece.length == block.nbytes:
             return piece.crc
     return crc32(data)
 
@@ -257,4 +257,7 @@ def scrub(sources: Sources, jobs: int | None) -> None:
     def look(worker: Worker, block: Block) -> None:
         worker.read(block)
 
-    visit(sources.unfinished(), look, lambda _block, _seen, pieces: sources.note(pieces), jobs)
+    def note(_block: Block, _seen: None, pieces: Pieces) -> None:
+        sources.note(pieces)
+
+    visit(sources.unfinished(), look, note, jobs, sums=sources.compares)

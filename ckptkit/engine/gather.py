@@ -6,7 +6,7 @@ into another order or dtype go through a second buffer and numpy, which is not e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -23,9 +23,13 @@ STEP_BYTES = 1 << 19  # read at once of a local file: they are in a core's cache
 
 
 class Gatherer:
-    """A reader of boxes of chunks in directory `root`. Belongs to one thread."""
+    """A reader of boxes of chunks in directory `root`. Belongs to one thread.
 
-    def __init__(self, root: Path) -> None:
+    It computes the CRC-32 of the runs that it reads of chunks for which `sums` returns True.
+    """
+
+    def __init__(self, root: Path, sums: Callable[[Chunk], bool] = lambda _: False) -> None:
+        self._sums = sums
         self.step = BLOCK_BYTES if isinstance(root, RemotePath) else STEP_BYTES
         self.files = OpenFiles(root, in_order=True)
 
@@ -59,13 +63,14 @@ class Gatherer:
         """Fill `target` with the chunk's bytes from `start`, as they lie, or with zeros."""
         if chunk.is_zeros:
             target[:] = bytes(len(target))
-            return ReadRun(chunk, start, len(target), crc32(target))
+            return ReadRun(chunk, start, len(target), None)
         file, offset = self.files[chunk.path], chunk.offset + start
-        crc = 0
+        crc = 0 if self._sums(chunk) else None
         for at in range(0, len(target), self.step):
             part = target[at : at + self.step]
             file.read_into(part, offset + at)
-            crc = crc32(part, crc)
+            if crc is not None:
+                crc = crc32(part, crc)
         return ReadRun(chunk, start, len(target), crc)
 
     def load(self, path: str, offset: int, target: memoryview) -> None:

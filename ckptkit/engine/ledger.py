@@ -34,10 +34,11 @@ class Ledger:
         self.noted |= other.noted
 
     def add_read(self, number: int, pieces: Iterable[ReadRun]) -> None:
-        """Enter what was read of the source of this number."""
+        """Enter what was read of the source of this number, where its CRC-32 was computed."""
         for piece in pieces:
-            path, offset, start = place_in_run(piece.chunk, piece.start)
-            self.read.add((number, path, offset), start, piece.length, piece.crc)
+            if piece.crc is not None:
+                path, offset, start = place_in_run(piece.chunk, piece.start)
+                self.read.add((number, path, offset), start, piece.length, piece.crc)
 
     def add_written(self, chunk: Chunk, start: int, length: int, crc: int) -> None:
         """Enter what was written of a destination chunk: bytes from `start`."""

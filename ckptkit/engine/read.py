@@ -52,7 +52,8 @@ def read(
     wanted = Chunk(box, "", 0, box.numel * spec.dtype.itemsize, spec.dtype)
     read_from = (layout, *others) if recipe else (layout,)
     plan = Plan(layout, layout, tuple(join(name, StoredTensor(spec, (wanted,)), read_from, recipe)), read_from[1:])
-    sources = Sources(plan, Ledger())
+    is_whole = box == whole(spec.shape)
+    sources = Sources(plan, Ledger(), is_all=not is_whole)
     data = bytearray(wanted.length)
     out = memoryview(data)
 
@@ -65,8 +66,8 @@ def read(
             target[:] = apply_recipe(recipe, worker, block)[0]
 
     jobs = 1 if len(data) <= BLOCK_BYTES else jobs
-    visit(plan, look, lambda _block, _seen, pieces: sources.note(pieces), jobs)
-    if box == whole(spec.shape):
+    visit(plan, look, lambda _block, _seen, pieces: sources.note(pieces), jobs, sums=sources.compares)
+    if is_whole:
         scrub(sources, jobs)
         if shared is not None:
             shared.add(sources)

@@ -54,23 +54,26 @@ def scan(
     def inside(block: Block) -> list[tuple[Extent, int, int]]:
         return list(between(regions[block.target.chunk.path], block.start, block.start + block.nbytes))
 
-    def look(worker: Worker, block: Block) -> list[int]:
+    def look(worker: Worker, block: Block) -> list[int] | CkptError:
         data, path = worker.buffer(block.nbytes), block.target.chunk.path
         try:
             worker.sources[0].load(path, block.start, data)
         except CkptError as error:
-            raise error.blame(tensor=inside(block)[0][0].name or None) from None
+            return error.blame(tensor=inside(block)[0][0].name or None).with_traceback(None)
         return [crc32(data[start - block.start : stop - block.start]) for _, start, stop in inside(block)]
 
-    def note(block: Block, sums: list[int], _pieces: Pieces) -> None:
-        for (region, start, stop), crc in zip(inside(block), sums, strict=True):
+    def note(block: Block, seen: list[int] | CkptError, _pieces: Pieces) -> None:
+        if isinstance(seen, CkptError):
+            report(seen)
+            return
+        for (region, start, stop), crc in zip(inside(block), seen, strict=True):
             parts.add((region.path, region.offset), start - region.offset, stop - start, crc)
             wholes.add(region.path, start, stop - start, crc)
         if progress:
             progress(block.nbytes)
 
     plan = plan_bytes(root, ((path, 0, size) for path, size in sizes.items()))
-    visit(plan, look, note, jobs, report=report)
+    visit(plan, look, note, jobs)
     found = {
         (region.path, region.offset): crc
         for region in chain(*regions.values())

@@ -23,17 +23,23 @@ _FEW = 1 << 16  # bytes that may be missing of a short one
 class Sources:
     """The runs of bytes that a plan reads, and which of them have been read whole and have the CRC-32 recorded.
 
-    A run is a chunk, or what several chunks were cut out of.
+    A run is a chunk, or what several chunks were cut out of. With `is_all` nothing but the plan reads them: a run that
+    the plan does not read whole is not compared.
     """
 
     @collector_paused()
-    def __init__(self, plan: Plan, ledger: Ledger) -> None:
+    def __init__(self, plan: Plan, ledger: Ledger, *, is_all: bool = False) -> None:
         self._plan = plan
         copies = ((name_of(target, copy), copy) for target in plan.targets for copy in target.copies)
         runs = {source_place(copy): (name, copy.src) for name, copy in copies if copy.src.where is None}
-        self._waiting = {place: run for place, run in runs.items() if run[1].crc32 is not None}
+        nbytes = count_read(copy for copy in plan.copies if is_all or copy.src.run is not None)
+        self._waiting = {
+            place: (name, chunk)
+            for place, (name, chunk) in runs.items()
+            if chunk.crc32 is not None and not (is_all and nbytes[place] < chunk.bytes[1])
+        }
         self._read = ledger.read
-        self._asked = count_asked(plan, runs)
+        self._asked = count_asked(nbytes, runs)
         self._compared: set[SourcePlace] = set()
         self.checked_bytes = 0
         for place in [place for place, *_ in self._read if place in self._waiting]:
@@ -54,6 +60,14 @@ class Sources:
                 unchecked[number, path] += nbytes
         return unchecked
 
+    def compares(self, number: int, chunk: Chunk) -> bool:
+        """Return whether the bytes of a chunk have a recorded CRC-32 that they have not been compared with."""
+        return (number, *place_of(chunk)) in self._waiting
+
+    def records(self, number: int, chunk: Chunk) -> bool:
+        """Return whether the CRC-32 of a chunk's bytes is to be compared, now or when all of its file was read."""
+        return chunk.path in self._plan.sources[number].file_sums or self.compares(number, chunk)
+
     def note(self, pieces: Sequence[Iterable[ReadRun]]) -> None:
         """Account for what was read of each source; compare the CRC-32 of each run that is whole with this.
 
@@ -64,6 +78,7 @@ class Sources:
                 path, offset, start = place_in_run(piece.chunk, piece.start)
                 place = number, path, offset
                 if place in self._waiting:
+                    assert piece.crc is not None, "`compares` asks for it"
                     self._read.add(place, start, piece.length, piece.crc)
                     self._compare_if_whole(place)
 
@@ -116,16 +131,21 @@ class Sources:
             yield itself(name, part, place[0])
 
 
-def count_asked(plan: Plan, runs: Mapping[SourcePlace, tuple[str, Chunk]]) -> Counter[SourcePlace]:
+def count_read(copies: Iterable[Copy]) -> Counter[SourcePlace]:
+    """Return the bytes that copies read of each run; those that are read twice count twice."""
+    nbytes: Counter[SourcePlace] = Counter()
+    for copy in copies:
+        if copy.src.where is None:
+            nbytes[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
+    return nbytes
+
+
+def count_asked(
+    nbytes: Counter[SourcePlace], runs: Mapping[SourcePlace, tuple[str, Chunk]]
+) -> Mapping[SourcePlace, int]:
     """Return the bytes of each run that are asked for: of a chunk by itself all, of one with others those read."""
-    asked: Counter[SourcePlace] = Counter()
-    for copy in plan.copies:
-        if copy.src.run is not None and copy.src.where is None:
-            asked[source_place(copy)] += copy.region.numel * copy.src.dtype.itemsize
-    for place, (_, chunk) in runs.items():
-        _, length = chunk.bytes
-        asked[place] = length if chunk.run is None else min(length, asked[place])
-    return asked
+    lengths = ((place, chunk, chunk.bytes[1]) for place, (_, chunk) in runs.items())
+    return {place: length if chunk.run is None else min(length, nbytes[place]) for place, chunk, length in lengths}
 
 
 def name_of(target: Target, copy: Copy) -> str:

@@ -9,21 +9,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.gather import BLOCK_BYTES, Gatherer
 from ckptkit.engine.workers import Step, work
-from ckptkit.errors import CkptError, Report, refuse
+from ckptkit.errors import CkptError
 from ckptkit.files.file import OpenFiles
-from ckptkit.layout import ReadRun
+from ckptkit.layout import Chunk, ReadRun
 from ckptkit.layout.plan import Plan
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
 
 Seen = TypeVar("Seen")
 Pieces = Sequence[Sequence[ReadRun]]  # what was read of each source in one piece
+Sums = Callable[[int, Chunk], bool]  # whether to compute the CRC-32 of what is read of a chunk of this source
 
 
 class WritableFile(Protocol):
@@ -45,11 +47,16 @@ class WritableFiles(Protocol):
         """Close what is open. A thread has ended, maybe with an error."""
 
 
+def no_sums(_number: int, _chunk: Chunk) -> bool:
+    """Compute the CRC-32 of no chunk."""
+    return False
+
+
 class Worker:
     """The open files of one thread, and a buffer for each input of a block, which it keeps from block to block."""
 
-    def __init__(self, plan: Plan, output: WritableFiles | None = None) -> None:
-        self.sources = [Gatherer(layout.root) for layout in plan.sources]
+    def __init__(self, plan: Plan, sums: Sums, output: WritableFiles | None = None) -> None:
+        self.sources = [Gatherer(layout.root, partial(sums, i)) for i, layout in enumerate(plan.sources)]
         self.pieces: list[list[ReadRun]] = [[] for _ in self.sources]  # read for the block at hand
         self._buffers: dict[int, memoryview] = {}
         self._held: dict[int, tuple[str, Box]] = {}  # of operands: the target and the box that is in the buffer
@@ -109,21 +116,21 @@ def visit(
     note: Callable[[Block, Seen, Pieces], None],
     jobs: int | None = None,
     *,
+    sums: Sums = no_sums,
     among: Iterable[Block] | None = None,
-    report: Report = refuse,
     output: WritableFiles | None = None,
 ) -> None:
     """Let `jobs` threads `look` at every block of a plan, or at those `among` them, and `note` what was seen.
 
     Workers write to the files of `output`, by default those in the destination's directory. `note` gets what was read
-    besides; one thread at a time is in it. An error names the block's tensor and is reported;
-    if that raises it, or anything else is raised, the other threads finish their block and the work ends.
+    besides, with the CRC-32 of the chunks for which `sums` returns True; one thread at a time is in it. An error names
+    the block's tensor; the other threads finish their block and the work ends.
     """
     lock = threading.Lock()
 
     @contextmanager
     def worker() -> Iterator[Step[Block]]:
-        with Worker(plan, output) as own:
+        with Worker(plan, sums, output) as own:
 
             def step(block: Block) -> None:
                 own.pieces = [[] for _ in own.sources]
@@ -132,8 +139,8 @@ def visit(
                     with lock:
                         note(block, seen, own.pieces)
                 except CkptError as error:
-                    with lock:
-                        report(error.blame(tensor=block.target.name or None))
+                    error.blame(tensor=block.target.name or None)
+                    raise
 
             yield step
 

@@ -168,12 +168,15 @@ class Chunk(NamedTuple):
 
 
 class ReadRun(NamedTuple):
-    """A run of bytes of a chunk that were read as they lie: `length` of them from `start`, and their CRC-32."""
+    """A run of bytes of a chunk that were read as they lie: `length` of them from `start`.
+
+    `crc` is their CRC-32, None where nobody compares it.
+    """
 
     chunk: Chunk
     start: int
     length: int
-    crc: int
+    crc: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class LayoutReader(StorageReader):
             terms.check_casts(specs_of(layout, found))
         for (layout, own), found in zip(self._each(items), tensors, strict=True):
             read_entries(layout, own, planner)
-            read_tensors(layout, found, planner, Ledger())
+            read_tensors(layout, found, planner)
 
     def _read_in_turn(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
         """Resolve, read and commit one item after the other: the planner may give the same tensor for all of them."""
@@ -333,10 +333,11 @@ def specs_of(layout: Layout, resolved: Resolved) -> Iterator[tuple[str, Spec, Te
         yield name, layout.tensors[name].spec, tensor
 
 
-def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledger: Ledger) -> None:
+def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledger: Ledger | None = None) -> None:
     """Read tensors of a layout, or boxes of them, into the tensors that the planner has given for them.
 
     `ledger` has what was read of the layout before, so that a chunk that is read in parts is compared when it is whole.
+    Without it, a chunk that is not read whole is not compared.
     """
     items = {label: item for label, (item, _) in resolved.items()}
     tensors = {label: tensor for label, (_, tensor) in resolved.items()}
@@ -370,10 +371,10 @@ def in_memory_if_split(
         tensors[label].copy_(found)
 
 
-def fill(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
+def fill(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | None) -> None:
     """Read every target of a plan into the tensor that its file stands for."""
-    sources = Sources(plan, ledger)
-    with Worker(plan) as worker:
+    sources = Sources(plan, ledger or Ledger(), is_all=ledger is None)
+    with Worker(plan, sources.compares) as worker:
         filler = TensorFiller(worker)
         for target in plan.targets:
             for block in blocks_of(plan, target):

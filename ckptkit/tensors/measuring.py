@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.tensors.box import Box
-from ckptkit.tensors.casting import bfloat16_to_float32
+from ckptkit.tensors.casting import widen_into
 from ckptkit.tensors.distance import Distance, Index, Tolerance
 from ckptkit.tensors.dtypes import DType
 from ckptkit.tensors.moments import sum_of_squares
@@ -50,7 +50,8 @@ def size_of(elements: Elements) -> float:
     data, dtype = elements
     numel = len(data) // dtype.itemsize
     parts = (slice(start, min(start + _PART, numel)) for start in range(0, numel, _PART))
-    return sum(_squares(_widen(_numbers(_cut(elements, part)))) for part in parts)
+    rows = _Rows()
+    return sum(_squares(_widen(_numbers(_cut(elements, part), rows.narrow[0]))) for part in parts)
 
 
 def _cut(elements: Elements, part: slice) -> Elements:
@@ -59,17 +60,21 @@ def _cut(elements: Elements, part: slice) -> Elements:
 
 
 class _Rows:
-    """Memory for the numbers of a part in double precision: to get it anew each time costs more than the arithmetic."""
+    """Memory for the numbers of a part: to get it anew each time costs more than the arithmetic.
+
+    `narrow` is for those of each side as float32, `row` for them and for their gaps in double precision.
+    """
 
     def __init__(self) -> None:
         self._rows = np.empty((3, 2 * _PART))  # pages that nothing touches cost nothing
+        self.narrow = np.empty((2, _PART), np.float32)
 
     def row(self, number: int, shape: tuple[int, ...]) -> Array:
         return self._rows[number, : prod(shape)].reshape(shape)
 
 
 def _measure_part(a: Elements, b: Elements, box: Box, start: int, tolerance: Tolerance | None, rows: _Rows) -> Distance:
-    x, y = _alike(_numbers(a), _numbers(b), rows)
+    x, y = _alike(_numbers(a, rows.narrow[0]), _numbers(b, rows.narrow[1]), rows)
     gaps = _gaps(x, y, rows)
     if tolerance is None and a[1] == b[1]:
         is_different = _bits_differ(a, b)
@@ -102,12 +107,15 @@ def index_in(box: Box, at: int) -> Index:
     return tuple(low + int(i) for low, i in zip(box.start, index, strict=True))
 
 
-def _numbers(elements: Elements) -> Array:
-    """The numbers, in a type of numpy's that holds each exactly; two in a row where an element has two."""
+def _numbers(elements: Elements, memory: Array) -> Array:
+    """The numbers, in a type of numpy's that holds each exactly; two in a row where an element has two.
+
+    `memory` is of float32, for the numbers that are not stored in a type of numpy's.
+    """
     data, dtype = elements
     stored: Array = np.frombuffer(data, _NUMPY.get(dtype.name, dtype.name))
     if dtype.name == "bfloat16":
-        return bfloat16_to_float32(stored)
+        return widen_into(memory[: len(stored)], stored, dtype)
     if dtype.name == "complex32":
         return stored.astype(np.float32).view(np.complex64)
     if dtype.kind == "small_float":
