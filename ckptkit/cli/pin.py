@@ -33,8 +33,8 @@ def pin(
 
     Example: ckptkit pin run/ckpt-500
 
-    Exit codes: 0 done, or pinned before; 2 usage; 3 not a complete checkpoint, or a damaged one; 4 an I/O failure; 5 another process is
-    deleting checkpoints of this run.
+    Exit codes: 0 done, or pinned before; 2 usage; 3 not a complete checkpoint, or a damaged one; 4 an I/O failure; 5
+    another process is deleting checkpoints of this run.
     """
     from ckptkit.ops.pin import pin as run_it
 

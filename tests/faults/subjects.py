@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,11 +24,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.faults.originals import ANYTHING, bits
 from tests.faults.server import Ended
-from tests.faults.trained import MAKERS, OWN_NAMES
+from tests.faults.trees import MAKERS, OWN_NAMES
 
 Leaves = dict[str, Any]  # tensors and other values by flat key
 _SHARDED = frozenset({"dcp", "training"})
 _SAFETENSORS = frozenset({"hf", "indexed", "shards"})
+_ABOVE = re.compile(r"(?:app|model_state)\.")  # what some trainers have above the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def leaves(tree: object, prefix: str = "") -> Leaves:
 
 def read_torch_save(out: Path, _: Ended) -> Leaves:
     """A file of torch.save, or the `state.pt` in a directory; what is unsafe in it comes out as some object."""
-    file = out / "state.pt" if out.is_dir() else out
+    file = next(out.rglob("state.pt")) if out.is_dir() else out
     try:
         return leaves(torch.load(file))
     except pickle.UnpicklingError:
@@ -141,6 +143,14 @@ def read_safetensors(out: Path, _: Ended) -> Leaves:
 
 
 def read_dcp(out: Path, _: Ended) -> Leaves:
+    """A DCP directory, or several that are one checkpoint."""
+    found: Leaves = {}
+    for place in sorted(path.parent for path in out.rglob(".metadata")):
+        found |= read_one_dcp(place)
+    return found
+
+
+def read_one_dcp(out: Path) -> Leaves:
     """A DCP directory: tensors by `dcp.load`, other values by their own archive; of those that are unsafe the bytes."""
     metadata = FileSystemReader(out).read_metadata()
     loaded: Leaves = {
@@ -191,10 +201,9 @@ def read_nothing(_: Path, __: Ended) -> Leaves:
 
 def weights_of(truth: Mapping[str, Any]) -> Leaves:
     """The model's tensors by its own names."""
+    found = {_ABOVE.sub("", name): value for name, value in truth.items() if isinstance(value, Tensor)}
     return {
-        name.removeprefix("model."): value
-        for name, value in truth.items()
-        if isinstance(value, Tensor) and not name.startswith(("optim", "extra."))
+        name.removeprefix("model."): value for name, value in found.items() if not name.startswith(("optim", "extra."))
     }
 
 
