@@ -1,4 +1,4 @@
-"""Weights of few bits, as releases of 2026 have them, with configs and scales that cannot be. Case 68."""
+"""Weights of few bits, as releases of 2026 have them."""
 
 from __future__ import annotations
 

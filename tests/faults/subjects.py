@@ -86,8 +86,15 @@ def leaves(tree: object, prefix: str = "") -> Leaves:
 
 
 def read_torch_save(out: Path, _: Ended) -> Leaves:
-    """A file of torch.save, or the `state.pt` in a directory; what is unsafe in it comes out as some object."""
-    file = next(out.rglob("state.pt")) if out.is_dir() else out
+    """A file of torch.save, or every `state.pt` in a directory; what is unsafe in it comes out as some object."""
+    files = sorted(out.rglob("state.pt")) if out.is_dir() else [out]
+    if not files:
+        raise FileNotFoundError(out / "state.pt")
+    return {name: leaf for file in files for name, leaf in read_one_file(file).items()}
+
+
+def read_one_file(file: Path) -> Leaves:
+    """What is in a file of torch.save."""
     try:
         return leaves(torch.load(file))
     except pickle.UnpicklingError:
@@ -241,7 +248,7 @@ def paths(src: Path, out: Path) -> list[str]:
 
 _ALL = _SHARDED | _SAFETENSORS | {"pt", *MAKERS}
 _MODELS = _ALL - OWN_NAMES
-_OWN_FORMAT = frozenset({"ranks", "universal"})  # which is written for another number of ranks
+_OWN_FORMAT = frozenset({"ranks", "universal", "automodel"})  # which is written for another number of ranks
 CONSOLIDATE = Subject(
     *("ckptkit consolidate", _MODELS, "ckptkit", command("consolidate", "SRC", "OUT", "--no-sync")),
     read_safetensors,

@@ -6,6 +6,7 @@ Written by one process with torch and tensorstore, after the sources that the su
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,7 +57,7 @@ def prime(root: Path, state: Truth, step: int, ranks: int) -> Truth:
 
 
 def miles(root: Path, state: Truth, step: int, _: int) -> Truth:
-    """Miles with FSDP: model, optimizer and scheduler in a DCP directory each; of Dion a state of another shape."""
+    """Save as miles does with FSDP: model, optimizer and scheduler in a DCP directory each; of Dion a state of another shape."""
     states = {name: {"momentum": value, "Q": torch.ones(value.shape[-1], 3)} for name, value in moments(state).items()}
     save_dcp({"model_state": {"model": state}}, root / "model")
     save_dcp({"optim_state": {"optim": {"state": states}}}, root / "optimizer")
@@ -78,7 +79,7 @@ def automodel(root: Path, state: Truth, step: int, _: int) -> Truth:
     save_dcp({"optim": states, "sched": {"num_steps": step}}, root / "optim")
     save({"rows": 0}, root / "dataloader" / "dataloader_dp_rank_0.pt")
     (root / "losses.json").write_text(json.dumps({"train_loss": 1.5}))
-    return flat_names(state, "model") | flat_names(states, "optim")
+    return state | flat_names(states, "optim")
 
 
 def core(root: Path, _: Truth, step: int, __: int) -> Truth:
@@ -100,12 +101,15 @@ def core(root: Path, _: Truth, step: int, __: int) -> Truth:
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
 
 
+AXES = {"up": 0, "down": 1}  # along which AutoTP cuts matrices
+
+
 def strides(shape: tuple[int, ...]) -> list[int]:
     """Those of a tensor in row-major order."""
     return list(torch.empty(shape).stride())
 
 
-def affine_map(name: str, value: Tensor, axis: int | None, slices: int) -> dict[str, Any]:
+def affine_map(value: Tensor, axis: int | None, slices: int) -> dict[str, Any]:
     """What AutoTP's map says of a parameter that is cut along an axis, or that all have."""
     said: dict[int, Any] = {}
     for rank in range(slices):
@@ -124,13 +128,8 @@ def affine_map(name: str, value: Tensor, axis: int | None, slices: int) -> dict[
 
 def auto_tp(root: Path, state: Truth, step: int, ranks: int) -> Truth:
     """DeepSpeed's AutoTP with ZeRO 2: slices of two ranks of tensors, by others of data, and the map of the slices."""
-    axes = {
-        name: {"up": 0, "down": 1}.get(name.split(".")[-2]) if value.ndim == 2 else None
-        for name, value in state.items()
-    }
-    params = {
-        f"^{name.replace('.', chr(92) + '.')}$": affine_map(name, value, axes[name], 2) for name, value in state.items()
-    }
+    axes = {name: AXES.get(name.split(".")[-2]) if value.ndim == 2 else None for name, value in state.items()}
+    params = {f"^{re.escape(name)}$": affine_map(value, axes[name], 2) for name, value in state.items()}
     info = {"affine_map": {"version": 1, "params": params}}
     for tensor in range(2):
         own = {name: part(value, axes[name], tensor, 2).contiguous() for name, value in state.items()}
