@@ -57,7 +57,7 @@ def prime(root: Path, state: Truth, step: int, ranks: int) -> Truth:
 
 
 def miles(root: Path, state: Truth, step: int, _: int) -> Truth:
-    """Save as miles does with FSDP: model, optimizer and scheduler in a DCP directory each; of Dion a state of another shape."""
+    """Miles with FSDP: a DCP directory each for model, optimizer and scheduler; a state of Dion has another shape."""
     states = {name: {"momentum": value, "Q": torch.ones(value.shape[-1], 3)} for name, value in moments(state).items()}
     save_dcp({"model_state": {"model": state}}, root / "model")
     save_dcp({"optim_state": {"optim": {"state": states}}}, root / "optimizer")
