@@ -45,7 +45,7 @@ WORDS = {
     "auto_tp": ("mp_rank_0", "tensor parallelism"),
     "auto_ep": ("layer_0_expert_3", "_model_states.pt"),
     "ocdbt": ("manifest.ocdbt", "_METADATA"),
-    "zarr": (ARRAY, "_METADATA"),
+    "zarr": (ARRAY, "_METADATA", "manifest.ocdbt", "arrays of zarr"),
 }
 
 
@@ -147,13 +147,13 @@ def pipe_in(file: str) -> Damage:
 def maps() -> Iterator[Bad]:
     """Maps of slices, and layers of experts, that cannot be."""
     for shape in ([1 << 40, 32], [-1, 32], [64], "64", None, [64.0, 32]):
-        yield bad(f"a logical shape {shape}", "auto_tp", mapped(partial(dict.update, logical_shape=shape)), "up")
+        yield bad(f"a logical shape {shape}", "auto_tp", mapped(partial(dict.update, logical_shape=shape)), "up", MAP)
     for place in ([1 << 40, [32, 1]], [-4, [32, 1]], [0, [1, 64]], [0], "0", None, [0, [32]]):
-        yield bad(f"a piece at {place}", "auto_tp", sliced("source", place), "up")
-    yield bad("a piece in the place of another", "auto_tp", sliced("source", [0, [32, 1]]), "up")
-    yield bad("a piece of nobody's", "auto_tp", sliced("locations", [0]), "up")
-    yield bad("a factor", "auto_tp", sliced("scale", 2), "up")
-    yield bad("one rank", "auto_tp", mapped(lambda entry: entry["ranks"].pop(1)), "up")
+        yield bad(f"a piece at {place}", "auto_tp", sliced("source", place), "up", MAP)
+    yield bad("a piece in the place of another", "auto_tp", sliced("source", [0, [32, 1]]), "up", MAP)
+    yield bad("a piece of nobody's", "auto_tp", sliced("locations", [0]), "up", MAP)
+    yield bad("a factor", "auto_tp", sliced("scale", 2), "up", MAP)
+    yield bad("one rank", "auto_tp", mapped(lambda entry: entry["ranks"].pop(1)), "up", MAP)
     for version in (2, "1", None):
         said = {"affine_map": {"version": version, "params": {}}}
         damage = saved_again(MAP, partial(dict.update, universal_checkpoint_info=said))
