@@ -437,17 +437,14 @@ def foreign_in(checkpoint: Checkpoint) -> Unsupported | None:
 
 def claimed(path: RemotePath) -> NotACheckpoint | None:
     """Return the error for a place in a store that an upload has not filled yet, or that is being deleted."""
-    from ckptkit.destinations.claims import read_claim  # only where no checkpoint was found
+    from ckptkit.destinations.claims import read_claim, unfinished_upload  # only where no checkpoint was found
 
     claim = read_claim(path)
-    if claim is None:
-        return None
-    message = f"found no complete checkpoint: {'a' if claim.is_deletion else 'an'} {claim.describe()}"
-    if claim.is_deletion:
+    if claim is not None and claim.is_deletion:
         hint = f"run `ckptkit prune {path.parent} --yes` to finish it"
-    else:
-        hint = f"wait for it; if it died, run its command again, or abort it with `ckptkit prune --uploads {path}`"
-    return NotACheckpoint(message, path=path, hint=hint)
+        return NotACheckpoint(f"found no complete checkpoint: a {claim.describe()}", path=path, hint=hint)
+    upload = unfinished_upload(path)
+    return upload and NotACheckpoint(upload.message, path=path, hint=upload.hint)
 
 
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:

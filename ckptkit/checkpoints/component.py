@@ -57,7 +57,7 @@ class Component:
             if problems := self.reader.problems(self.path):
                 other = next((problem for problem in problems if isinstance(problem, Unsupported)), None)
                 return other or Incomplete("unfinished", path=self.path)
-            return find_unfinished(self.path)
+            return find_unfinished(self.path, is_part=bool(self.place))
 
     @cached_property
     def layout(self) -> Layout:
@@ -65,7 +65,7 @@ class Component:
 
         Raises `Corrupt` for a manifest that is damaged, and whatever keeps the files from being read.
         """
-        if unfinished := find_unfinished(self.path):
+        if unfinished := find_unfinished(self.path, is_part=bool(self.place)):
             raise unfinished
         layout = self.salvaged
         if layout is None:
@@ -139,12 +139,15 @@ class Component:
         return blob._replace(path=self._move(blob.path))
 
 
-def find_unfinished(path: Path) -> Incomplete | None:
-    """Return the error for a checkpoint, or a component, that its trainer's own marks call unfinished; else None."""
+def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:
+    """Return the error for a checkpoint, or a component, that its trainer's own marks call unfinished; else None.
+
+    What a step holds is a part of it, whatever you say.
+    """
     if path.is_dir() and (marker := marker_of(path)) and marker not in names_in(path):
         message = f"unfinished: expected the file `{marker}`, found none"
         return Incomplete(message, path=path, hint=_UNFINISHED)
-    is_inside = step_of(path) is None and step_of_place(path) is not None
+    is_inside = is_part or (step_of(path) is None and step_of_place(path) is not None)
     for place in (path, path.parent) if is_inside else (path,):
         if place.is_dir() and (found := unfinished_names().intersection(names_in(place))):
             message = f"unfinished: its trainer left the file `{min(found)}`"

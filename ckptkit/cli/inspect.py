@@ -87,6 +87,7 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     layout = found.layout
     return {
         **pick(layout, "format", "root", "nbytes"),
+        "checkpoint": found.whole,
         **pick(
             found, "step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest"
         ),

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.output import Json, Quiet, note, print_json, say
+from ckptkit.cli.sources import Also, with_others
+from ckptkit.errors import Usage
 from ckptkit.files.path import to_place
 
 
@@ -18,23 +20,27 @@ def pin(
             parser=to_place, metavar="CHECKPOINT", help="Checkpoints, or runs (their latest complete checkpoint)."
         ),
     ],
+    also: Also = None,
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,
 ) -> None:
     """Protect checkpoints from deletion.
 
-    Neither `ckptkit prune` nor ckptkit's own training deletes a pinned checkpoint.
+    Neither `ckptkit prune` nor ckptkit's own training deletes a pinned checkpoint. pin refuses a checkpoint in which
+    `ckptkit verify --fast` finds a problem, such as a missing shard.
 
     A pin is an empty file, or on s3:// an empty object, in the `.pins` directory of the run.
 
     Example: ckptkit pin run/ckpt-500
 
-    Exit codes: 0 done, or pinned before; 2 usage; 3 no complete checkpoint; 4 an I/O failure; 5 another process is
-    deleting checkpoints of this run.
+    Exit codes: 0 done, or pinned before; 2 usage; 3 not a complete checkpoint, or a damaged one; 4 an I/O failure; 5
+    another process is deleting checkpoints of this run.
     """
     from ckptkit.ops.pin import pin as run_it
 
-    pinned = run_it(*checkpoints)
+    if also and len(checkpoints) > 1:
+        raise Usage("--also is for one checkpoint", hint="pin them one by one")
+    pinned = run_it(*(with_others(one, also) for one in checkpoints))
     if json:
         print_json({"pinned": pinned})
         return

@@ -16,7 +16,7 @@ from typing import Any, Self
 from uuid import uuid4
 
 from ckptkit.destinations.destination import CLAIM
-from ckptkit.errors import CkptError, Corrupt, IOFailure
+from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure
 from ckptkit.files.file import names_in, read_small
 from ckptkit.files.path import RemotePath
 from ckptkit.version import __version__
@@ -107,6 +107,15 @@ def read_claim(place: Path) -> StoreClaim | None:
             path.store.forget()
     assert failure is not None
     raise failure
+
+
+def unfinished_upload(place: Path) -> Incomplete | None:
+    """Return the error for a place in a store whose upload has not ended; None if no upload has claimed it."""
+    claim = read_claim(place)
+    if claim is None or claim.is_deletion:
+        return None
+    hint = f"wait for it; if it died, run its command again, or abort it with `ckptkit prune --uploads {place}`"
+    return Incomplete(f"found no complete checkpoint: an {claim.describe()}", path=place, hint=hint)
 
 
 def find_claim(place: Path) -> RemotePath | None:

@@ -193,6 +193,9 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
     places, root = places_of(checkpoint), checkpoint.path
     found = [look(path) for path in places]
     found[0] = replace(found[0], salvaged=read_account(root))
+    unfinished = find_unfinished(root)
+    if unfinished and all(problem.line != unfinished.line for part in found for problem in part.problems):
+        found[0] = replace(found[0], problems=(unfinished, *found[0].problems))
     if not (root.is_dir() and checkpoint.components and all(part.looked_at for part in found)):
         return found
     seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Corrupt
 from ckptkit.quantized.signs import KEYS, MLX, TEXT, is_about_quantization
 
-_COMPRESSED, _MODELOPT, _OF_MLX = "compressed-tensors", "modelopt", "mlx"
-_PLAIN = (None, "fp8", "fbgemm_fp8", _COMPRESSED, "mxfp4", _MODELOPT, _OF_MLX)  # the methods that ckptkit can undo
+_COMPRESSED, _MODELOPT, OF_MLX = "compressed-tensors", "modelopt", "mlx"
+_PLAIN = (None, "fp8", "fbgemm_fp8", _COMPRESSED, "mxfp4", _MODELOPT, OF_MLX)  # the methods that ckptkit can undo
 _KINDS: Mapping[str, tuple[str, ...]] = {  # what of a method ckptkit can undo, where it comes in several kinds
     _COMPRESSED: (
         *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "mixed-precision"),
         *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
     ),
     _MODELOPT: ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MXFP4", "MXFP8", "MIXED_PRECISION"),
-    _OF_MLX: ("affine",),
+    OF_MLX: ("affine",),
 }
 _USUAL = (128, 128)
 _LARGEST = 1 << 16  # ten times the widest block of any model
@@ -99,7 +99,7 @@ def read_mlx(found: Mapping[str, Any]) -> QuantizationConfig:
     own = {name: as_affine({**found, **value}) for name, value in found.items() if isinstance(value, dict)}
     modes = {str(value.get("mode", "affine")) for value in (found, *found.values()) if isinstance(value, dict)}
     kind = next(iter(sorted(modes - {"affine"})), "affine")
-    return QuantizationConfig(_OF_MLX, kind=kind, integers=(as_affine(found),), modules=own)
+    return QuantizationConfig(OF_MLX, kind=kind, integers=(as_affine(found),), modules=own)
 
 
 def as_affine(value: Mapping[str, Any]) -> Integers:

@@ -12,10 +12,11 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
-from ckptkit.quantized.config import QuantizationConfig, read_quantization_config
+from ckptkit.quantized.config import OF_MLX, QuantizationConfig, read_quantization_config
 from ckptkit.quantized.foreign import find_foreign
 from ckptkit.quantized.packed import BLOCKS, Packed
 from ckptkit.quantized.signs import OF_WEIGHTS, may_be_packed, may_be_quantized
+from ckptkit.quantized.stored.affine import SCALES
 from ckptkit.quantized.stored.floats8 import is_eight_bits
 from ckptkit.quantized.stored.integers import PACKED
 from ckptkit.quantized.stored.table import FINDERS
@@ -71,10 +72,10 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
         weights = {name: packed for find in FINDERS for name, packed in find(specs, stated)}
     except CkptError as error:
         raise error.blame(path=layout.root) from None
-    if not (weights or (stated.method and any(map(is_half, specs, specs.values())))):
+    if not (weights or (stated.method and any(is_half(name, spec, stated) for name, spec in specs.items()))):
         return None
     beside = {name for packed in weights.values() for name in packed.beside}
-    check_partners(layout, weights.keys() | beside)
+    check_partners(layout, weights.keys() | beside, stated)
     beside |= {name for name in specs if name.endswith(_BESIDE)}
     method = " and ".join(dict.fromkeys(packed.method for packed in weights.values()))
     return Quantized(layout, method, weights, frozenset(weights.keys() | beside))
@@ -93,31 +94,36 @@ def unknown(layout: Layout, stated: QuantizationConfig) -> Quantized:
     return Quantized(layout, stated.words, members=names, refusal=refusal)
 
 
-def is_half(name: str, spec: Spec) -> bool:
+def is_half(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
     """Return whether a tensor means nothing without another: numbers without scales, or scales."""
-    return are_numbers(name, spec) or are_scales(name, spec)
+    return are_numbers(name, spec, stated) or are_scales(name, spec, stated)
 
 
-def are_numbers(name: str, spec: Spec) -> bool:
-    """Return whether a tensor is numbers that need scales."""
+def are_numbers(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
+    """Return whether a tensor is numbers that need scales: of a quantized model, each matrix of whole numbers."""
     is_block = name.endswith(BLOCKS) and spec.dtype.name == "uint8"
-    return (is_eight_bits(spec) and not are_scales(name, spec)) or is_block or name.endswith(PACKED)
+    is_matrix = name.endswith(".weight") and len(spec.shape) > 1 and may_be_packed(spec)
+    is_packed = stated.method is not None and is_matrix and not is_eight_bits(spec)
+    of_eight = is_eight_bits(spec) and not are_scales(name, spec, stated)
+    return of_eight or is_block or is_packed or name.endswith(PACKED)
 
 
-def are_scales(name: str, spec: Spec) -> bool:
+def are_scales(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
     """Return whether a tensor is scales that need numbers."""
-    return name.endswith(OF_WEIGHTS) or (name.endswith(_OF_MODULE) and spec.dtype.name == "float8_e8m0fnu")
+    is_of_module = name.endswith(_OF_MODULE) and spec.dtype.name == "float8_e8m0fnu"
+    return name.endswith(OF_WEIGHTS) or is_of_module or (stated.method == OF_MLX and name.endswith(SCALES))
 
 
-def check_partners(layout: Layout, taken: set[str]) -> None:
+def check_partners(layout: Layout, taken: set[str], stated: QuantizationConfig) -> None:
     """Raise `Mismatch` for a quantized weight without scales, or scales without a weight, but for those `taken`."""
     specs, hint = layout.specs, "check that no file of the model is missing"
-    alone = min((name for name, spec in specs.items() if name not in taken and are_numbers(name, spec)), default=None)
+    rest = {name: spec for name, spec in specs.items() if name not in taken}
+    alone = min((name for name, spec in rest.items() if are_numbers(name, spec, stated)), default=None)
     if alone is not None:
         raise Mismatch(
             f"expected scales for these {specs[alone]} weights, found none", path=layout.root, tensor=alone, hint=hint
         )
-    orphan = min((name for name, spec in specs.items() if name not in taken and are_scales(name, spec)), default=None)
+    orphan = min((name for name, spec in rest.items() if are_scales(name, spec, stated)), default=None)
     if orphan is not None:
         weight = f"{orphan.rpartition('.')[0]}.weight"
         found = specs.get(weight, "missing")

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 import ckptkit
 from ckptkit.destinations import pieces
-from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Occupied, Unsupported
+from ckptkit.errors import Corrupt, Incomplete, IOFailure, NotACheckpoint, Occupied, Unsupported
 from tests.conftest import Some
 from tests.destinations.test_s3 import CLAIM, PART, Place, make_place
 from tests.s3 import S3, forget, serve_moto
@@ -167,6 +167,21 @@ def test_an_interrupted_output_is_continued(place: Place, source: Path) -> None:
     assert sent > 2 * PART
     assert again < 2000  # config.json and the manifest
     assert all(part.is_ok for part in ckptkit.verify(place.url))
+
+
+def test_visible_shards_without_their_metadata_are_an_upload(place: Place, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "ckpt-5", no_dist=True)
+    place.server.fail("PUT .*metadata", status=403)
+    with pytest.raises(IOFailure):
+        ckptkit.cp(tmp_path / "ckpt-5", place.url)
+    forget()
+    assert any(name.endswith(".distcp") for name in place.names())
+    with pytest.raises(Incomplete, match="found no complete checkpoint: an upload has been under way since"):
+        ckptkit.inspect(place.url)
+    forget()
+    (found,) = ckptkit.verify(place.url)
+    assert found.problems[0].message.startswith("found no complete checkpoint: an upload")
 
 
 def test_another_output_is_not_mixed_in(place: Place, source: Path) -> None:

@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.models.expected import expected
 from tests import producers
-from tests.faults.trained import MAKERS, named
+from tests.faults.few_bits import FEW_BITS, config_of
+from tests.faults.trained import named
+from tests.faults.trees import MAKERS
 from tests.producers import Truth
 
 ANYTHING = object()  # stands for a value that is nobody's business
@@ -197,13 +199,25 @@ def llama() -> Original:
     return Original("llama", root, truth)
 
 
+@cache
+def few_bits(kind: str) -> Original:
+    """A model of which one matrix has few bits, and what that is in fp32."""
+    root = home() / kind
+    root.mkdir()
+    stored = FEW_BITS[kind]()
+    save_file(dict(stored.tensors), root / "model.safetensors", metadata={"format": "pt"})
+    (root / "config.json").write_text(json.dumps(config_of(stored)))
+    return Original(kind, root, {stored.name: stored.truth})
+
+
 _OF_MODELS: dict[str, Callable[[], Original]] = {"adapter": adapter, "quantized": quantized, "llama": llama}
+_OF_MODELS |= {kind: partial(few_bits, kind) for kind in FEW_BITS}
 
 
 def original(name: str) -> Original:
     """The sound checkpoint `name`: dcp, training, shards (of ranks), scalars, hf, indexed, pt, or a `trained`.
 
-    Or one with a verb of its own: adapter, quantized, llama. "-2" after it is a later step of the same.
+    Or one with a verb of its own: adapter, quantized, llama, weights of few bits. "-2" after it is a later step.
     """
     kind, _, later = name.partition("-")
     step = int(later or 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,11 +24,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.faults.originals import ANYTHING, bits
 from tests.faults.server import Ended
-from tests.faults.trained import MAKERS, OWN_NAMES
+from tests.faults.trees import MAKERS, OWN_NAMES
 
 Leaves = dict[str, Any]  # tensors and other values by flat key
 _SHARDED = frozenset({"dcp", "training"})
 _SAFETENSORS = frozenset({"hf", "indexed", "shards"})
+_ABOVE = re.compile(r"(?:app|model_state)\.")  # what some trainers have above the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,15 @@ class Subject:
 
 
 def are_equal(found: Leaves, expected: Leaves) -> bool:
-    """True if keys, dtypes, shapes and every bit are the same, and values that are no tensors equal."""
+    """True if keys, dtypes, shapes and every bit are the same, and values that are no tensors equal.
+
+    What lies below an entry that is nobody's business is none either.
+    """
+    above = [f"{key}." for key, value in expected.items() if value is ANYTHING]
+    found = {
+        name if name in expected else next((key[:-1] for key in above if name.startswith(key)), name): value
+        for name, value in found.items()
+    }
     return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
 
 
@@ -84,8 +94,15 @@ def leaves(tree: object, prefix: str = "") -> Leaves:
 
 
 def read_torch_save(out: Path, _: Ended) -> Leaves:
-    """A file of torch.save, or the `state.pt` in a directory; what is unsafe in it comes out as some object."""
-    file = out / "state.pt" if out.is_dir() else out
+    """A file of torch.save, or every `state.pt` in a directory; what is unsafe in it comes out as some object."""
+    files = sorted(out.rglob("state.pt")) if out.is_dir() else [out]
+    if not files:
+        raise FileNotFoundError(out / "state.pt")
+    return {name: leaf for file in files for name, leaf in read_one_file(file).items()}
+
+
+def read_one_file(file: Path) -> Leaves:
+    """What is in a file of torch.save."""
     try:
         return leaves(torch.load(file))
     except pickle.UnpicklingError:
@@ -141,6 +158,14 @@ def read_safetensors(out: Path, _: Ended) -> Leaves:
 
 
 def read_dcp(out: Path, _: Ended) -> Leaves:
+    """A DCP directory, or several that are one checkpoint."""
+    found: Leaves = {}
+    for place in sorted(path.parent for path in out.rglob(".metadata")):
+        found |= read_one_dcp(place)
+    return found
+
+
+def read_one_dcp(out: Path) -> Leaves:
     """A DCP directory: tensors by `dcp.load`, other values by their own archive; of those that are unsafe the bytes."""
     metadata = FileSystemReader(out).read_metadata()
     loaded: Leaves = {
@@ -191,10 +216,9 @@ def read_nothing(_: Path, __: Ended) -> Leaves:
 
 def weights_of(truth: Mapping[str, Any]) -> Leaves:
     """The model's tensors by its own names."""
+    found = {_ABOVE.sub("", name): value for name, value in truth.items() if isinstance(value, Tensor)}
     return {
-        name.removeprefix("model."): value
-        for name, value in truth.items()
-        if isinstance(value, Tensor) and not name.startswith(("optim", "extra."))
+        name.removeprefix("model."): value for name, value in found.items() if not name.startswith(("optim", "extra."))
     }
 
 
@@ -232,7 +256,7 @@ def paths(src: Path, out: Path) -> list[str]:
 
 _ALL = _SHARDED | _SAFETENSORS | {"pt", *MAKERS}
 _MODELS = _ALL - OWN_NAMES
-_OWN_FORMAT = frozenset({"ranks", "universal"})  # which is written for another number of ranks
+_OWN_FORMAT = frozenset({"ranks", "universal", "automodel"})  # which is written for another number of ranks
 CONSOLIDATE = Subject(
     *("ckptkit consolidate", _MODELS, "ckptkit", command("consolidate", "SRC", "OUT", "--no-sync")),
     read_safetensors,

@@ -19,6 +19,7 @@ from tests.faults import (
     prunes,
     quantized,
     salvages,
+    tree_inputs,
     zips,
 )
 from tests.faults.cases import Case, Seen
@@ -30,7 +31,7 @@ from tests.faults.verdicts import GOOD, Verdict, judge_error
 
 MODULES = (
     *(bad_inputs, forged, hostile_pickles, hostile_paths, hostile_sizes, zips, flips, prunes, adapters, quantized),
-    salvages,
+    *(salvages, tree_inputs),
 )
 EVERY: tuple[Case, ...] = tuple(case for module in MODULES for case in module.CASES)
 CASES = [case for case in EVERY if case.group != UNTOLD]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from torch import nn
 
 from ckptkit import pin, prune, unpin
-from ckptkit.errors import NotACheckpoint, Usage
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import Corrupt, Incomplete, NotACheckpoint, Usage
 from ckptkit.runs.deletion import deleting
 from ckptkit.runs.pins import FOLDER, pinned_in
 from ckptkit.training.saving.run import Run
@@ -61,6 +63,26 @@ def test_what_is_no_complete_checkpoint_cannot_be_pinned(produce: Produce, run: 
         pin(run / "checkpoint-5" / "optimizer_0")
     assert str(run / "checkpoint-5") in str(raised.value.hint)
     assert not (run / FOLDER).exists()
+
+
+@pytest.mark.parametrize("size", [None, 100], ids=["missing", "short"])
+def test_a_checkpoint_without_its_shards_cannot_be_pinned(run: Path, size: int | None) -> None:
+    shard = next((run / "ckpt-2").glob("*.distcp"))
+    shard.unlink() if size is None else os.truncate(shard, size)
+    with pytest.raises(Corrupt) as refused:
+        pin(run / "ckpt-1", run / "ckpt-2")
+    assert refused.value.path is not None
+    assert run / "ckpt-2" in (refused.value.path, refused.value.path.parent)
+    assert not (run / FOLDER).exists()
+
+
+def test_shards_on_another_disk_are_there(run: Path) -> None:
+    for shard in (run / "ckpt-2").glob("*.distcp"):
+        (run.parent / "disk" / "ckpt-2").mkdir(parents=True, exist_ok=True)
+        shard.rename(run.parent / "disk" / "ckpt-2" / shard.name)
+    with pytest.raises(Incomplete):
+        pin(run / "ckpt-2")
+    assert pin(Checkpoint.open(run / "ckpt-2", also=[run.parent / "disk" / "ckpt-2"])) == [run / "ckpt-2"]
 
 
 def test_a_pin_outlives_its_checkpoint_and_can_be_taken_back(run: Path) -> None:

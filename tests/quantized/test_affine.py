@@ -67,6 +67,8 @@ def test_some_modules_may_have_other_bits(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[CkptError], str]] = {
+    "no scales": ({f"{X}.scales": None}, {}, Mismatch, "expected scales for these uint32"),
+    "no numbers": ({W: None}, {}, Mismatch, "belong to no quantized weight"),
     "no biases": ({f"{X}.biases": None}, {}, Mismatch, "found none"),
     "scales of another shape": ({f"{X}.scales": torch.ones(44, 2)}, {}, Mismatch, r"\[44, 3\]"),
     "biases of integers": ({f"{X}.biases": torch.ones(44, 3).int()}, {}, Mismatch, "a float for each 64"),

@@ -145,6 +145,8 @@ def test_kinds_that_are_not_known_are_refused_by_name(tmp_path: Path, said: dict
 def test_experts_of_deepseek_without_exponents_are_an_error(tmp_path: Path) -> None:
     stored = deepseek_v4()
     (name, raw), (scale, _) = stored.tensors.items()
+    with pytest.raises(Mismatch, match="expected scales for these int8"):
+        consolidate(saved(tmp_path / "alone", Stored({name: raw}, stored.said, raw)), tmp_path / "out", dtype="bf16")
     root = saved(tmp_path / "in", Stored({name: raw, scale: torch.ones(44, 6)}, stored.said, raw))
     with pytest.raises(Mismatch, match="expected scales in exponents") as caught:
         consolidate(root, tmp_path / "out", dtype="bf16")

@@ -70,11 +70,12 @@ def test_model_and_optimizer_are_found(tmp_path: Path) -> None:
     assert len(ckptkit.open(tmp_path / "epoch_0_step_20")) == len(ckptkit.open(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("place", ["epoch_0_step_20", "epoch_0_step_20/model"])
+@pytest.mark.parametrize("place", ["epoch_0_step_20", "epoch_0_step_20/model", "renamed"])
 def test_an_unfinished_one_is_refused(tmp_path: Path, place: str) -> None:
-    save(tmp_path / "epoch_0_step_20")
-    (tmp_path / "epoch_0_step_20" / ".incomplete").touch()
-    assert [one.is_complete for one in ls(tmp_path).checkpoints] == [False]
+    root = tmp_path / place.partition("/")[0]
+    save(root)
+    (root / ".incomplete").touch()
+    assert [one.is_complete for one in ls(root).checkpoints] == [False]
     with pytest.raises(Incomplete, match=r"its trainer left the file `\.incomplete`"):
         ckptkit.inspect(tmp_path / place)
     assert not all(part.is_ok for part in ckptkit.verify(tmp_path / place))

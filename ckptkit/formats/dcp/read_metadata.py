@@ -300,13 +300,15 @@ def is_metadata(name: str) -> bool:
 def find_metadata(path: Path) -> dict[int, Path]:
     """Return the files that describe the checkpoint: `.metadata`, or else every rank's own, by rank in order.
 
-    Raises `Corrupt` if there is neither.
+    Raises `Incomplete` if there is neither; in a store with the upload that is under way there.
     """
     if (path / METADATA).exists():
         return {0: path / METADATA}
     ranks = {int(match[1]): path / name for name in names_in(path) if (match := _RANK_METADATA.fullmatch(name))}
     if not ranks:
-        raise Incomplete(
+        from ckptkit.destinations.claims import unfinished_upload  # only where nothing can be read
+
+        raise unfinished_upload(path) or Incomplete(
             "no `.metadata`: the save did not finish",
             path=path,
             hint=f"use an older checkpoint, or run `ckptkit reshard` with --salvage --fill-from OLDER; {ELSEWHERE}",

@@ -17,7 +17,7 @@ from ckptkit.formats.shards.meshes import unravel
 from ckptkit.layout import Chunk, Spec, StoredTensor
 from ckptkit.layout.axes import cut
 from ckptkit.tensors.blocks import row_major
-from ckptkit.tensors.box import Box, Shape, whole
+from ckptkit.tensors.box import Box, Shape, find_overlap, whole
 
 INFO, _MAP = "universal_checkpoint_info", "affine_map"
 _VERSION = 1
@@ -83,9 +83,14 @@ class SliceMap:
             raise Corrupt(f"expected slices of {self.ranks} ranks, found {len(ranks)}", tensor=name)
         by_rank = {int(rank): as_dict(said, "ranks") for rank, said in ranks.items()}
         slices = tuple(read_slice(by_rank[rank], rank, shape, name) for rank in range(self.ranks))
-        covered = sum(piece.in_whole.numel for _, pieces in slices for piece in pieces if piece.is_first)
+        boxes = [piece.in_whole for _, pieces in slices for piece in pieces if piece.is_first]
+        covered = sum(box.numel for box in boxes)
         if covered != whole(shape).numel:
             message = f"expected pieces of {whole(shape).numel} elements, found {covered}"
+            raise Corrupt(message, tensor=name, hint=_HINT)
+        if overlap := find_overlap(boxes):
+            shared = overlap[2]
+            message = f"two pieces of the parameter overlap: {list(shared.size)} elements at {list(shared.start)}"
             raise Corrupt(message, tensor=name, hint=_HINT)
         return SlicedParameter(name, shape, slices)
 
@@ -130,14 +135,16 @@ def box_at(place: Any, size: Shape, shape: Shape, name: str) -> Box:
     said = as_kind(place, list, "pieces")
     if len(said) != 2:
         raise Corrupt(f"expected an offset and strides of a piece, found {len(said)} values", tensor=name)
-    offset, steps = said
+    offset, steps = as_count(said[0], "pieces"), shape_in(said[1])
     strides = row_major(shape)
-    alike = len(size) == len(shape) and all(
-        n < 2 or step == stride for n, step, stride in zip(size, shape_in(steps), strides, strict=True)
+    alike = len(size) == len(steps) == len(shape) and all(
+        n < 2 or step == stride for n, step, stride in zip(size, steps, strides, strict=True)
     )
     if not alike:
         raise Unsupported("a piece of the parameter is not a box of it", tensor=name, hint=_HINT)
-    box = Box(unravel(as_count(offset, "pieces"), shape), size)
+    if offset >= whole(shape).numel:
+        raise Corrupt(f"a piece at element {offset} is outside the shape {list(shape)}", tensor=name)
+    box = Box(unravel(offset, shape), size)
     if any(stop > extent for stop, extent in zip(box.stop, shape, strict=True)):
         raise Corrupt(f"a piece reaches out of the shape {list(shape)}", tensor=name)
     return box

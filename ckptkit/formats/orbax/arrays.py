@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ class Arrays:
         self._opened: dict[tuple[str, str], Any] = {}
         self._cells = count(1)  # no file shows where a cell lies in it: an offset below 0 tells it from others
 
-    def describe(self, name: str, driver: str, *, is_ocdbt: bool) -> StoredTensor:
-        """Return the tensor that an array is, with a chunk for each cell.
+    def describe(self, name: str, driver: str, *, is_ocdbt: bool, stored: int) -> StoredTensor:
+        """Return the tensor that an array is, with a chunk for each cell. The files of the tree have `stored` bytes.
 
         Raises `Corrupt` if it cannot be opened, `Incomplete` for a cell that is not there: to zarr it would be zeros.
         """
@@ -65,7 +66,12 @@ class Arrays:
             message = f"torch does not have the dtype `{array.dtype.name}`"
             raise Unsupported(message, path=self._root / file, tensor=name)
         shape = tuple(array.shape)
-        boxes = list(cells(shape, tuple(array.chunk_layout.read_chunk.shape or ())))
+        grid = tuple(array.chunk_layout.read_chunk.shape or ())
+        expected = prod(-(-extent // step) for extent, step in zip(shape, grid, strict=True))
+        if expected > stored:  # each cell takes a byte at least
+            message = f"expected {expected} cells, found {stored} bytes in all files"
+            raise Incomplete(message, path=self._root / file, tensor=name, hint="use another checkpoint")
+        boxes = list(cells(shape, grid))
         self.check_stored(array, name, file, boxes)
         chunks = (Chunk(box, file, -next(self._cells), 0, dtype, where=Cell(ZARR, name, driver, box)) for box in boxes)
         return StoredTensor(Spec(dtype, shape), tuple(chunks))

@@ -58,16 +58,20 @@ class Orbax(FormatReader):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the tree in directory `path`.
 
-        Reports each array that cannot be opened, or lacks cells.
+        Reports each array that cannot be opened, or lacks cells. Raises `Unsafe` for links and pipes in place of files.
         """
         self.check_names(path, refuse)
         tree, arrays = read_metadata(path), Arrays(path)
+        tops = {name.partition("/")[0] for name in tree.arrays}
+        own = (place for place in children(path) if self.owns(place.name) or place.name in tops)
+        files = {file: file_size(file) for place in own for file in files_in(place)}
+        stored = sum(files.values())
         tensors: dict[str, StoredTensor] = {}
         keys: dict[str, KeyPath] = dict(tree.arrays)
         absent: dict[str, str] = {}
         for name in tree.arrays:
             try:
-                tensors[name] = arrays.describe(name, tree.driver, is_ocdbt=tree.is_ocdbt)
+                tensors[name] = arrays.describe(name, tree.driver, is_ocdbt=tree.is_ocdbt, stored=stored)
             except CkptError as error:
                 report(error)
                 absent[name] = NAME
@@ -75,9 +79,8 @@ class Orbax(FormatReader):
         for name, (key, value) in tree.values.items():
             keys[name] = key
             blobs[name] = Blob(STRINGS if isinstance(value, str) else NAME, 0, 0, dump(value))
-        own = (place for place in children(path) if self.owns(place.name) or place.name in tree.arrays)
-        files = (str(file.relative_to(path)) for place in own for file in files_in(place))
-        return Layout(path, self.name, tensors, blobs, keys, descriptions=tuple(files), absent=absent)
+        descriptions = tuple(str(file.relative_to(path)) for file in files)
+        return Layout(path, self.name, tensors, blobs, keys, descriptions=descriptions, absent=absent)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
         """Return every file whole. Cells have no checksums, and only tensorstore knows which file has which."""
@@ -104,8 +107,8 @@ def is_uncommitted(path: Path) -> bool:
 
 
 def files_in(place: Path) -> Iterator[Path]:
-    """Yield a file, or all files in a directory and in those below it."""
-    if not place.is_dir():
+    """Yield a file or link, or all files in a directory and in those below it."""
+    if place.is_symlink() or not place.is_dir():
         yield place
         return
     for inside in children(place):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files.file import read_small
+from ckptkit.files.file import check_name, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import KeyPath
 
@@ -51,13 +51,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def add(tree: Tree, root: Path, entry: dict[str, Any]) -> None:
-    """Add an entry. Raises `Unsupported` for one of a type that is not known."""
+    """Add an entry. Raises `Unsupported` for a type that is not known, `Unsafe` for a name that leads elsewhere."""
     steps = [(key["key"], key["key_type"]) for key in entry["key_metadata"]]
     key = tuple(int(step) if kind == _SEQUENCE else str(step) for step, kind in steps)
     name, kind = ".".join(map(str, key)), entry["value_metadata"]["value_type"]
     if name in tree.arrays or name in tree.values:
         raise Corrupt("two entries have the same name", path=root / NAME, tensor=name)
     if kind in _ARRAYS:
+        for part in () if tree.is_ocdbt else name.split("/"):  # of zarr without OCDBT it is a directory
+            check_name(part, root / NAME)
         tree.arrays[name] = key
     elif kind == "string":
         tree.values[name] = (key, read_object(root / STRINGS)[name])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsafe, Unsupported
 from ckptkit.formats import locate
 from tests.formats.orbax.trees import save_tree, square
 
@@ -139,6 +139,43 @@ def test_a_save_without_its_end_is_refused(tmp_path: Path, place: str) -> None:
     marker.unlink()
     said.write_text('{"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}')
     assert ckptkit.open(tree)
+
+
+@pytest.mark.parametrize("name", ["../other/params.w", "{}/other/params.w", "", "..", "a//b"])
+def test_names_do_not_lead_out_of_the_tree(tmp_path: Path, name: str) -> None:
+    save_tree(tmp_path / "other", is_ocdbt=False)
+    tree = save_tree(tmp_path / "tree", is_ocdbt=False)
+    said = json.loads((tree / "_METADATA").read_text())
+    said["tree_metadata"]["('step',)"]["key_metadata"] = [{"key": name.format(tmp_path), "key_type": 2}]
+    (tree / "_METADATA").write_text(json.dumps(said))
+    with pytest.raises(Unsafe, match="is not a plain file name"):
+        ckptkit.open(tree)
+
+
+def with_link(tree: Path) -> None:
+    (tree / "params.w").rename(tree.parent / "away")
+    (tree / "params.w").symlink_to(tree.parent / "away")
+
+
+def with_pipe(tree: Path) -> None:
+    (tree / "params.w" / "0.1").unlink()
+    os.mkfifo(tree / "params.w" / "0.1")
+
+
+@pytest.mark.parametrize("harm", [with_link, with_pipe])
+def test_links_and_pipes_are_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    tree = save_tree(tmp_path / "tree", is_ocdbt=False)
+    harm(tree)
+    with pytest.raises(Unsafe):
+        ckptkit.open(tree)
+
+
+def test_more_cells_than_bytes_are_not_counted(tmp_path: Path) -> None:
+    tree = save_tree(tmp_path / "tree", is_ocdbt=False)
+    said = json.loads((tree / "params.w" / ".zarray").read_text())
+    (tree / "params.w" / ".zarray").write_text(json.dumps({**said, "shape": [1 << 40, 48], "chunks": [1, 1]}))
+    with pytest.raises(Incomplete, match=rf"expected {48 << 40} cells, found \d+ bytes in all files"):
+        ckptkit.open(tree)
 
 
 @pytest.mark.parametrize(("driver", "cell"), [("zarr", "0.1"), ("zarr3", "c/0/1")])

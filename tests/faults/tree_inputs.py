@@ -1,0 +1,223 @@
+"""Bad inputs of the trees that came up in 2026: files cut and lost, and maps that cannot be. Cases 69 to 73."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.faults.bad_inputs import FLIP, PAGE, Files
+from tests.faults.cases import Case
+from tests.faults.damage import LFS_POINTER, Damage, append, cut, remove, write
+from tests.faults.trials import Bad, case, case_of
+
+SECONDS, MEMORY = 10.0, 512 << 20
+MAP, LAYERS = "mp_rank_00_model_states.pt", "ds_autoep_layers"
+ARRAY = "params.head.weight"
+
+CHECKED: Files = (  # data with checksums
+    ("prime", "trainer/__0_1.distcp"),
+    ("miles", "model/__0_1.distcp"),
+    ("miles", "optimizer/__0_0.distcp"),
+    ("automodel", "optim/__0_1.distcp"),
+    ("core", "__0_1.distcp"),
+    ("auto_tp", "mp_rank_01_model_states.pt"),
+    ("auto_tp", "zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+    ("auto_ep", "layer_0_expert_3_mp_rank_00_model_states.pt"),
+)
+UNCHECKED: Files = (("automodel", "model/shard-00001-model-00001-of-00001.safetensors"),)
+CELLS: Files = (("ocdbt", "d/*"), ("zarr", f"{ARRAY}/1.1"))
+DESCRIBED: Files = (
+    *(("prime", "trainer/.metadata"), ("miles", "model/.metadata"), ("miles", "optimizer/.metadata")),
+    *(("automodel", "optim/.metadata"), ("core", ".metadata"), ("auto_tp", MAP), ("auto_ep", MAP)),
+    *(("ocdbt", "_METADATA"), ("ocdbt", "manifest.ocdbt"), ("zarr", "_METADATA"), ("zarr", f"{ARRAY}/.zarray")),
+)
+# by which what is missing or damaged is named, where the name of its file is not known
+WORDS = {
+    "prime": (".metadata", "trainer"),
+    "miles": (".metadata", "model", "optimizer"),
+    "automodel": ("optim", "model"),
+    "auto_tp": ("mp_rank_0", "tensor parallelism"),
+    "auto_ep": ("layer_0_expert_3", "_model_states.pt"),
+    "ocdbt": ("manifest.ocdbt", "_METADATA"),
+    "zarr": (ARRAY, "_METADATA", "manifest.ocdbt", "arrays of zarr"),
+}
+
+
+def largest(pattern: str, damage: Callable[[str], Damage]) -> Damage:
+    """Damage the largest file that a pattern finds: of a database's files no name is known."""
+
+    def harm(root: Path) -> None:
+        found = max(root.glob(pattern), key=lambda path: path.stat().st_size)
+        damage(str(found.relative_to(root)))(root)
+
+    return harm
+
+
+def in_each(name: str, damage: Callable[[str], Damage], files: Files) -> list[Bad]:
+    """The same damage to a file of each tree."""
+    return [
+        Bad(f"{name}: {file}", kind, largest(file, damage), (Path(file).name, *WORDS.get(kind, ())))
+        for kind, file in files
+    ]
+
+
+def bad(name: str, kind: str, damage: Damage, *culprits: str) -> Bad:
+    """A tree of which nothing may come out."""
+    return Bad(name, kind, damage, culprits, refused=True, seconds=SECONDS, memory=MEMORY)
+
+
+def saved_again(file: str, change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Change what a file of torch.save says."""
+
+    def damage(root: Path) -> None:
+        saved = torch.load(root / file, weights_only=False)
+        change(saved)
+        torch.save(saved, root / file)
+
+    return damage
+
+
+def mapped(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Change AutoTP's map of a parameter that is cut."""
+
+    def in_map(saved: dict[str, Any]) -> None:
+        params = saved["universal_checkpoint_info"]["affine_map"]["params"]
+        change(next(entry for name, entry in params.items() if "up" in name and "weight" in name))
+
+    return saved_again(MAP, in_map)
+
+
+def sliced(key: str, value: Any) -> Damage:
+    """Let the piece of the second rank say something else."""
+    return mapped(lambda entry: entry["ranks"][1]["pieces"][0].update({key: value}))
+
+
+def layered(**said: Any) -> Damage:
+    """Let AutoEP's layer be another."""
+    return saved_again(MAP, lambda saved: saved[LAYERS][0].update(said))
+
+
+def in_json(file: str, change: Callable[[Any], object]) -> Damage:
+    """Change what a file of JSON says."""
+
+    def damage(root: Path) -> None:
+        said = json.loads((root / file).read_text())
+        change(said)
+        (root / file).write_text(json.dumps(said))
+
+    return damage
+
+
+def called(name: str) -> Damage:
+    """Let an array of a tree have another name."""
+
+    def rename(said: Any) -> None:
+        next(iter(said["tree_metadata"].values()))["key_metadata"] = [{"key": name, "key_type": 2}]
+
+    return in_json("_METADATA", rename)
+
+
+def led_away(root: Path) -> None:
+    """Have an array beside the checkpoint, to which a name in it leads."""
+    (root / ARRAY).rename(root.parent / "elsewhere")
+    text = (root / "_METADATA").read_text()
+    said = json.loads(text)
+    for entry in said["tree_metadata"].values():
+        if [key["key"] for key in entry["key_metadata"]] == ARRAY.split("."):
+            entry["key_metadata"] = [{"key": "../elsewhere", "key_type": 2}]
+    (root / "_METADATA").write_text(json.dumps(said))
+
+
+def pipe_in(file: str) -> Damage:
+    """Have a pipe in place of a file."""
+
+    def damage(root: Path) -> None:
+        (root / file).unlink()
+        os.mkfifo(root / file)
+
+    return damage
+
+
+def maps() -> Iterator[Bad]:
+    """Maps of slices, and layers of experts, that cannot be."""
+    for shape in ([1 << 40, 32], [-1, 32], [64], "64", None, [64.0, 32]):
+        yield bad(f"a logical shape {shape}", "auto_tp", mapped(partial(dict.update, logical_shape=shape)), "up", MAP)
+    for place in ([1 << 40, [32, 1]], [-4, [32, 1]], [0, [1, 64]], [0], "0", None, [0, [32]]):
+        yield bad(f"a piece at {place}", "auto_tp", sliced("source", place), "up", MAP)
+    yield bad("a piece in the place of another", "auto_tp", sliced("source", [0, [32, 1]]), "up", MAP)
+    yield bad("a piece of nobody's", "auto_tp", sliced("locations", [0]), "up", MAP)
+    yield bad("a factor", "auto_tp", sliced("scale", 2), "up", MAP)
+    yield bad("one rank", "auto_tp", mapped(lambda entry: entry["ranks"].pop(1)), "up", MAP)
+    for version in (2, "1", None):
+        said = {"affine_map": {"version": version, "params": {}}}
+        damage = saved_again(MAP, partial(dict.update, universal_checkpoint_info=said))
+        yield bad(f"version {version}", "auto_tp", damage, MAP)
+    for number in (1 << 40, 0, -1, "4", 4.5, 3):
+        yield bad(f"{number} experts", "auto_ep", layered(num_experts=number), *WORDS["auto_ep"], "experts")
+        yield bad(f"{number} ranks of experts", "auto_ep", layered(ep_size=number), *WORDS["auto_ep"], "experts")
+    yield bad("no prefix", "auto_ep", layered(expert_key_prefix=7), *WORDS["auto_ep"])
+    yield bad("another prefix", "auto_ep", layered(expert_key_prefix="layers.1"), "layers.1")
+    yield bad(
+        "a placement", "auto_ep", layered(expert_placement={"ranks": [{"rank": 0, "experts": [3, 1]}]}), "experts"
+    )
+
+
+def arrays() -> Iterator[Bad]:
+    """Names, shapes and kinds of arrays that cannot be."""
+    for name in ("", "..", ".", "/dev/zero", "../in/checkpoint/" + ARRAY, "\0"):
+        yield bad(f"an array called {name!a}", "zarr", called(name), "_METADATA")
+    yield bad("an array beside the checkpoint", "zarr", led_away, "_METADATA")
+    array = partial(in_json, f"{ARRAY}/.zarray")
+    for shape in ([1 << 40, 32], [1 << 62, 1 << 62], [-1, 32], [95], "95", None, [95.5, 32]):
+        yield bad(f"shape {shape}", "zarr", array(partial(dict.update, shape=shape)), ARRAY)
+    for chunks in ([1, 1], [0, 16], [1 << 62, 16], [48], None):
+        yield bad(f"cells of {chunks}", "zarr", array(partial(dict.update, chunks=chunks)), ARRAY)
+    for dtype in ("<f8", "|O8", "<U4", "nothing", None):
+        yield bad(f"dtype {dtype}", "zarr", array(partial(dict.update, dtype=dtype)), ARRAY)
+    yield bad("a pipe", "zarr", pipe_in(f"{ARRAY}/1.1"), ARRAY)
+    for kind in ("ocdbt", "zarr"):
+        for key in ("use_ocdbt", "use_zarr3"):
+            damage = in_json("_METADATA", lambda said, key=key: said.update({key: not said[key]}))
+            yield bad(f"{key} is another", kind, damage, *WORDS[kind], "params", "opt_state")
+        yield bad("deep", kind, write("_METADATA", b'{"a":' * 200_000 + b"1" + b"}" * 200_000), "_METADATA")
+        yield bad("no object", kind, write("_METADATA", b"[]"), "_METADATA")
+        yield bad("no tree", kind, write("_METADATA", b"{}"), "_METADATA")
+        damage = write("_CHECKPOINT_METADATA", b'{"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": null}')
+        yield bad("a save without its end", kind, damage, "checkpoint")
+
+
+def unfinished(root: Path) -> None:
+    """Have the mark of an unfinished save."""
+    (root / ".incomplete").touch()
+
+
+CASES: tuple[Case, ...] = (
+    case(
+        *("69", "trees", "files of trees cut, too long, missing, or something else"),
+        [
+            *in_each("half", partial(cut, keep=0.5), (*CHECKED, *UNCHECKED, *CELLS, *DESCRIBED)),
+            *in_each("last byte", partial(cut, keep=1), (*CHECKED, *UNCHECKED, *CELLS, *DESCRIBED)),
+            *in_each("0 bytes", partial(cut, keep=0.0), (*CHECKED, *UNCHECKED, *CELLS, *DESCRIBED)),
+            *in_each("1 byte more", partial(append, content=b"\x2a"), (*CHECKED, *UNCHECKED)),
+            *in_each("gone", remove, (*CHECKED, *CELLS, *DESCRIBED)),
+            *in_each("garbage", partial(write, content=b"\x9c\x1f not what it was \xff" * 40), (*CHECKED, *DESCRIBED)),
+            *in_each("pointer", partial(write, content=LFS_POINTER), (*CHECKED, *DESCRIBED)),
+        ],
+    ),
+    case(
+        *("70", "trees", "a bit flipped, or zeros in place of data, in trees"),
+        [*in_each("flip", FLIP, CHECKED), *in_each("page", PAGE, CHECKED)],
+    ),
+    case(
+        *("71", "trees", "marks of unfinished saves"),
+        [bad("`.incomplete` is there", "automodel", unfinished, ".incomplete")],
+    ),
+    case_of("72", "trees", "maps of AutoTP and layers of AutoEP that cannot be", maps),
+    case_of("73", "trees", "orbax's arrays that cannot be", arrays),
+)
