@@ -301,6 +301,17 @@ VLLM = TrainerFacts(
     },
 )
 
+# NVIDIA/TensorRT-LLM, models/modeling_utils.py, `PretrainedModel.save_checkpoint`: `rank0.safetensors` has what a rank
+# holds, under names of its own. config.json has the `mapping` of the ranks.
+TENSORRT_LLM = TrainerFacts(
+    name="tensorrt_llm",
+    unread={
+        r"rank[0-9]+\.safetensors": Unread(
+            "weights of TensorRT-LLM, as its ranks hold them", "take the model that they were made of", ("config.json", "mapping")
+        )
+    },
+)
+
 # Scripts that call torch themselves, and the names that such scripts give. Safetensors are torch's where ranks wrote
 # their shards.
 TORCH = TrainerFacts(
@@ -333,6 +344,6 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 _ALL = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
     *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM),
-    *(RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(TENSORRT_LLM, RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

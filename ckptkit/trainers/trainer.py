@@ -68,10 +68,14 @@ class Mark(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """Files that ckptkit does not read: what they are, and what to do about it."""
+    """Files that ckptkit does not read: what they are, and what to do about it.
+
+    With `json`, a small JSON file and a key in it, they are so only beside that.
+    """
 
     what: str
     hint: str
+    json: tuple[str, str] | None = None
 
 
 class MetricsFile(NamedTuple):
