@@ -201,7 +201,7 @@ def left_in(
     there = children(folder or root)
     names = {path.name for path in there}
     for path in there:
-        if path in used or path.name == MANIFEST:
+        if path in used or is_true_here_only(path.name):
             continue
         name = str(path.relative_to(root))
         if path in components and path.is_dir() and not any(path in one.parents for one in used):
@@ -210,6 +210,11 @@ def left_in(
             yield from left_in(root, used, components, path)
         else:
             yield LeftBehind(path, TRAINING if folder in components else reason_to_leave(path, names), name)
+
+
+def is_true_here_only(name: str) -> bool:
+    """Return whether a file of this name describes the save that it is in, and no copy or conversion of that."""
+    return name == MANIFEST or trainers.is_commit(name)
 
 
 def reason_to_leave(path: Path, beside: Iterable[str]) -> str:

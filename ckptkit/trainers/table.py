@@ -187,7 +187,7 @@ PRIME_RL = TrainerFacts(
         Mark("prime-rl, a broadcast", place="step_[0-9]+", files=("STABLE",)),
     ),
     complete_folders=("trainer",),
-    states=(r"rank_[0-9]+\.pt", r"progress\.pt", "STABLE"),
+    states=(r"rank_[0-9]+\.pt", r"progress\.pt"),
     markers={"broadcasts/step_[0-9]+": "STABLE"},
 )
 
@@ -282,7 +282,7 @@ NANOCHAT = TrainerFacts(
 ORBAX = TrainerFacts(
     name="orbax",
     marks=(Mark("orbax", files=("_CHECKPOINT_METADATA|_METADATA",)),),
-    states=(r"_CHECKPOINT_METADATA|commit_success\.txt|orbax\.checkpoint",),
+    commits=(r"_CHECKPOINT_METADATA|commit_success\.txt|orbax\.checkpoint",),
 )
 
 # google/grain, checkpoint/handler.py of 0.2.18: beside what orbax saves, `iter/process_R-of-N.json` with the place of
@@ -307,7 +307,9 @@ TENSORRT_LLM = TrainerFacts(
     name="tensorrt_llm",
     unread={
         r"rank[0-9]+\.safetensors": Unread(
-            "weights of TensorRT-LLM, as its ranks hold them", "take the model that they were made of", ("config.json", "mapping")
+            "weights of TensorRT-LLM, as its ranks hold them",
+            "take the model that they were made of",
+            ("config.json", "mapping"),
         )
     },
 )

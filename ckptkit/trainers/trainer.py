@@ -118,6 +118,9 @@ class TrainerFacts:
     # Directories that are complete only with a marker: a pattern of `PARENT/NAME`, and the name of the marker's file.
     markers: Mapping[str, str] = field(default_factory=dict)
 
+    # Further files that say that a save has ended, or when: true of that save only.
+    commits: tuple[str, ...] = ()
+
     # Files that are in the directory of a checkpoint only as long as it is being written.
     unfinished: tuple[str, ...] = ()
 
