@@ -87,6 +87,8 @@ MEGATRON = TrainerFacts(
     opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
     companions=("tokenizer", "hf"),
     states=(r"train_state\.pt", r"metadata\.json", r"run_config\.yaml"),
+    # of Megatron-Bridge
+    own_state=(r"train_dataloader_dprank([0-9]{3,9})\.pt", r"layer_wise_optimizer_([0-9]{1,9})\.pt"),
     beside={r"common\.pt": ""},
     step_keys=(("", ("iteration",)), ("", ("common_state/shard_0_1", 0, "iteration"))),
     own_keys=(("rank_state", r"\[([0-9]+)\]"),),  # as the legacy format is read

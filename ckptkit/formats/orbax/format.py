@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Incomplete, Report, refuse
@@ -81,11 +82,11 @@ class Orbax(FormatReader):
             keys[name] = key
             blobs[name] = Blob(STRINGS if isinstance(value, str) else NAME, 0, 0, dump(value))
         own = (place for place in children(path) if self.owns(place.name) or place.name in tree.arrays)
-        files = {str(file.relative_to(path)): None for place in own for file in list_files(place)}
-        layout = Layout(path, self.name, tensors, blobs, keys, descriptions=tuple(files), absent=absent)
-        for name in sorted(layout.files - files.keys()):
+        there = [str(file.relative_to(path)) for place in own for file in list_files(place)]
+        layout = Layout(path, self.name, tensors, blobs, keys, absent=absent)
+        for name in sorted(layout.paths.difference(there)):
             report(Incomplete("the file is missing", path=path / name, hint=_USE_ANOTHER))
-        return layout
+        return replace(layout, descriptions=tuple(name for name in there if name not in layout.paths))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
         """Return every file whole: neither cells nor files have checksums."""
