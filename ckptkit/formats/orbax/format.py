@@ -84,9 +84,10 @@ class Orbax(FormatReader):
         own = (place for place in children(path) if self.owns(place.name) or place.name in tree.arrays)
         there = [str(file.relative_to(path)) for place in own for file in list_files(place)]
         layout = Layout(path, self.name, tensors, blobs, keys, absent=absent)
-        for name in sorted(layout.paths.difference(there)):
+        with_data = layout.paths
+        for name in sorted(with_data.difference(there)):
             report(Incomplete("the file is missing", path=path / name, hint=_USE_ANOTHER))
-        return replace(layout, descriptions=tuple(name for name in there if name not in layout.paths))
+        return replace(layout, descriptions=tuple(name for name in there if name not in with_data))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
         """Return every file whole: neither cells nor files have checksums."""
