@@ -87,9 +87,11 @@ def roots(root: Path) -> Iterator[Node]:
     """Yield the root node of the newest version, unless that has no values."""
     manifests = {name: read_small(root / name, _LARGEST) for name in names_in(root) if name.startswith(_MANIFESTS)}
     with explaining(root / MANIFEST):
-        newest = dump(manifests)["versions"][-1]
-        if location := newest["root"].get("location"):
-            yield node_at(location, newest["root_height"], b"", root)
+        versions = dump(manifests)["versions"]
+    if not versions:
+        raise Corrupt("the manifest lists no version", path=root / MANIFEST, hint="use another checkpoint")
+    if location := versions[-1]["root"].get("location"):
+        yield node_at(location, versions[-1]["root_height"], b"", root)
 
 
 def node_at(location: str, height: int, prefix: bytes, root: Path) -> Node:
@@ -109,6 +111,8 @@ def parse_location(location: str, root: Path) -> tuple[str, Value]:
 def read_node(root: Path, node: Node, files: OpenFiles) -> list[Mapping[str, Any]]:
     """Return the entries of a node."""
     path = root / node.value.path
+    if node.value.length > _LARGEST:
+        raise Corrupt(f"expected a node of at most {_LARGEST} bytes, found {node.value.length}", path=path)
     data = read_value(node.value, files)
     with explaining(path):
         found = dump({unquote(node.base) + _NODE: data}, f"btreenode:{node.base}:{_NODE}:0:{len(data)}")
