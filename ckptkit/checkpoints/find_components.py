@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ckptkit import trainers
 from ckptkit.checkpoints.component import MODEL, Component
+from ckptkit.checkpoints.evidence import read_object
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import and_more
 from ckptkit.files.file import children, folders, names_in
@@ -135,15 +136,25 @@ def is_unread(path: Path, reader: FormatReader | None) -> bool:
     owned = [name for name in names if reader is not None and reader.owns(name)]
     if not path.is_dir() and reader is not None and not owned:
         return False  # a file of torch.save that was asked for
-    if any(trainers.find_unread([name]) is None for name in owned):
+    if any(unread_at(path, [name]) is None for name in owned):
         return False
-    return trainers.find_unread(names_near(path)) is not None
+    return unread_at(path, names_near(path)) is not None
+
+
+def unread_at(path: Path, names: Iterable[str]) -> Unread | None:
+    """Return what files of these names at a path are, if some trainer's that ckptkit does not read is among them."""
+    found = trainers.find_unread(names)
+    if found is None or found.json is None:
+        return found
+    file, key = found.json
+    place = (path if path.is_dir() else path.parent) / file
+    return found if place.is_file() and key in read_object(place) else None
 
 
 def find_unread(path: Path) -> Unread | None:
     """Return what lies at a path without a checkpoint, if files of others do: a trainer's, or another program's."""
     names = names_in(path) if path.is_dir() else [path.name] if path.exists() else []
-    return trainers.find_unread(names_near(path)) or trainers.find_foreign(names)
+    return unread_at(path, names_near(path)) or trainers.find_foreign(names)
 
 
 def names_near(path: Path) -> Iterator[str]:
@@ -190,7 +201,7 @@ def left_in(
     there = children(folder or root)
     names = {path.name for path in there}
     for path in there:
-        if path in used or path.name == MANIFEST:
+        if path in used or is_true_here_only(path.name):
             continue
         name = str(path.relative_to(root))
         if path in components and path.is_dir() and not any(path in one.parents for one in used):
@@ -199,6 +210,11 @@ def left_in(
             yield from left_in(root, used, components, path)
         else:
             yield LeftBehind(path, TRAINING if folder in components else reason_to_leave(path, names), name)
+
+
+def is_true_here_only(name: str) -> bool:
+    """Return whether a file of this name describes the save that it is in, and no copy or conversion of that."""
+    return name == MANIFEST or trainers.is_commit(name)
 
 
 def reason_to_leave(path: Path, beside: Iterable[str]) -> str:

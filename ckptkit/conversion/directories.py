@@ -7,8 +7,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.find_components import is_left
-from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.find_components import is_left, is_true_here_only
 from ckptkit.destinations.staging import check_destination
 from ckptkit.errors import Unsafe, translate_os_errors
 from ckptkit.files.file import children
@@ -104,8 +103,8 @@ def entry_at(root: Path, dst: Path) -> Path | None:
 def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], list[str]]:
     """Return the regular files anywhere in a checkpoint directory, by their names in it, and the names of all others.
 
-    What is in `taken`, files and directories, is not among them, nor are manifests, which are true of what they
-    describe only. Hidden files are only if a trainer's checkpoint needs them.
+    What is in `taken`, files and directories, is not among them. Manifests and the marks that a save has ended are
+    not either: they are true of what they describe only. Hidden files are only if a trainer's checkpoint needs them.
     """
     found: dict[str, Path] = {}
     left: list[str] = []
@@ -124,7 +123,7 @@ def walk(folder: Path, taken: frozenset[Path]) -> Iterator[Path]:
     names = {path.name for path in there}
     inside = [path for path in there if path not in taken and not is_left(path.name, names)]
     below = [path for path in inside if path.is_dir() and not path.is_symlink()]
-    yield from (path for path in inside if path not in below and path.name != MANIFEST)
+    yield from (path for path in inside if path not in below and not is_true_here_only(path.name))
     for path in below:
         yield from walk(path, taken)
 

@@ -13,7 +13,7 @@ from ckptkit.conversion.options import MASTER, ConvertOptions
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.layout import Layout, edits
 from ckptkit.names.weights import find_weights
-from ckptkit.optimizers.masters import REMAINDERS, find_masters, masters_in
+from ckptkit.optimizers.masters import REMAINDERS, find_masters, masters_in, remainders_in
 from ckptkit.pictures.words import count
 from ckptkit.tensors.dtypes import DTYPES, DType
 
@@ -97,8 +97,7 @@ def make_masters(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG00
 def note_remainders(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
     """Say that an optimizer has remainders of the weights, which are not asked for."""
     layout = model.part.layout
-    found = [name for name, _ in masters_in(layout, find_weights(layout).layout.specs)]
-    left = [name for name in found if layout.tensors[name].spec.dtype == REMAINDERS]
+    left = remainders_in(layout, find_weights(layout).layout.specs)
     if not left:
         return model
     which = f"{count(len(left), 'weight')} in {REMAINDERS}, such as `{left[0]}`"

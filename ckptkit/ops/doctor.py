@@ -22,6 +22,7 @@ from ckptkit.errors import Usage, and_more
 from ckptkit.files.path import remarks_on_id
 from ckptkit.models.companions import CONFIG
 from ckptkit.ops.dry_run_fix import dry_run_fix, run_fix
+from ckptkit.optimizers.masters import REMAINDERS, remainders_in
 from ckptkit.pictures.words import count
 from ckptkit.summary import Summarized, first_few
 
@@ -146,6 +147,11 @@ def notes_on(case: Case | None) -> Iterator[str]:
         yield (
             f"the optimizer has no state of {what}: the parameter is frozen, or never received a gradient. In the "
             f"second case torch's `set_optimizer_state_dict` fails; to fix that: {states[0].fix}"
+        )
+    if case.weights and (found := remainders_in(case.layout, case.weights.layout.specs)):
+        yield (
+            f"the optimizer has remainders of the masters of {count(len(found), 'weight')} in {REMAINDERS}, such as "
+            f"`{found[0]}`: an optimizer without remainders loads them as numbers; `--weights-from master` adds them"
         )
     if case.model is None:
         if case.like is None:

@@ -42,6 +42,11 @@ def masters_in(layout: Layout, weights: Mapping[str, Spec]) -> Iterator[tuple[st
                 yield name, found[1]
 
 
+def remainders_in(layout: Layout, weights: Mapping[str, Spec]) -> list[str]:
+    """Return the entries that complete the weights to their masters."""
+    return [name for name, _ in masters_in(layout, weights) if layout.tensors[name].spec.dtype == REMAINDERS]
+
+
 def kind_at(place: EntryPlace) -> str:
     """Return which state of a parameter lies at a place."""
     last = place.after or (place.text.rpartition(".")[2].replace("{}", "") or place.before[-1],)

@@ -159,6 +159,11 @@ def marker_of(path: Path) -> str | None:
     return look_up([trainer.markers for trainer in TRAINERS.values()], [f"{path.parent.name}/{path.name}"])
 
 
+def is_commit(name: str) -> bool:
+    """Return whether a file of this name says that the save which it is in has ended."""
+    return any(matches("commits", name)) or any(name in trainer.markers.values() for trainer in TRAINERS.values())
+
+
 @cache
 def unfinished_names() -> frozenset[str]:
     """Return the names of files that are in a checkpoint only as long as its trainer writes it."""

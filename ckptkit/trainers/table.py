@@ -87,6 +87,8 @@ MEGATRON = TrainerFacts(
     opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
     companions=("tokenizer", "hf"),
     states=(r"train_state\.pt", r"metadata\.json", r"run_config\.yaml"),
+    # of Megatron-Bridge
+    own_state=(r"train_dataloader_dprank([0-9]{3,9})\.pt", r"layer_wise_optimizer_([0-9]{1,9})\.pt"),
     beside={r"common\.pt": ""},
     step_keys=(("", ("iteration",)), ("", ("common_state/shard_0_1", 0, "iteration"))),
     own_keys=(("rank_state", r"\[([0-9]+)\]"),),  # as the legacy format is read
@@ -187,7 +189,7 @@ PRIME_RL = TrainerFacts(
         Mark("prime-rl, a broadcast", place="step_[0-9]+", files=("STABLE",)),
     ),
     complete_folders=("trainer",),
-    states=(r"rank_[0-9]+\.pt", r"progress\.pt", "STABLE"),
+    states=(r"rank_[0-9]+\.pt", r"progress\.pt"),
     markers={"broadcasts/step_[0-9]+": "STABLE"},
 )
 
@@ -282,7 +284,7 @@ NANOCHAT = TrainerFacts(
 ORBAX = TrainerFacts(
     name="orbax",
     marks=(Mark("orbax", files=("_CHECKPOINT_METADATA|_METADATA",)),),
-    states=(r"_CHECKPOINT_METADATA|commit_success\.txt|orbax\.checkpoint",),
+    commits=(r"_CHECKPOINT_METADATA|commit_success\.txt|orbax\.checkpoint",),
 )
 
 # google/grain, checkpoint/handler.py of 0.2.18: beside what orbax saves, `iter/process_R-of-N.json` with the place of
@@ -297,6 +299,19 @@ VLLM = TrainerFacts(
         r"model-rank-[0-9]+-part-[0-9]+\.safetensors": Unread(
             "this is a sharded_state of vLLM or SGLang, which does not say how its ranks share a tensor",
             "take the model that it was made of",
+        )
+    },
+)
+
+# NVIDIA/TensorRT-LLM, models/modeling_utils.py, `PretrainedModel.save_checkpoint`: `rank0.safetensors` has what a rank
+# holds, under names of its own. config.json has the `mapping` of the ranks.
+TENSORRT_LLM = TrainerFacts(
+    name="tensorrt_llm",
+    unread={
+        r"rank[0-9]+\.safetensors": Unread(
+            "weights of TensorRT-LLM, as its ranks hold them",
+            "take the model that they were made of",
+            ("config.json", "mapping"),
         )
     },
 )
@@ -333,6 +348,6 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 _ALL = (
     *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
     *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM),
-    *(RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(TENSORRT_LLM, RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

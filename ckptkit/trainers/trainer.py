@@ -68,10 +68,14 @@ class Mark(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """Files that ckptkit does not read: what they are, and what to do about it."""
+    """Files that ckptkit does not read: what they are, and what to do about it.
+
+    With `json`, a small JSON file and a key in it, they are so only beside that.
+    """
 
     what: str
     hint: str
+    json: tuple[str, str] | None = None
 
 
 class MetricsFile(NamedTuple):
@@ -113,6 +117,9 @@ class TrainerFacts:
 
     # Directories that are complete only with a marker: a pattern of `PARENT/NAME`, and the name of the marker's file.
     markers: Mapping[str, str] = field(default_factory=dict)
+
+    # Further files that say that a save has ended, or when: true of that save only.
+    commits: tuple[str, ...] = ()
 
     # Files that are in the directory of a checkpoint only as long as it is being written.
     unfinished: tuple[str, ...] = ()

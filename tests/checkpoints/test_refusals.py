@@ -25,6 +25,14 @@ def save_vllm(root: Path) -> list[Path]:
     return [root, root / "model-rank-0-part-0.safetensors"]
 
 
+def save_tensorrt_llm(root: Path) -> list[Path]:
+    save_file({"transformer.layers.0.attention.qkv.weight": torch.ones(2, 2)}, root / "rank0.safetensors")
+    assert ckptkit.inspect(root)
+    said = {"architecture": "LlamaForCausalLM", "dtype": "float16", "mapping": {"world_size": 1, "tp_size": 1}}
+    (root / "config.json").write_text(json.dumps(said))
+    return [root, root / "rank0.safetensors"]
+
+
 def save_zarr(root: Path) -> list[Path]:
     place = root / "iter_0000010"
     (place / "decoder.layers.mlp.linear_fc1.weight").mkdir(parents=True)
@@ -52,6 +60,7 @@ def save_datastates(root: Path) -> list[Path]:
     ("save", "message", "hint"),
     [
         (save_vllm, "a sharded_state of vLLM or SGLang", "the model that it was made of"),
+        (save_tensorrt_llm, "weights of TensorRT-LLM", "the model that they were made of"),
         (save_datastates, "in the format of DataStates", "save it with the default one"),
         (save_zarr, "arrays of zarr, as Megatron saved", "load and save it with a Megatron-LM"),
     ],

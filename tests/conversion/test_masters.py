@@ -149,6 +149,7 @@ def test_remainders_by_the_names_of_torch_with_a_frozen_weight(tmp_path: Path, b
     assert_same_bits(load_file(out / "model.safetensors"), {FC: masters[FC], NORM: model[NORM]})
     assert "1 weight taken from masters, 1 of them from remainders in int16" in done.notes
     assert f"no master: 1 weight, such as `{NORM}`" in done.notes
+    assert any("remainders of the masters of 1 weight in int16" in note for note in ckptkit.doctor(root).notes)
     # without the option they stay what they are, and are named
     done = ckptkit.consolidate(root, tmp_path / "plain", names="keep")
     assert_same_bits(load_file(tmp_path / "plain" / "model.safetensors"), model)

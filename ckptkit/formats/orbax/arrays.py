@@ -1,13 +1,8 @@
-"""Open arrays of zarr with tensorstore, and find their cells: boxes that are each one compressed piece.
-
-Source: google/tensorstore, its drivers `zarr`, `zarr3` and `ocdbt`. Cells have no checksums; the nodes of OCDBT that
-say where cells lie have a CRC-32C, which tensorstore compares.
-"""
+"""Describe arrays of zarr, and find and decompress their cells: boxes that are each one value of the tree."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, product
 from math import prod
@@ -15,99 +10,136 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, Incomplete, Unsupported
-from ckptkit.files.joined import JoinedPath
-from ckptkit.files.path import RemotePath
+from ckptkit.files.file import OpenFiles
+from ckptkit.files.ranges import Range
+from ckptkit.formats.json_text import parse_json
+from ckptkit.formats.orbax.decode import explaining, open_array
+from ckptkit.formats.orbax.values import Value, read_value
 from ckptkit.layout import Chunk, Spec, StoredTensor, Wrapped
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.tensors.box import Box, Shape
+from ckptkit.tensors.dtypes import DTYPES, DType
 
-MANIFEST = "manifest.ocdbt"
 ZARR = "zarr"  # the wrapper of a chunk that is a cell
-_CACHE = 1 << 26  # bytes of nodes and cells that tensorstore keeps
-_FILES = {"zarr": ".zarray", "zarr3": "zarr.json"}
+_METADATA = {"zarr": ".zarray", "zarr3": "zarr.json"}
+_USE_ANOTHER = "use another checkpoint"
+_inline = count(1)  # no file shows where in it a cell inside a node is: an offset below 0 tells it from others
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrArray:
+    """An array: its name, the driver that reads it, and the JSON that describes it."""
+
+    name: str
+    driver: str
+    metadata: bytes
+
+    def open(self, cells: Mapping[str, bytes]) -> Any:
+        """Return it as tensorstore has it, with the values of `cells` by their keys."""
+        return open_array(self.driver, {_METADATA[self.driver]: self.metadata, **cells})
 
 
 @dataclass(frozen=True, slots=True)
 class Cell(Wrapped):
-    """The bytes are those of a box of an array, which tensorstore reads through one of its drivers."""
+    """The bytes are those of a cell of an array, compressed; `content` has them if they lie inside a node of OCDBT."""
 
-    array: str
-    driver: str
-    box: Box
+    array: ZarrArray
+    key: str
+    content: bytes | None
 
 
-class Arrays:
-    """The arrays of a checkpoint, each opened once."""
+def decompress(chunk: Chunk, files: OpenFiles, path: Path) -> memoryview:
+    """Return the bytes of a chunk that is a cell of file `path`, row-major.
 
-    def __init__(self, root: Path) -> None:
-        if isinstance(root, RemotePath | JoinedPath):
-            hint = "copy the checkpoint to a local directory first"
-            raise Unsupported("arrays of zarr, not in one local directory", path=root, hint=hint)
-        try:
-            import tensorstore
-        except ImportError as error:
-            hint = "run `pip install 'ckptkit-fsdp[orbax]'`"
-            raise Unsupported("orbax's arrays need the package `tensorstore`", path=root, hint=hint) from error
-        self._root = root.absolute()
-        self._library: Any = tensorstore
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
-        self._opened: dict[tuple[str, str], Any] = {}
-        self._cells = count(1)  # no file shows where a cell lies in it: an offset below 0 tells it from others
+    Raises `Corrupt` if they cannot be decompressed.
+    """
+    cell = chunk.where
+    assert isinstance(cell, Cell)
+    data = read_value(Value(chunk.path, chunk.offset, chunk.length, cell.content), files)
+    with explaining(path, cell.array.name):
+        box = cell.array.open({cell.key: data})[slices(chunk.box)]
+        is_whole = is_stored(box)
+        found = memoryview(box.read().result().reshape(-1).view("uint8"))
+    expected = chunk.box.numel * chunk.dtype.itemsize
+    if not is_whole or len(found) != expected:
+        message = f"expected {expected} bytes in a cell, found {len(found) if is_whole else 'a part of them'}"
+        raise Corrupt(message, path=path, hint=_USE_ANOTHER)
+    return found
 
-    def describe(self, name: str, driver: str, *, is_ocdbt: bool, stored: int) -> StoredTensor:
-        """Return the tensor that an array is, with a chunk for each cell. The files of the tree have `stored` bytes.
 
-        Raises `Corrupt` if it cannot be opened, `Incomplete` for a cell that is not there: to zarr it would be zeros.
-        """
-        file = MANIFEST if is_ocdbt else f"{name}/{_FILES[driver]}"
-        array = self.open(file, name, driver)
-        dtype = DTYPES.get(array.dtype.name)
-        if dtype is None:
-            message = f"torch does not have the dtype `{array.dtype.name}`"
-            raise Unsupported(message, path=self._root / file, tensor=name)
-        shape = tuple(array.shape)
-        grid = tuple(array.chunk_layout.read_chunk.shape or ())
-        expected = prod(-(-extent // step) for extent, step in zip(shape, grid, strict=True))
-        if expected > stored:  # each cell takes a byte at least
-            message = f"expected {expected} cells, found {stored} bytes in all files"
-            raise Incomplete(message, path=self._root / file, tensor=name, hint="use another checkpoint")
-        boxes = list(cells(shape, grid))
-        self.check_stored(array, name, file, boxes)
-        chunks = (Chunk(box, file, -next(self._cells), 0, dtype, where=Cell(ZARR, name, driver, box)) for box in boxes)
-        return StoredTensor(Spec(dtype, shape), tuple(chunks))
+def description_range(name: str, driver: str, values: Mapping[str, Value]) -> list[Range]:
+    """Return where the JSON is that describes an array, if a file has it on its own."""
+    found = values.get(f"{name}/{_METADATA[driver]}")
+    return [found.range] if found is not None and found.content is None else []
 
-    def open(self, file: str, name: str, driver: str) -> Any:
-        """Return the array, by the file that chunks of it name: the manifest of OCDBT, or what describes it alone."""
-        if (file, name) not in self._opened:
-            place = self._root / file
-            store: dict[str, Any] = {"driver": "file", "path": f"{place.parent}/"}
-            if place.name == MANIFEST:
-                store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
-            with naming(place, name):
-                opened = self._library.open(
-                    {"driver": driver, "kvstore": store}, context=self._context, open=True, read=True
-                )
-                self._opened[file, name] = opened.result()
-        return self._opened[file, name]
 
-    def check_stored(self, array: Any, name: str, file: str, boxes: list[Box]) -> None:
-        """Raise `Incomplete` for the first cell that no file has."""
-        with naming(self._root / file, name):
-            if is_stored(array):
-                return
-            missing = [box for box in boxes if not is_stored(array[slices(box)])]
-        first = missing[0]
-        message = (
-            f"expected {len(boxes)} cells, found {len(boxes) - len(missing)}: "
-            f"{list(first.size)} elements at {list(first.start)} are missing"
-        )
-        hint = "use another checkpoint, or save this one again with a newer orbax, which stores cells of zeros too"
-        raise Incomplete(message, path=self._root / file, tensor=name, hint=hint)
+def describe(root: Path, name: str, driver: str, values: Mapping[str, Value], files: OpenFiles) -> StoredTensor:
+    """Return the tensor that an array is, with a chunk for each cell.
 
-    def read(self, file: str, cell: Cell) -> bytes:
-        """Return the bytes of a cell, row-major. Raises `Corrupt` if it cannot be decompressed."""
-        with naming(self._root / file, cell.array):
-            return bytes(self.open(file, cell.array, cell.driver)[slices(cell.box)].read().result().tobytes())
+    `values` are those of the tree, in `files`. Raises `Corrupt` if the array cannot be opened, `Incomplete` for a cell
+    that is missing: zarr would give zeros.
+    """
+    described = values.get(f"{name}/{_METADATA[driver]}")
+    if described is None:
+        message = f"the array does not exist: `{name}/{_METADATA[driver]}` is missing"
+        raise Incomplete(message, path=root, tensor=name, hint=_USE_ANOTHER)
+    path = root / described.path
+    array = ZarrArray(name, driver, read_value(described, files))
+    with explaining(path, name):
+        opened = array.open({})
+    dtype = DTYPES.get(opened.dtype.name)
+    if dtype is None:
+        raise Unsupported(f"torch does not have the dtype `{opened.dtype.name}`", path=path, tensor=name)
+    spec, grid = Spec(dtype, tuple(opened.shape)), tuple(opened.chunk_layout.write_chunk.shape or ())
+    expected = prod(-(-extent // step) for extent, step in zip(spec.shape, grid, strict=True))
+    if expected > len(values):  # before they are listed: an array may claim any shape
+        message = f"expected {expected} cells, found {len(values)} values in the tree"
+        raise Incomplete(message, path=path, tensor=name, hint=_USE_ANOTHER)
+    name_cell = cell_names(parse_json(array.metadata, path))
+    boxes = {name_cell(place): box for place, box in cells(spec.shape, grid)}
+    missing = [box for key, box in boxes.items() if f"{name}/{key}" not in values]
+    if missing:
+        raise lacking(path, name, missing, len(boxes))
+    chunks = (to_chunk(array, key, box, dtype, values[f"{name}/{key}"]) for key, box in boxes.items())
+    return StoredTensor(spec, tuple(chunks))
+
+
+def lacking(path: Path, name: str, missing: list[Box], total: int) -> Incomplete:
+    first = missing[0]
+    message = (
+        f"expected {total} cells, found {total - len(missing)}: "
+        f"{list(first.size)} elements at {list(first.start)} are missing"
+    )
+    hint = "use another checkpoint, or save this one again with a newer orbax, which stores cells of zeros too"
+    return Incomplete(message, path=path, tensor=name, hint=hint)
+
+
+def to_chunk(array: ZarrArray, key: str, box: Box, dtype: DType, value: Value) -> Chunk:
+    offset = value.offset if value.content is None else -next(_inline)
+    cell = Cell(ZARR, array, key, value.content)
+    return Chunk(box, value.path, offset, value.length, dtype, where=cell)
+
+
+def cell_names(described: dict[str, Any]) -> Callable[[Shape], str]:
+    """Return a function that returns the key of the cell at a place in the grid, by the JSON of its array.
+
+    https://zarr-specs.readthedocs.io/en/latest/v3/chunk-key-encodings/
+    """
+    encoding = described.get("chunk_key_encoding", {})
+    is_default = encoding.get("name") == "default"
+    first, usual = (["c"], "/") if is_default else ([], described.get("dimension_separator", "."))
+    separator = encoding.get("configuration", {}).get("separator", usual)
+    return lambda place: separator.join([*first, *map(str, place)]) or "0"
+
+
+def cells(shape: Shape, grid: Shape) -> Iterator[tuple[Shape, Box]]:
+    """Yield the place and the box of each cell that a regular grid cuts a shape in.
+
+    The last along each axis may be smaller.
+    """
+    steps = (range(-(-extent // step)) for extent, step in zip(shape, grid, strict=True))
+    for place in product(*steps):
+        start = tuple(i * step for i, step in zip(place, grid, strict=True))
+        yield place, Box(start, tuple(map(min, grid, (extent - a for extent, a in zip(shape, start, strict=True)))))
 
 
 def is_stored(array: Any) -> bool:
@@ -116,21 +148,3 @@ def is_stored(array: Any) -> bool:
 
 def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
-
-
-def cells(shape: tuple[int, ...], grid: tuple[int, ...]) -> Iterator[Box]:
-    """Yield the boxes that a regular grid cuts a shape in; the last along each axis may be smaller."""
-    starts = (range(0, extent, step) for extent, step in zip(shape, grid, strict=True))
-    for start in product(*starts):
-        yield Box(start, tuple(map(min, grid, (extent - a for extent, a in zip(shape, start, strict=True)))))
-
-
-@contextmanager
-def naming(path: Path, name: str) -> Iterator[None]:
-    """Turn what tensorstore raises into a `Corrupt` that names the file and the tensor."""
-    try:
-        yield
-    except (KeyError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
-        reason = str(error).partition(" [tensorstore_spec")[0].partition(" [source")[0]
-        hint = "use another checkpoint"
-        raise Corrupt(f"tensorstore cannot read it: {reason}", path=path, tensor=name, hint=hint) from error

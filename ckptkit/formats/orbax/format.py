@@ -7,23 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Incomplete, Report, Unsupported, refuse
-from ckptkit.files.file import children, file_size, is_there, names_in, read_small
+from ckptkit.errors import CkptError, Incomplete, Report, refuse
+from ckptkit.files.file import OpenFiles, children, file_size, is_there, names_in, read_small
+from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.json_text import parse_json
-from ckptkit.formats.orbax.arrays import MANIFEST, Arrays
+from ckptkit.formats.orbax.arrays import describe, description_range
+from ckptkit.formats.orbax.decode import require_tensorstore
 from ckptkit.formats.orbax.read_metadata import NAME, STRINGS, read_metadata
+from ckptkit.formats.orbax.values import MANIFEST, list_files, values_in_files, values_in_ocdbt
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor
 
-_OWN = re.compile(r"_METADATA|_sharding|_strings\.json|array_metadatas|manifest\.ocdbt|d|ocdbt\.process_[0-9]+")
+_OWN = re.compile(
+    r"_METADATA|_sharding|_strings\.json|array_metadatas|manifest\.ocdbt|d|ocdbt_(data|meta)|ocdbt\.process_[0-9]+"
+)
 _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*")  # the name of a directory until the save ends
-_APART = "ocdbt_data"
 _STEP = "_CHECKPOINT_METADATA"  # what orbax says of a step, or of a tree that it saved alone
 _COMMITTED = "commit_success.txt"
 _LARGEST_STEP = 1 << 24  # bytes
+_USE_ANOTHER = "use another checkpoint"
 
 
 class Orbax(FormatReader):
@@ -43,47 +49,48 @@ class Orbax(FormatReader):
         return NAME in names or MANIFEST in names or (is_unfinished(path) and _STEP in names)
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report an unfinished save. Raises `Unsupported` for data that lies apart."""
+        """Report an unfinished save, and files that are missing."""
         names = names_in(path)
         if is_unfinished(path):
             raise Incomplete("orbax did not finish this save", path=path, hint="use an older checkpoint")
-        if _APART in names:
-            hint = "load the tree with orbax, and save it in one directory"
-            raise Unsupported(f"orbax's data is in another directory, `{_APART}`", path=path, hint=hint)
         if NAME not in names:
-            report(Incomplete(f"no `{NAME}`: it lists the arrays", path=path, hint="use another checkpoint"))
+            report(Incomplete(f"no `{NAME}`: it lists the arrays", path=path, hint=_USE_ANOTHER))
         elif read_metadata(path).is_ocdbt and MANIFEST not in names:
-            report(Incomplete("the file is missing", path=path / MANIFEST, hint="use another checkpoint"))
+            report(Incomplete("the file is missing", path=path / MANIFEST, hint=_USE_ANOTHER))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the tree in directory `path`.
 
-        Reports each array that cannot be opened, or lacks cells. Raises `Unsafe` for links and pipes in place of files.
+        Reports each array that cannot be opened, or lacks cells.
         """
         self.check_names(path, refuse)
-        tree, arrays = read_metadata(path), Arrays(path)
-        tops = {name.partition("/")[0] for name in tree.arrays}
-        own = (place for place in children(path) if self.owns(place.name) or place.name in tops)
-        files = {file: file_size(file) for place in own for file in files_in(place)}
-        stored = sum(files.values())
+        require_tensorstore(path)
+        tree = read_metadata(path)
+        values = values_in_ocdbt(path) if tree.is_ocdbt else values_in_files(path, tree.arrays)
         tensors: dict[str, StoredTensor] = {}
         keys: dict[str, KeyPath] = dict(tree.arrays)
         absent: dict[str, str] = {}
-        for name in tree.arrays:
-            try:
-                tensors[name] = arrays.describe(name, tree.driver, is_ocdbt=tree.is_ocdbt, stored=stored)
-            except CkptError as error:
-                report(error)
-                absent[name] = NAME
+        with OpenFiles(path, in_order=False) as files:
+            for name in read_ahead(path, tree.arrays, lambda name: description_range(name, tree.driver, values)):
+                try:
+                    tensors[name] = describe(path, name, tree.driver, values, files)
+                except CkptError as error:
+                    report(error)
+                    absent[name] = NAME
         blobs = {}
         for name, (key, value) in tree.values.items():
             keys[name] = key
             blobs[name] = Blob(STRINGS if isinstance(value, str) else NAME, 0, 0, dump(value))
-        descriptions = tuple(str(file.relative_to(path)) for file in files)
-        return Layout(path, self.name, tensors, blobs, keys, descriptions=descriptions, absent=absent)
+        own = (place for place in children(path) if self.owns(place.name) or place.name in tree.arrays)
+        there = [str(file.relative_to(path)) for place in own for file in list_files(place)]
+        layout = Layout(path, self.name, tensors, blobs, keys, absent=absent)
+        with_data = layout.paths
+        for name in sorted(with_data.difference(there)):
+            report(Incomplete("the file is missing", path=path / name, hint=_USE_ANOTHER))
+        return replace(layout, descriptions=tuple(name for name in there if name not in with_data))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
-        """Return every file whole. Cells have no checksums, and only tensorstore knows which file has which."""
+        """Return every file whole: neither cells nor files have checksums."""
         for name in sorted(layout.files):
             if is_there(layout.root / name):
                 yield Extent(name, 0, file_size(layout.root / name), None, "")
@@ -104,12 +111,3 @@ def is_uncommitted(path: Path) -> bool:
         return False
     said = parse_json(read_small(path / _STEP, _LARGEST_STEP), path / _STEP)
     return isinstance(said, dict) and "init_timestamp_nsecs" in said and said.get("commit_timestamp_nsecs") is None
-
-
-def files_in(place: Path) -> Iterator[Path]:
-    """Yield a file or link, or all files in a directory and in those below it."""
-    if place.is_symlink() or not place.is_dir():
-        yield place
-        return
-    for inside in children(place):
-        yield from files_in(inside)

@@ -1,49 +1,89 @@
-"""Decompress the cells of orbax's arrays, one after the other, into a temporary file that goes with the layout."""
+"""Decompress the cells of orbax's arrays, several at a time, into a temporary file that goes with the layout."""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import BinaryIO
+from itertools import accumulate
+from pathlib import Path
 
 from ckptkit.destinations.allocation import check_room
-from ckptkit.errors import CkptError, Corrupt, Report, refuse, translate_os_errors
+from ckptkit.engine.workers import default_jobs, work
+from ckptkit.errors import CkptError, Report, refuse, translate_os_errors
+from ckptkit.files.file import OpenFiles
+from ckptkit.files.local import open_to_write
 from ckptkit.files.temporary import TemporaryFile
-from ckptkit.formats.orbax.arrays import Arrays, Cell
+from ckptkit.formats.orbax.arrays import Cell, decompress
 from ckptkit.layout import Chunk, Layout
+
+_MEMORY = 1 << 29  # bytes for the cells that are decompressed at the same time; of a larger cell there is only one
+_COPIES = 2  # of a cell's bytes: tensorstore has its own
+Move = tuple[str, Chunk, int]  # a cell of a tensor, and the offset in the temporary file of what is in it
 
 
 def unpack(layout: Layout, report: Report = refuse) -> Layout:
-    """Return the layout with all its cells decompressed. No more than one is in memory.
+    """Return the layout with all its cells decompressed.
 
     Reports a cell that is damaged, and leaves it as it is. Raises `NoRoom` if the disk is too small for the tensors.
     """
-    arrays, kept = Arrays(layout.root), TemporaryFile()
-    cells = [chunk for tensor in layout.tensors.values() for chunk in tensor.chunks if isinstance(chunk.where, Cell)]
-    check_room(kept.path, sum(chunk.box.numel * chunk.dtype.itemsize for chunk in cells))
-    with translate_os_errors(kept.path), kept.path.open("r+b") as file:
-
-        def move(name: str, chunk: Chunk) -> Chunk:
-            if not isinstance(chunk.where, Cell):
-                return chunk
-            try:
-                offset, length = append(file, arrays, chunk, chunk.where)
-            except CkptError as error:
-                report(error.blame(path=layout.root / chunk.path, tensor=name))
-                return chunk
-            return chunk._replace(path=str(kept.path), offset=offset, length=length, where=None)
-
-        tensors = {
-            name: replace(tensor, chunks=tuple(move(name, chunk) for chunk in tensor.chunks))
-            for name, tensor in layout.tensors.items()
-        }
+    stored = [(name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if is_cell(chunk)]
+    *offsets, total = accumulate((nbytes_of(chunk) for _, chunk in stored), initial=0)
+    kept = TemporaryFile()
+    check_room(kept.path, total)
+    with translate_os_errors(kept.path):
+        os.truncate(kept.path, total)
+    moves = [(name, chunk, offset) for (name, chunk), offset in zip(stored, offsets, strict=True)]
+    failed = move_all(layout, moves, kept.path, report)
+    moved = {
+        (name, chunk.box): chunk._replace(path=str(kept.path), offset=offset, length=nbytes_of(chunk), where=None)
+        for name, chunk, offset in moves
+        if offset not in failed
+    }
+    tensors = {
+        name: replace(tensor, chunks=tuple(moved.get((name, chunk.box), chunk) for chunk in tensor.chunks))
+        for name, tensor in layout.tensors.items()
+    }
     return replace(layout, tensors=tensors, keeper=(layout.keeper, kept))
 
 
-def append(file: BinaryIO, arrays: Arrays, chunk: Chunk, cell: Cell) -> tuple[int, int]:
-    """Append the bytes of a cell; return where they begin, and how many they are."""
-    data, offset = arrays.read(chunk.path, cell), file.tell()
-    expected = cell.box.numel * chunk.dtype.itemsize
-    if len(data) != expected:
-        raise Corrupt(f"expected {expected} bytes in a cell, found {len(data)}")
-    file.write(data)
-    return offset, len(data)
+def move_all(layout: Layout, moves: list[Move], place: Path, report: Report) -> set[int]:
+    """Write what is in each cell to its offset of file `place`; return the offsets of those that are damaged."""
+    failed: set[int] = set()
+    lock = threading.Lock()
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[Move], None]]:
+        with OpenFiles(layout.root) as files, closing(open_to_write(place)) as file:
+
+            def step(move: Move) -> None:
+                name, chunk, offset = move
+                try:
+                    found = decompress(chunk, files, layout.root / chunk.path)
+                except CkptError as error:
+                    with lock:
+                        failed.add(offset)
+                        report(error.blame(path=layout.root / chunk.path, tensor=name))
+                else:
+                    file.write_at(found, offset)
+
+            yield step
+
+    work(moves, worker, find_jobs(layout.root, moves))
+    return failed
+
+
+def find_jobs(root: Path, moves: list[Move]) -> int:
+    """Return how many cells may be in memory at once."""
+    largest = max((_COPIES * (nbytes_of(chunk) + chunk.length) for _, chunk, _ in moves), default=1)
+    return max(1, min(default_jobs(root), _MEMORY // largest))
+
+
+def is_cell(chunk: Chunk) -> bool:
+    return isinstance(chunk.where, Cell)
+
+
+def nbytes_of(chunk: Chunk) -> int:
+    return chunk.box.numel * chunk.dtype.itemsize

@@ -96,7 +96,11 @@ def pieces(params: dict[str, Any]) -> list[dict[str, Any]]:
         (lambda found: pieces(found["params"])[0].update(scale=0.5), Unsupported, "is the parameter times 0.5"),
         (lambda found: pieces(found["params"])[0].update(source=[24, [1, 6]]), Unsupported, "is not a box of it"),
         (lambda found: pieces(found["params"])[0].update(source=[90, [6, 1]]), Corrupt, "reaches out of the shape"),
-        (lambda found: pieces(found["params"])[0].update(source=[0, [6, 1]]), Corrupt, "pieces of the parameter overlap"),
+        (
+            lambda found: pieces(found["params"])[0].update(source=[0, [6, 1]]),
+            Corrupt,
+            "pieces of the parameter overlap",
+        ),
         (lambda found: pieces(found["params"])[0].update(source=[1 << 40, [6, 1]]), Corrupt, "is outside the shape"),
         (lambda found: pieces(found["params"])[0].update(source=[0, [6]]), Unsupported, "is not a box of it"),
         (lambda found: pieces(found["params"])[0].update(source=[1]), Corrupt, "found 1 values"),

@@ -19,7 +19,8 @@ import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsafe, Unsupported
 from ckptkit.formats import locate
-from tests.formats.orbax.trees import save_tree, square
+from ckptkit.formats.orbax.values import parse_location
+from tests.formats.orbax.trees import save_by_processes, save_tree, square
 
 pytest.importorskip("tensorstore", reason="tensorstore is not installed")
 
@@ -69,6 +70,27 @@ def test_a_step_is_converted(tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path / "run").step == 3
 
 
+def test_states_of_loaders_and_marks_of_the_save(tmp_path: Path) -> None:
+    """Grain's `PyGrainCheckpointHandler` leaves the place of each process in the data."""
+    step = tmp_path / "3"
+    save_tree(step / "items")
+    (step / "iter").mkdir()
+    states = [f"iter/process_{rank}-of-2.json" for rank in range(2)]
+    for name in states:
+        (step / name).write_text('{"version": 2, "last_seen_indices": {"0": 7}}')
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    (step / "commit_success.txt").touch()
+    same = ckptkit.convert(step, tmp_path / "same", to="dcp", world_size=2)
+    assert {name for name in states if (tmp_path / "same" / name).is_file()} == set(states)
+    other = ckptkit.convert(step, tmp_path / "other", to="dcp", world_size=3)
+    assert f"skipped `{states[0]}` and similar files: state of 2 ranks, which 3 cannot use" in other.notes
+    assert not (tmp_path / "other/iter").exists()
+    marks = ("_CHECKPOINT_METADATA", "commit_success.txt")
+    assert not any((tmp_path / out / mark).exists() for out in ("same", "other") for mark in marks)
+    assert not {Path(left.name).name for left in (*same.left_behind, *other.left_behind)} & {*marks}
+    ckptkit.consolidate(step, tmp_path / "model", strict=True)
+
+
 def test_an_unfinished_save_is_refused(tmp_path: Path) -> None:
     step = tmp_path / "4.orbax-checkpoint-tmp-17"
     save_tree(step / "items")
@@ -90,10 +112,6 @@ def with_short_manifest(tree: Path) -> None:
     os.truncate(tree / "manifest.ocdbt", 40)
 
 
-def with_data_apart(tree: Path) -> None:
-    (tree / "ocdbt_data").mkdir()
-
-
 def with_strange_value(tree: Path) -> None:
     said = json.loads((tree / "_METADATA").read_text())
     said["tree_metadata"]["('step',)"]["value_metadata"]["value_type"] = "jax.random.key"
@@ -111,7 +129,6 @@ def with_unlisted_array(tree: Path) -> None:
         (without_metadata, Incomplete, "no `_METADATA`"),
         (without_manifest, Incomplete, "manifest.ocdbt: the file is missing"),
         (with_short_manifest, Corrupt, "does not match actual length"),
-        (with_data_apart, Unsupported, "in another directory, `ocdbt_data`"),
         (with_strange_value, Unsupported, "a value of type `jax.random.key`"),
         (with_unlisted_array, Corrupt, "params.v.*does not exist"),
     ],
@@ -198,13 +215,29 @@ def test_a_cell_that_ocdbt_lacks_is_not_zeros(tmp_path: Path) -> None:
         ckptkit.open(tree)
 
 
-def test_a_missing_data_file_is_found_as_it_is_read(tmp_path: Path) -> None:
+def test_a_missing_data_file_is_found_before_any_is_read(tmp_path: Path) -> None:
     tree = save_tree(tmp_path / "tree")
     data_files(tree)[0].unlink()
-    with pytest.raises(Corrupt, match="tensorstore cannot read it"):
-        ckptkit.consolidate(tree, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    assert ckptkit.verify(tree)[0].problems
+    with pytest.raises(Incomplete, match=r"d/.*: the file is missing"):
+        ckptkit.open(tree)
+    assert ckptkit.verify(tree, fast=True)[0].problems
+
+
+def test_a_deep_tree_of_several_processes(tmp_path: Path) -> None:
+    """As orbax merges what each process saved; its newest option keeps values and nodes in directories apart."""
+    tree = save_by_processes(tmp_path / "tree", 2)
+    assert {path.name for path in tree.iterdir()} >= {"ocdbt.process_0", "ocdbt.process_1", "ocdbt_meta"}
+    assert torch.equal(ckptkit.open(tree)["params.w"].torch(), torch.from_numpy(square()))
+    layout = Checkpoint.open(tree).layout
+    assert len(layout.tensors["params.w"].chunks) == 96
+    assert all(path.startswith("ocdbt.process_") and "/ocdbt_data/" in path for path in layout.paths)
+    assert set(ckptkit.verify(tree)[0].problems) == set()
+
+
+def test_no_file_outside_of_the_tree_is_read() -> None:
+    for location in ("value:..%2F:d/3f:0:1", "value::%2Fetc/passwd:0:1", "value::d/../../x:0:1"):
+        with pytest.raises(Unsafe, match="which is not a file in it"):
+            parse_location(location, Path("tree"))
 
 
 def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:

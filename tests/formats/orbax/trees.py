@@ -68,3 +68,31 @@ def save_array(
         spec, create=True, dtype=tensorstore.dtype(dtype), shape=value.shape, chunk_layout=layout
     ).result()
     array.write(value.astype(array.dtype.numpy_dtype)).result()
+
+
+def save_by_processes(root: Path, processes: int) -> Path:
+    """Save the rows of a matrix by several processes, each into an OCDBT of its own, and merge these as orbax does."""
+    import tensorstore
+
+    root.mkdir(parents=True)
+    (root / "_METADATA").write_text(json.dumps(metadata_of({("params", "w"): "jax.Array"}, "zarr3", is_ocdbt=True)))
+    apart = {"value_data_prefix": "ocdbt_data/", "btree_node_data_prefix": "ocdbt_meta/"}
+    settings = {"driver": "ocdbt", "config": {"max_decoded_node_bytes": 300}, **apart}
+    context, transaction = tensorstore.Context(), tensorstore.Transaction(atomic=True)
+
+    def store(place: Path, path: str = "") -> dict[str, Any]:
+        return {**settings, "base": {"driver": "file", "path": f"{place}/"}, "path": path}
+
+    whole = tensorstore.KvStore.open(store(root), context=context).result().with_transaction(transaction)
+    rows = len(square()) // processes
+    for process in range(processes):
+        place = root / f"ocdbt.process_{process}"
+        spec = {"driver": "zarr3", "kvstore": store(place, "params.w/")}
+        layout = tensorstore.ChunkLayout(chunk_shape=(4, 8))
+        new = {"create": True, "dtype": tensorstore.float32, "shape": square().shape, "chunk_layout": layout}
+        array = tensorstore.open(spec, context=context, **new).result()
+        mine = slice(process * rows, (process + 1) * rows)
+        array[mine].write(square()[mine]).result()
+        tensorstore.KvStore.open(store(place), context=context).result().experimental_copy_range_to(whole).result()
+    transaction.commit_async().result()
+    return root
