@@ -58,7 +58,9 @@ def open_file(path: Path, *, writable: bool = False) -> File:
     if isinstance(path, JoinedPath):
         return open_file(the_one(path))
     if isinstance(path, RemotePath):
-        return RemoteFile(path)
+        if not path.is_absolute():
+            return RemoteFile(path)
+        path = Path(*path.parts)  # a temporary file of ours, beside what a store has
     return open_to_write(path) if writable else open_regular(path)
 
 

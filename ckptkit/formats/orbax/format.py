@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Incomplete, Report, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse
 from ckptkit.files.file import OpenFiles, children, file_size, is_there, names_in, read_small
 from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.json_text import parse_json
@@ -84,16 +84,28 @@ class Orbax(FormatReader):
         own = (place for place in children(path) if self.owns(place.name) or place.name in tree.arrays)
         there = [str(file.relative_to(path)) for place in own for file in list_files(place)]
         layout = Layout(path, self.name, tensors, blobs, keys, absent=absent)
-        with_data = layout.paths
-        for name in sorted(with_data.difference(there)):
-            report(Incomplete("the file is missing", path=path / name, hint=_USE_ANOTHER))
-        return replace(layout, descriptions=tuple(name for name in there if name not in with_data))
+        ends = ends_of(layout)
+        for name in sorted(ends):
+            if name not in there:
+                report(Incomplete("the file is missing", path=path / name, hint=_USE_ANOTHER))
+            elif (size := file_size(path / name)) < ends[name]:
+                message = f"expected at least {ends[name]} bytes, found {size}: the file is truncated"
+                report(Corrupt(message, path=path / name, hint=_USE_ANOTHER))
+        return replace(layout, descriptions=tuple(name for name in there if name not in ends))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
         """Return every file whole: neither cells nor files have checksums."""
         for name in sorted(layout.files):
             if is_there(layout.root / name):
                 yield Extent(name, 0, file_size(layout.root / name), None, "")
+
+
+def ends_of(layout: Layout) -> dict[str, int]:
+    """Return by file where its last cell ends."""
+    ends: dict[str, int] = {}
+    for _, item in layout.stored:
+        ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
+    return ends
 
 
 def is_unfinished(path: Path) -> bool:

@@ -88,7 +88,6 @@ def test_states_of_loaders_and_marks_of_the_save(tmp_path: Path) -> None:
     marks = ("_CHECKPOINT_METADATA", "commit_success.txt")
     assert not any((tmp_path / out / mark).exists() for out in ("same", "other") for mark in marks)
     assert not {Path(left.name).name for left in (*same.left_behind, *other.left_behind)} & {*marks}
-    ckptkit.consolidate(step, tmp_path / "model", strict=True)
 
 
 def test_an_unfinished_save_is_refused(tmp_path: Path) -> None:
@@ -191,7 +190,7 @@ def test_more_cells_than_bytes_are_not_counted(tmp_path: Path) -> None:
     tree = save_tree(tmp_path / "tree", is_ocdbt=False)
     said = json.loads((tree / "params.w" / ".zarray").read_text())
     (tree / "params.w" / ".zarray").write_text(json.dumps({**said, "shape": [1 << 40, 48], "chunks": [1, 1]}))
-    with pytest.raises(Incomplete, match=rf"expected {48 << 40} cells, found \d+ bytes in all files"):
+    with pytest.raises(Incomplete, match=rf"expected {48 << 40} cells, found \d+ values in the tree"):
         ckptkit.open(tree)
 
 
