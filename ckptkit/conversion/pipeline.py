@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def write(conversion: Conversion) -> Written:
     share = share_of(part)
     if share.number == 0:
         for one in conversion.entries:
-            require_one_save(one.read, chain.from_iterable(draft.sources for draft in conversion.drafts))
+            require_one_save(one.read)
     if share.count == 1:
         return alone(conversion)
     written = in_part(conversion, share)
