@@ -444,7 +444,7 @@ def claimed(path: RemotePath) -> NotACheckpoint | None:
         hint = f"run `ckptkit prune {path.parent} --yes` to finish it"
         return NotACheckpoint(f"found no complete checkpoint: a {claim.describe()}", path=path, hint=hint)
     upload = unfinished_upload(path)
-    return upload and NotACheckpoint(upload.message, path=path, hint=upload.hint)
+    return None if upload is None else NotACheckpoint(upload.message, path=path, hint=upload.hint)
 
 
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:

@@ -155,7 +155,7 @@ def maps() -> Iterator[Bad]:
     yield bad("a factor", "auto_tp", sliced("scale", 2), "up", MAP)
     yield bad("one rank", "auto_tp", mapped(lambda entry: entry["ranks"].pop(1)), "up", MAP)
     for version in (2, "1", None):
-        said = {"affine_map": {"version": version, "params": {}}}
+        said: dict[str, Any] = {"affine_map": {"version": version, "params": {}}}
         damage = saved_again(MAP, partial(dict.update, universal_checkpoint_info=said))
         yield bad(f"version {version}", "auto_tp", damage, MAP)
     for number in (1 << 40, 0, -1, "4", 4.5, 3):
@@ -166,6 +166,10 @@ def maps() -> Iterator[Bad]:
     yield bad(
         "a placement", "auto_ep", layered(expert_placement={"ranks": [{"rank": 0, "experts": [3, 1]}]}), "experts"
     )
+
+
+def negate(key: str, said: dict[str, Any]) -> None:
+    said[key] = not said[key]
 
 
 def arrays() -> Iterator[Bad]:
@@ -183,7 +187,7 @@ def arrays() -> Iterator[Bad]:
     yield bad("a pipe", "zarr", pipe_in(f"{ARRAY}/1.1"), ARRAY)
     for kind in ("ocdbt", "zarr"):
         for key in ("use_ocdbt", "use_zarr3"):
-            damage = in_json("_METADATA", lambda said, key=key: said.update({key: not said[key]}))
+            damage = in_json("_METADATA", partial(negate, key))
             yield bad(f"{key} is another", kind, damage, *WORDS[kind], "params", "opt_state")
         yield bad("deep", kind, write("_METADATA", b'{"a":' * 200_000 + b"1" + b"}" * 200_000), "_METADATA")
         yield bad("no object", kind, write("_METADATA", b"[]"), "_METADATA")

@@ -144,8 +144,8 @@ def auto_tp(root: Path, state: Truth, step: int, ranks: int) -> Truth:
             save(
                 {"optimizer_state_dict": optimizer}, root / f"zero_pp_rank_{rank}_mp_rank_{tensor:02d}_optim_states.pt"
             )
-    averages = {f"optimizer.state.{name}.exp_avg": value for name, value in moments(state).items()}
-    return flat_names(state, "model") | averages
+    named = {f"optimizer.state.{name}.exp_avg": value for name, value in moments(state).items()}
+    return flat_names(state, "model") | named
 
 
 def auto_ep(root: Path, state: Truth, step: int, ranks: int) -> Truth:

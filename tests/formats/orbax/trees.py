@@ -88,9 +88,13 @@ def save_by_processes(root: Path, processes: int) -> Path:
     for process in range(processes):
         place = root / f"ocdbt.process_{process}"
         spec = {"driver": "zarr3", "kvstore": store(place, "params.w/")}
-        layout = tensorstore.ChunkLayout(chunk_shape=(4, 8))
-        new = {"create": True, "dtype": tensorstore.float32, "shape": square().shape, "chunk_layout": layout}
-        array = tensorstore.open(spec, context=context, **new).result()
+        cells = tensorstore.ChunkLayout(chunk_shape=(4, 8))
+        new: dict[str, Any] = {
+            "create": True,
+            "dtype": tensorstore.float32,
+            "shape": square().shape,
+        }
+        array = tensorstore.open(spec, context=context, chunk_layout=cells, **new).result()
         mine = slice(process * rows, (process + 1) * rows)
         array[mine].write(square()[mine]).result()
         tensorstore.KvStore.open(store(place), context=context).result().experimental_copy_range_to(whole).result()
