@@ -12,7 +12,7 @@ from torch import nn
 
 from ckptkit import pin, prune, unpin
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import Corrupt, Incomplete, NotACheckpoint, Usage
+from ckptkit.errors import Corrupt, NotACheckpoint, Usage
 from ckptkit.runs.deletion import deleting
 from ckptkit.runs.pins import FOLDER, pinned_in
 from ckptkit.training.saving.run import Run
@@ -80,7 +80,7 @@ def test_shards_on_another_disk_are_there(run: Path) -> None:
     for shard in (run / "ckpt-2").glob("*.distcp"):
         (run.parent / "disk" / "ckpt-2").mkdir(parents=True, exist_ok=True)
         shard.rename(run.parent / "disk" / "ckpt-2" / shard.name)
-    with pytest.raises(Incomplete):
+    with pytest.raises(Corrupt, match="1 of 1 files are missing"):
         pin(run / "ckpt-2")
     assert pin(Checkpoint.open(run / "ckpt-2", also=[run.parent / "disk" / "ckpt-2"])) == [run / "ckpt-2"]
 
