@@ -61,6 +61,8 @@ def inspect(
         show_delta(path, tensors=tensors, json=json)
         return
     found = look(path, with_places=chunks)
+    for fault in found.unread:
+        note(f"warning: a part cannot be read: {fault}")
     if svg is not None:
         from ckptkit.reports.shard_map import write_shard_map
 
@@ -95,6 +97,7 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
         "adapters": [adapter_json(adapter) for adapter in found.adapters],
         "quantized": quantized_json(found.quantized),
         "salvaged": found.salvaged,
+        "unread": found.unread,
         "left_behind": [pick(left, "path", "why") for left in found.left_behind],
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
@@ -144,8 +147,6 @@ def report(found: Inspected, asked: Path) -> None:
         say(f"tied: {' = '.join(tie)}")
     for line in describe_left(found.left_behind, "other files"):
         say(line)
-    for fault in found.unread:
-        note(f"warning: a part cannot be read: {fault}")
 
 
 def describe_adapter(adapter: InspectedAdapter) -> str:

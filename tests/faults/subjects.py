@@ -158,11 +158,11 @@ def read_safetensors(out: Path, _: Ended) -> Leaves:
 
 
 def read_dcp(out: Path, _: Ended) -> Leaves:
-    """A DCP directory, or several that are one checkpoint."""
-    found: Leaves = {}
-    for place in sorted(path.parent for path in out.rglob(".metadata")):
-        found |= read_one_dcp(place)
-    return found
+    """A DCP directory, or several that are one checkpoint. Raises `ValueError` if there is none."""
+    places = sorted(path.parent for path in out.rglob(".metadata"))
+    if not places:
+        raise ValueError("no .metadata")
+    return dict(leaf for place in places for leaf in read_one_dcp(place).items())
 
 
 def read_one_dcp(out: Path) -> Leaves:

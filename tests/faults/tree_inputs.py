@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tests.faults.bad_inputs import FLIP, PAGE, Files
 from tests.faults.cases import Case
 from tests.faults.damage import LFS_POINTER, Damage, append, cut, remove, write
+from tests.faults.subjects import CONSOLIDATE, CONVERT, VERIFY
 from tests.faults.trials import Bad, case, case_of
 
 SECONDS, MEMORY = 10.0, 512 << 20
@@ -44,7 +46,7 @@ WORDS = {
     "automodel": ("optim", "model"),
     "auto_tp": ("mp_rank_0", "tensor parallelism"),
     "auto_ep": ("layer_0_expert_3", "_model_states.pt"),
-    "ocdbt": ("manifest.ocdbt", "_METADATA"),
+    "ocdbt": ("manifest.ocdbt", "_METADATA", "/d/"),
     "zarr": (ARRAY, "_METADATA", "manifest.ocdbt", "arrays of zarr"),
 }
 
@@ -182,7 +184,9 @@ def arrays() -> Iterator[Bad]:
         yield bad(f"shape {shape}", "zarr", array(partial(dict.update, shape=shape)), ARRAY)
     for chunks in ([1, 1], [0, 16], [1 << 62, 16], [48], None):
         yield bad(f"cells of {chunks}", "zarr", array(partial(dict.update, chunks=chunks)), ARRAY)
-    for dtype in ("<f8", "|O8", "<U4", "nothing", None):
+    cells = (CONSOLIDATE, CONVERT, VERIFY)  # which open the cells that are too short for it
+    yield replace(bad("dtype <f8", "zarr", array(partial(dict.update, dtype="<f8")), ARRAY), subjects=cells)
+    for dtype in ("|O8", "<U4", "nothing", None):
         yield bad(f"dtype {dtype}", "zarr", array(partial(dict.update, dtype=dtype)), ARRAY)
     yield bad("a pipe", "zarr", pipe_in(f"{ARRAY}/1.1"), ARRAY)
     for kind in ("ocdbt", "zarr"):

@@ -30,6 +30,12 @@ class Verdict(StrEnum):
 GOOD = frozenset({Verdict.RIGHT, Verdict.CLEAN, Verdict.UNFIRED})
 
 
+def is_warned_of(ended: Ended, culprits: Sequence[str]) -> bool:
+    """True if a warning names one of the culprits."""
+    warnings = [line for line in ended.err.splitlines() if line.startswith("warning:")]
+    return any(culprit in line for culprit in culprits for line in warnings)
+
+
 def judge_error(ended: Ended, culprits: Sequence[str]) -> Verdict:
     """How a run that did not succeed said so; any of `culprits` named in its errors will do (none: any error will)."""
     if ended.code is None:
