@@ -15,7 +15,7 @@ from ckptkit.layout import Layout, Spec
 from ckptkit.quantized.config import OF_MLX, QuantizationConfig, read_quantization_config
 from ckptkit.quantized.foreign import find_foreign
 from ckptkit.quantized.packed import BLOCKS, Packed
-from ckptkit.quantized.signs import OF_WEIGHTS, may_be_packed, may_be_quantized
+from ckptkit.quantized.signs import OF_WEIGHTS, may_be_packed, may_hold_quantized
 from ckptkit.quantized.stored.affine import SCALES
 from ckptkit.quantized.stored.floats8 import is_eight_bits
 from ckptkit.quantized.stored.integers import PACKED
@@ -59,7 +59,7 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     Raises `Mismatch` for scales that are missing or do not fit, `Corrupt` for a config that cannot be so.
     """
     specs = layout.specs
-    if not may_be_quantized(specs):
+    if not may_hold_quantized(specs, config or {}):
         return None
     foreign = find_foreign(specs)
     if foreign is not None:
