@@ -358,7 +358,7 @@ def test_a_deletion_stops_when_an_upload_overwrites_what_it_deletes(
         prune(url_of(place), keep_last=1, yes=True)
     forget()
     overwrite = partial(ckptkit.cp, source, url, overwrite=True)
-    place.server.fail(f"GET .*ckpt-1/{CLAIM}", skip=1 + is_late, first=overwrite)
+    place.server.fail(f"GET .*ckpt-1/{CLAIM}", skip=int(is_late), first=overwrite)
     if is_late:
         with pytest.raises(Occupied, match="another process finished this deletion"):
             prune(url_of(place), keep_last=1, yes=True)
