@@ -76,10 +76,10 @@ FLOORS = (
     ("inspection", "inspection.*"),
     ("diagnosis", "diagnosis.*"),
     # verbs that look, and the one that every conversion is a preset of; the presets and verify; what uses both
-    tuple(f"ops.{name}" for name in ("convert", "diff", "inspect", "ls", "open", "own_files", "pin", "stats")),
+    tuple(f"ops.{name}" for name in ("convert", "diff", "inspect", "ls", "open", "own_files", "stats")),
     ("ops.as_consolidated",),
     tuple(f"ops.{name}" for name in ("average", "consolidate", "finalize", "merge", "reshard", "verify")),
-    tuple(f"ops.{name}" for name in ("demote", "dry_run_fix", "manifest")),
+    tuple(f"ops.{name}" for name in ("demote", "dry_run_fix", "manifest", "pin")),
     ("ops", "ops.*"),
     ("proving", "proving.*", "watching", "watching.*"),
     ("storage", "storage.*"),

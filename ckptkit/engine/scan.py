@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.gather import BLOCK_BYTES, Gatherer
@@ -49,24 +50,26 @@ def scan(
     """
     parts: Checksums[FileOffset] = Checksums()
     wholes: Checksums[str] = Checksums()
+    reporting = Lock()
     regions = {path: cut(root, path, sizes[path], found, report) for path, found in by_file(sizes, extents).items()}
 
     def inside(block: Block) -> list[tuple[Extent, int, int]]:
         return list(between(regions[block.target.chunk.path], block.start, block.start + block.nbytes))
 
-    def look(worker: Worker, block: Block) -> list[int] | CkptError:
+    def look(worker: Worker, block: Block) -> list[int]:
         data, path = worker.buffer(block.nbytes), block.target.chunk.path
         try:
             worker.sources[0].load(path, block.start, data)
         except CkptError as error:
-            return error.blame(tensor=inside(block)[0][0].name or None).with_traceback(None)
+            with reporting:
+                report(error.blame(tensor=inside(block)[0][0].name or None).with_traceback(None))
+            return []
         return [crc32(data[start - block.start : stop - block.start]) for _, start, stop in inside(block)]
 
-    def note(block: Block, seen: list[int] | CkptError, _pieces: Pieces) -> None:
-        if isinstance(seen, CkptError):
-            report(seen)
-            return
-        for (region, start, stop), crc in zip(inside(block), seen, strict=True):
+    def note(block: Block, sums: list[int], _pieces: Pieces) -> None:
+        if not sums:
+            return  # it could not be read
+        for (region, start, stop), crc in zip(inside(block), sums, strict=True):
             parts.add((region.path, region.offset), start - region.offset, stop - start, crc)
             wholes.add(region.path, start, stop - start, crc)
         if progress:

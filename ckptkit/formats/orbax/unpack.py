@@ -1,17 +1,14 @@
-"""Decompress the cells of orbax's arrays, several at a time, into a temporary file that goes with the layout."""
+"""Decompress the cells of orbax's arrays, one after the other, into a temporary file that goes with the layout."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
 from ckptkit.destinations.allocation import check_room
-from ckptkit.engine.workers import default_jobs, work
 from ckptkit.errors import CkptError, Report, refuse, translate_os_errors
 from ckptkit.files.file import OpenFiles
 from ckptkit.files.local import open_to_write
@@ -19,13 +16,11 @@ from ckptkit.files.temporary import TemporaryFile
 from ckptkit.formats.orbax.arrays import Cell, decompress
 from ckptkit.layout import Chunk, Layout
 
-_MEMORY = 1 << 29  # bytes for the cells that are decompressed at the same time; of a larger cell there is only one
-_COPIES = 2  # of a cell's bytes: tensorstore has its own
 Move = tuple[str, Chunk, int]  # a cell of a tensor, and the offset in the temporary file of what is in it
 
 
 def unpack(layout: Layout, report: Report = refuse) -> Layout:
-    """Return the layout with all its cells decompressed.
+    """Return the layout with all its cells decompressed. No more than one is in memory.
 
     Reports a cell that is damaged, and leaves it as it is. Raises `NoRoom` if the disk is too small for the tensors.
     """
@@ -52,33 +47,16 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
 def move_all(layout: Layout, moves: list[Move], place: Path, report: Report) -> set[int]:
     """Write what is in each cell to its offset of file `place`; return the offsets of those that are damaged."""
     failed: set[int] = set()
-    lock = threading.Lock()
-
-    @contextmanager
-    def worker() -> Iterator[Callable[[Move], None]]:
-        with OpenFiles(layout.root) as files, closing(open_to_write(place)) as file:
-
-            def step(move: Move) -> None:
-                name, chunk, offset = move
-                try:
-                    found = decompress(chunk, files, layout.root / chunk.path)
-                except CkptError as error:
-                    with lock:
-                        failed.add(offset)
-                        report(error.blame(path=layout.root / chunk.path, tensor=name))
-                else:
-                    file.write_at(found, offset)
-
-            yield step
-
-    work(moves, worker, find_jobs(layout.root, moves))
+    with OpenFiles(layout.root) as files, closing(open_to_write(place)) as file:
+        for name, chunk, offset in moves:
+            try:
+                found = decompress(chunk, files, layout.root / chunk.path)
+            except CkptError as error:
+                failed.add(offset)
+                report(error.blame(path=layout.root / chunk.path, tensor=name))
+            else:
+                file.write_at(found, offset)
     return failed
-
-
-def find_jobs(root: Path, moves: list[Move]) -> int:
-    """Return how many cells may be in memory at once."""
-    largest = max((_COPIES * (nbytes_of(chunk) + chunk.length) for _, chunk, _ in moves), default=1)
-    return max(1, min(default_jobs(root), _MEMORY // largest))
 
 
 def is_cell(chunk: Chunk) -> bool:
