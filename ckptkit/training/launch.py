@@ -86,6 +86,7 @@ def start(work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:
 
     It is forked from a server that has imported torch and done nothing with it: threads and CUDA do not survive a fork.
     """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a look for GPUs counts as a use of CUDA
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)

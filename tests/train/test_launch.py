@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -8,6 +10,19 @@ import pytest
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace
+
+IMPORT_WITHOUT_GPU = """
+import importlib, torch
+from ckptkit.training.launch import PRELOADED
+
+def refuse(*_, **__):
+    raise AssertionError("CUDA is looked at, and no process can use it after a fork")
+
+for name in ("is_available", "device_count", "_lazy_init", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, refuse)
+for module in PRELOADED:
+    importlib.import_module(module)
+"""
 
 
 def refuse_on_rank_1(place: RankPlace, report: Report) -> None:
@@ -66,3 +81,7 @@ def test_a_rank_has_the_environment_of_now_and_prints_no_results(
             True,
             (asked_for, str(tmp_path)),
         ]
+
+
+def test_what_ranks_share_does_not_look_at_a_gpu() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT_WITHOUT_GPU], check=True)
