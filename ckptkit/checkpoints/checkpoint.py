@@ -443,7 +443,7 @@ def claimed(path: RemotePath) -> NotACheckpoint | None:
     if claim is not None and claim.is_deletion:
         hint = f"run `ckptkit prune {path.parent} --yes` to finish it"
         return NotACheckpoint(f"found no complete checkpoint: a {claim.describe()}", path=path, hint=hint)
-    upload = unfinished_upload(path)
+    upload = unfinished_upload(path, claim)
     return None if upload is None else NotACheckpoint(upload.message, path=path, hint=upload.hint)
 
 

@@ -109,9 +109,8 @@ def read_claim(place: Path) -> StoreClaim | None:
     raise failure
 
 
-def unfinished_upload(place: Path) -> Incomplete | None:
-    """Return the error for a place in a store whose upload has not ended; None if no upload has claimed it."""
-    claim = read_claim(place)
+def unfinished_upload(place: Path, claim: StoreClaim | None) -> Incomplete | None:
+    """Return the error for a place in a store to which, by the claim on it, an upload is under way; else None."""
     if claim is None or claim.is_deletion:
         return None
     hint = f"wait for it; if it died, run its command again, or abort it with `ckptkit prune --uploads {place}`"

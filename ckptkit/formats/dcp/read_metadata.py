@@ -306,9 +306,9 @@ def find_metadata(path: Path) -> dict[int, Path]:
         return {0: path / METADATA}
     ranks = {int(match[1]): path / name for name in names_in(path) if (match := _RANK_METADATA.fullmatch(name))}
     if not ranks:
-        from ckptkit.destinations.claims import unfinished_upload  # only where nothing can be read
+        from ckptkit.destinations.claims import read_claim, unfinished_upload  # only where nothing can be read
 
-        raise unfinished_upload(path) or Incomplete(
+        raise unfinished_upload(path, read_claim(path)) or Incomplete(
             "no `.metadata`: the save did not finish",
             path=path,
             hint=f"use an older checkpoint, or run `ckptkit reshard` with --salvage --fill-from OLDER; {ELSEWHERE}",
