@@ -142,7 +142,7 @@ class Component:
 def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:
     """Return the error for a checkpoint, or a component, that its trainer's own marks call unfinished; else None.
 
-    What a step holds is a part of it, whatever you say.
+    A component in the directory of a step has the marks of both. `is_part` says so of one in any other directory.
     """
     if path.is_dir() and (marker := marker_of(path)) and marker not in names_in(path):
         message = f"unfinished: expected the file `{marker}`, found none"

@@ -26,8 +26,8 @@ def pin(
 ) -> None:
     """Protect checkpoints from deletion.
 
-    Neither `ckptkit prune` nor ckptkit's own training deletes a pinned checkpoint. pin refuses a checkpoint in which
-    `ckptkit verify --fast` finds a problem, such as a missing shard.
+    `ckptkit prune` and ckptkit's own training keep pinned checkpoints. pin refuses a checkpoint if
+    `ckptkit verify --fast` finds a problem in it, such as a missing shard.
 
     A pin is an empty file, or on s3:// an empty object, in the `.pins` directory of the run.
 

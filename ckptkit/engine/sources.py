@@ -61,7 +61,7 @@ class Sources:
         return unchecked
 
     def compares(self, number: int, chunk: Chunk) -> bool:
-        """Return whether the bytes of a chunk have a recorded CRC-32 that they have not been compared with."""
+        """Return whether a chunk has a recorded CRC-32 that is still to be compared with its bytes."""
         return (number, *place_of(chunk)) in self._waiting
 
     def records(self, number: int, chunk: Chunk) -> bool:

@@ -162,7 +162,7 @@ def first_model(transformers: Any, names: Iterable[str], module: Any) -> Any:
 
 
 def modeling_of(kind: Any) -> Any:
-    """Return the module with the models of a config class, not all of which transformers exports, if it is there."""
+    """Return the module with the models of a config class, None if it is missing. It has more than is exported."""
     try:
         return import_module(kind.__module__.replace(".configuration_", ".modeling_"))
     except ImportError:  # of a library that a few models need

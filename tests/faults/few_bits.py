@@ -37,5 +37,5 @@ FEW_BITS: Mapping[str, Callable[[], Stored]] = {
 
 
 def config_of(stored: Stored, **more: Any) -> dict[str, Any]:
-    """The config.json of a model with such a weight, of which the section on quantization says more."""
+    """The config.json of a model with such a weight, with more in its section on quantization."""
     return {"model_type": "unheard_of", stored.section: {**stored.said, **more}, **stored.more}

@@ -201,7 +201,7 @@ def llama() -> Original:
 
 @cache
 def few_bits(kind: str) -> Original:
-    """A model of which one matrix has few bits, and what that is in fp32."""
+    """A model in which one matrix has few bits, and that matrix in fp32."""
     root = home() / kind
     root.mkdir()
     stored = FEW_BITS[kind]()

@@ -96,7 +96,7 @@ FEW = Subject(
 
 
 def few(name: str, kind: str, damage: Damage, *culprits: str) -> Bad:
-    """A model of few bits of which nothing may come out."""
+    """A model with a matrix of few bits that must be refused."""
     return Bad(name, kind, damage, culprits, refused=True, seconds=10.0, memory=512 << 20, subjects=(FEW,))
 
 

@@ -56,7 +56,7 @@ class Subject:
 def are_equal(found: Leaves, expected: Leaves) -> bool:
     """True if keys, dtypes, shapes and every bit are the same, and values that are no tensors equal.
 
-    What lies below an entry that is nobody's business is none either.
+    Entries below one that may be `ANYTHING` may be anything too.
     """
     above = [f"{key}." for key, value in expected.items() if value is ANYTHING]
     found = {
@@ -158,7 +158,7 @@ def read_safetensors(out: Path, _: Ended) -> Leaves:
 
 
 def read_dcp(out: Path, _: Ended) -> Leaves:
-    """A DCP directory, or several that are one checkpoint. Raises `ValueError` if there is none."""
+    """All DCP directories below `out`, as one checkpoint. Raises `ValueError` without any."""
     places = sorted(path.parent for path in out.rglob(".metadata"))
     if not places:
         raise ValueError("no .metadata")

@@ -94,7 +94,7 @@ class Orbax(FormatReader):
         return replace(layout, descriptions=tuple(name for name in there if name not in ends))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
-        """Return every file whole: neither cells nor files have checksums."""
+        """Return every file as one extent without a checksum: orbax records none."""
         for name in sorted(layout.files):
             if is_there(layout.root / name):
                 yield Extent(name, 0, file_size(layout.root / name), None, "")
