@@ -25,8 +25,9 @@ from ckptkit.conversion.directories import check_free, contains
 from ckptkit.deltas.find import RECORD, is_delta
 from ckptkit.deltas.open_delta import open_delta
 from ckptkit.deltas.record import FORMAT as DELTA
+from ckptkit.destinations import pieces
 from ckptkit.destinations.allocation import check_room, create_file, make_folder, missing_bytes
-from ckptkit.destinations.pieces import PART_BYTES, LocalPieces, PieceSink, is_large
+from ckptkit.destinations.pieces import LocalPieces, PieceSink, is_large
 from ckptkit.destinations.staging import Stage
 from ckptkit.destinations.stores import StorePieces, keeping, open_destination, to_destination
 from ckptkit.engine.copy_files import copy_files
@@ -361,7 +362,7 @@ def copy_to_store(contents: Contents, dst: RemotePath, send: Send, *, overwrite:
 
 def name_upload(contents: Contents) -> str:
     """Return what tells an upload from others: the names of the files and their sizes."""
-    words = [PART_BYTES, *sorted(contents.sizes.items())]
+    words = [pieces.PART_BYTES, *sorted(contents.sizes.items())]
     return blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
 
 
