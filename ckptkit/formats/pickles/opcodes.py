@@ -22,10 +22,14 @@ from ckptkit.errors import Unsupported
 # `persistent_load` is called with None for an empty dict, with () for an empty set, and else with a tuple of the id
 _CALLS = {b"}": b"NQ", b"\x8f": b")Q", b"Q": b"\x85Q"}  # EMPTY_DICT, EMPTY_SET, BINPERSID
 _STOP, _FRAME, _LONG_BINPUT = b".", b"\x95", b"r"
-_APPENDS = b"e"
-_AT_ONCE = 1024  # pieces that are joined
+_APPENDS = b"e"  # in the place of SETITEMS and BUILD, of an instance without its EMPTY_DICT
+_SHORTER = 2  # bytes that a flat instance is shorter
+_AT_ONCE = 64  # pieces that are joined
 _COUNTED = {0x8C: 1, 0x58: 4, 0x55: 1, 0x54: 4, 0x43: 1, 0x42: 4, 0x8A: 1, 0x8D: 8, 0x8E: 8}  # bytes of their length
 _FIXED = b"KhqMJjGc\x80"  # those with other operands
+_ALWAYS = rb"()NRt\x81\x85-\x89\x93\x94"  # opcodes of one byte, as a pattern
+_NOT_IN_STATES = rb"01abesu\]\x90\x92"  # those that change what is below them, or make a list
+_WINDOW = 1 << 14  # bytes that are searched for instances at once
 _SHORT = 96  # bytes of text; longer ones are stepped over one by one
 
 
@@ -39,7 +43,7 @@ class Harmless(RawIOBase):
 
     def __init__(self, data: bytes, at: int, *, is_flat: bool = False) -> None:
         self.end = at
-        self._pieces = self._rewrite(data, at, harmless(is_flat))
+        self._pieces = self._rewrite(data, at, is_flat=is_flat)
         self._waiting = memoryview(b"")
 
     def readable(self) -> bool:
@@ -54,17 +58,20 @@ class Harmless(RawIOBase):
         self._waiting = self._waiting[count:]
         return count
 
-    def _rewrite(self, data: bytes, at: int, pattern: re.Pattern[bytes]) -> Iterator[bytes]:
+    def _rewrite(self, data: bytes, at: int, *, is_flat: bool) -> Iterator[bytes]:
         """Yield the pickle in pieces, none of them empty."""
+        stay, instances = harmless(), flat_instances()
         done = at
         while True:
-            for run in pattern.finditer(data, at):
-                at = run.end()
-                if not run.lastindex:
-                    break  # before what may not stay
-                start, end = run.span(1)
-                yield data[done:start] + data[start + 1 : end - 1] + _APPENDS
-                done = at
+            found = instances.findall(data, at, at + _WINDOW) if is_flat else []
+            if found and found[-1][-1]:
+                del found[-1]
+            if found:
+                flat = _APPENDS.join(map(b"".join, found)) + _APPENDS
+                yield data[done:at] + flat
+                at = done = at + len(flat) + _SHORTER * len(found)
+                continue
+            at = next(stay.finditer(data, at)).end()
             if data[at : at + 1] == _STOP:
                 break
             instead, end = exchange(data, at)
@@ -110,14 +117,26 @@ def past_end(data: bytes, start: int, length: int) -> int:
 
 
 @cache
-def harmless(is_flat: bool) -> re.Pattern[bytes]:
-    """Return the pattern of a run of opcodes that may stay; group 1, if `is_flat`, is the dict of an object's state."""
+def harmless() -> re.Pattern[bytes]:
+    """Return the pattern of a run of opcodes that may stay."""
+    return re.compile(b"%b*+" % staying(_ALWAYS + _NOT_IN_STATES), re.DOTALL)
+
+
+@cache
+def flat_instances() -> re.Pattern[bytes]:
+    """Return the pattern of an object whose state is a dict: what is before the dict, and its items; else of the rest.
+
+    The third group is of the rest.
+    """
+    before, items = staying(_ALWAYS + _NOT_IN_STATES), staying(_ALWAYS)
+    return re.compile(rb"(%b*+)\}(\x94?\(%b*+)ub|(.).*" % (before, items), re.DOTALL)
+
+
+def staying(single: bytes) -> bytes:
+    """Return the pattern of opcodes that may stay: these of one byte, and those with operands."""
     texts = (counted(b"\x8c", 1, _SHORT), counted(b"X", 4, _SHORT), counted(b"\x8a", 1, 8))
     operands = b"|".join((rb"[Khq\x80].|M..|[Jj]....|r..\0\0|G.{8}|c[^\n]*+\n[^\n]*+\n", *texts))
-    always = rb"()NRt\x81\x85-\x89\x93\x94"
-    run = rb"(?:[%b01abesu\]\x90\x92]++|%b)*+" % (always, operands)
-    state = rb"(\}\x94?\((?:[%b]++|%b)*+u)b" % (always, operands)
-    return re.compile(run + b"(?:%b)?" % state if is_flat else run, re.DOTALL)
+    return b"(?:[%b]++|%b)" % (single, operands)
 
 
 def counted(opcode: bytes, width: int, longest: int) -> bytes:
