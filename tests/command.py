@@ -25,6 +25,8 @@ _IMPORTED = (
     *(found.name for room in (cli, ops) for found in iter_modules(room.__path__, f"{room.__name__}.")),
     *(known.where.partition(":")[0] for known in FORMATS.values()),
     "safetensors.torch",
+    "s3fs",
+    "aiobotocore.httpsession",
 )
 
 

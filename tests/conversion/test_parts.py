@@ -22,7 +22,7 @@ from ckptkit import average, consolidate, convert, finalize, reshard
 from ckptkit.destinations.exchange import staging_path
 from ckptkit.destinations.staging import Stage, read_key
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
-from tests import producers
+from tests import command, producers
 from tests.conftest import Produce
 from tests.producers import save_alone
 from tests.test_matrix import load_dcp
@@ -93,14 +93,14 @@ def test_a_mean_is_made_in_parts(large: Path, tmp_path: Path) -> None:
 def test_a_conversion_that_goes_on_says_so(large: Path, tmp_path: Path) -> None:
     arguments = ["consolidate", str(large), str(tmp_path / "out")]
     run_and_die(2, "SIGKILL", arguments)
-    shown = subprocess.run([sys.executable, "-m", "ckptkit", *arguments], capture_output=True, text=True, check=True)
+    shown = command.ckptkit(*arguments)
     assert "resumed: an earlier call had written 33.6 MB\n" in shown.stdout
 
 
 def test_what_goes_on_is_counted(large: Path, tmp_path: Path) -> None:
     assert consolidate(large, tmp_path / "whole").resumed_bytes == 0
-    for command in (["consolidate", str(large)], ["average", str(large), str(large)]):
-        run_and_die(2, "SIGKILL", [*command, str(tmp_path / command[0])])
+    for words in (["consolidate", str(large)], ["average", str(large), str(large)]):
+        run_and_die(2, "SIGKILL", [*words, str(tmp_path / words[0])])
     assert consolidate(large, tmp_path / "consolidate").resumed_bytes == 32 << 20
     assert average([large, large], tmp_path / "average").resumed_bytes == 32 << 20
     run_and_die(1, "SIGKILL", ["consolidate", str(large), str(tmp_path / "parts"), "--part", "1/2"])

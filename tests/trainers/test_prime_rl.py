@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import ckptkit
 from ckptkit.errors import Incomplete
 from ckptkit.ops.ls import ls
+from tests import command
 from tests.conftest import Produce
 from tests.ops.judges import raw
 from tests.trainers import produced_rl
@@ -78,8 +77,6 @@ def test_an_unfinished_broadcast_is_refused(produce: Produce, tmp_path: Path) ->
 
 def test_the_shell_says_it(produce: Produce) -> None:
     place = produce(produced_rl.prime_rl).root / "broadcasts" / "step_5"
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptkit", "inspect", "."], cwd=place, capture_output=True, text=True, check=False
-    )
+    done = command.ckptkit("inspect", ".", cwd=place)
     assert done.returncode == 3
     assert "unfinished: expected the file `STABLE`" in done.stderr

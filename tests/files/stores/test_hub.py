@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.formats import locate
 from ckptkit.ops.consolidate import consolidate
-from tests import producers
+from tests import command, producers
 from tests.conftest import Produce
 from tests.hub_server import Hub
 from tests.storage.states import write_hf
@@ -41,10 +41,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def ckptkit(hub: Hub, *words: str, **environment: str) -> CommandResult:
-    command = [sys.executable, "-m", "ckptkit", *words, "--json"]
-    done = subprocess.run(
-        command, env={**hub.env, **environment}, cwd=hub.root, capture_output=True, text=True, check=False
-    )
+    done = command.ckptkit(*words, "--json", env={**hub.env, **environment}, cwd=hub.root)
     assert "Traceback" not in done.stderr, done.stderr
     return CommandResult(done.returncode, json.loads(done.stdout))
 
@@ -122,13 +119,7 @@ def test_what_the_hub_has_not_or_does_not_show(hub: Hub, tmp_path: Path) -> None
         said = ckptkit(hub, "inspect", name)
         assert (said.code, said.value["error"]["path"]) == (code, name)
     env, hub.token = hub.env, "hf_the_right_one"
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptkit", "inspect", "hf://org/model"],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = command.ckptkit("inspect", "hf://org/model", env=env)
     assert done.returncode == 4
     assert "HF_TOKEN" in done.stderr
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from ckptkit.ops.ls import list_run
 from ckptkit.ops.manifest import make_manifest
 from ckptkit.ops.reshard import reshard
 from ckptkit.ops.verify import verify
-from tests import producers
+from tests import command, producers
 from tests.conftest import Produce
 from tests.files.stores.conftest import Bucket
 from tests.producers import Producer
@@ -283,9 +282,7 @@ def test_the_command_line(produce: Produce, bucket: Bucket, tmp_path: Path) -> N
     url = f"{bucket.url}/run"
 
     def ckptkit(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "ckptkit", *words], capture_output=True, text=True, cwd=tmp_path, check=False
-        )
+        return command.ckptkit(*words, cwd=tmp_path)
 
     assert f"{url}/ckpt-5" in ckptkit("inspect", url).stdout
     assert "ckpt-5" in ckptkit("ls", url).stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.errors import CkptError, IOFailure, NoRoom
 from ckptkit.ops.inspect import inspect
+from tests import command
 from tests.files.stores.conftest import Bucket
 
 REGION = (("x-amz-bucket-region", "eu-west-3"),)
@@ -62,9 +61,9 @@ def test_an_answer_becomes_our_words(
     status: int, code: str, headers: tuple[tuple[str, str], ...], message: str, hint: str, bucket: Bucket, model: Path
 ) -> None:
     bucket.server.fail(".", status=status, code=code, headers=headers, times=99)
-    for command in both(bucket, model):
+    for call in both(bucket, model):
         with pytest.raises(IOFailure, match=message) as raised:
-            command()
+            call()
         assert str(raised.value.path).startswith(bucket.url)
         assert hint in (raised.value.hint or "")
         assert raised.value.exit_code == 4
@@ -86,16 +85,16 @@ def test_a_store_that_is_not_asked(
 ) -> None:
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    for command in both(bucket, model):
+    for call in both(bucket, model):
         with pytest.raises(IOFailure, match=message) as raised:
-            command()
+            call()
         assert hint in (raised.value.hint or "")
 
 
 def test_a_bucket_cannot_be_called_so(bucket: Bucket, model: Path) -> None:
-    for command in (lambda: inspect("s3://a_b!/x"), lambda: ckptkit.cp(model, "s3://a_b!/x")):
+    for call in (lambda: inspect("s3://a_b!/x"), lambda: ckptkit.cp(model, "s3://a_b!/x")):
         with pytest.raises(CkptError, match="cannot be the name of a bucket"):
-            command()
+            call()
 
 
 def test_an_answer_that_says_no_reason_is_asked_for_it(bucket: Bucket) -> None:
@@ -106,9 +105,8 @@ def test_an_answer_that_says_no_reason_is_asked_for_it(bucket: Bucket) -> None:
 
 
 def test_the_command_line_says_it_in_two_lines(bucket: Bucket) -> None:
-    words = [sys.executable, "-m", "ckptkit", "inspect", f"{bucket.url}/run"]
     bucket.server.fail(".", status=403, code="InvalidAccessKeyId", times=99)
-    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    ran = command.ckptkit("inspect", f"{bucket.url}/run")
     assert ran.returncode == 4
     error, hint = ran.stderr.splitlines()
     assert error == f"error: {bucket.url}/run: the store does not know this access key: so it is"
