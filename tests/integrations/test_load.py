@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
 from ckptkit.ops.hub_model import HubModel
 from tests.conftest import Produce
+from tests.faults.server import Server
 from tests.integrations.produced_models import KINDS, SHARDS, llama_of_zero, sharded_models
 from tests.producers import save_alone, spawn
 from tests.s3 import S3, forget, serve_s3
@@ -233,19 +233,17 @@ def test_fsdp_gets_its_shards(produce: Produce, tmp_path: Path) -> None:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-_MEASURE = """
-import sys, transformers
-from pathlib import Path
-from ckptkit.integrations.transformers import load
 
-def peak():  # of this program: rusage begins with that of the one that started it
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
+def _measure(whose: str, place: str, dtype: str) -> None:
+    """Print by how much the peak of this process grows while it loads a model, in KiB."""
 
-before = peak()
-whose, place, dtype = sys.argv[1:]
-model = (load if whose == "ours" else transformers.LlamaForCausalLM.from_pretrained)(place, dtype=dtype)
-print(peak() - before)
-"""
+    def peak() -> int:  # of this program: rusage begins with that of the one that started it
+        return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
+
+    before = peak()
+    model = (load if whose == "ours" else transformers.LlamaForCausalLM.from_pretrained)(place, dtype=dtype)
+    sys.stdout.write(str(peak() - before))
+    assert model.dtype == getattr(torch, dtype)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells the peak on Linux")
@@ -258,11 +256,12 @@ def test_memory_beside_from_pretrained(tmp_path: Path) -> None:
     consolidate(tmp_path / "ckpt-1", tmp_path / "out")
     used: dict[str, float] = {}
     places = {"ours": tmp_path / "ckpt-1", "theirs": tmp_path / "out"}
-    for name in ("ours float32", "ours bfloat16", "theirs bfloat16"):
-        whose, dtype = name.split()
-        words = [sys.executable, "-c", _MEASURE, whose, str(places[whose]), dtype]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        used[name] = int(done.stdout.split()[-1]) * 1024 / nbytes
+    with Server(__name__) as server:
+        for name in ("ours float32", "ours bfloat16", "theirs bfloat16"):
+            whose, dtype = name.split()
+            done = server.run(f"{__name__}:_measure", [whose, str(places[whose]), dtype], timeout=300)
+            assert done.code == 0, done.err
+            used[name] = int(done.out) * 1024 / nbytes
     assert used["ours float32"] < 1.2, used  # theirs is mapped, and in memory as far as it is used
     assert used["theirs bfloat16"] > 0.5, used
     assert used["ours bfloat16"] < used["theirs bfloat16"] + 0.2, used
