@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from base64 import b64decode
 from collections.abc import Iterator
@@ -209,16 +210,18 @@ def test_what_cannot_go_to_a_store(place: Place, tmp_path: Path) -> None:
 def test_a_stream_holds_a_few_pieces(tmp_path: Path) -> None:
     held: set[int] = set()
     most = 0
-    lock, gate = threading.Lock(), threading.Semaphore(0)
+    changed = threading.Condition()
 
     class There:
         def put(self, piece: Any, data: bytearray, crc: int) -> None:
             nonlocal most
-            with lock:
+            with changed:
                 held.add(piece.number)
                 most = max(most, len(held))
-            gate.acquire(timeout=0.05)
-            with lock:
+                changed.notify_all()
+                changed.wait_for(lambda: most >= SENDERS, timeout=30)
+            time.sleep(0.05)  # in which one too many would come
+            with changed:
                 held.remove(piece.number)
 
         def complete(self, name: str, crc: int) -> None:
