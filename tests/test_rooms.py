@@ -154,6 +154,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
     "names.tables.megatron_args": {"megatron"},
+    "names.group_map": {"megatron"},  # which keeps that map
     "optimizers.masters": {"megatron"},  # whose names for masters it knows
     "formats.megatron*": {"megatron"},
     "formats.deepspeed*": {"deepspeed"},

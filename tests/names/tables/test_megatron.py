@@ -62,8 +62,8 @@ def save(root: Path, state: Mapping[str, Any], *, flat: bool = True) -> Path:
         warnings.simplefilter("ignore")
         planner = dcp.DefaultSavePlanner(flatten_state_dict=not flat)
         dcp.save(dict(state), checkpoint_id=root, planner=planner, no_dist=True)
-    backend = "torch_dist" if flat else "fsdp_dtensor"
-    (root / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
+    if flat:
+        (root / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     return root
 
 
