@@ -88,8 +88,11 @@ MEGATRON = TrainerFacts(
     },
     opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
     companions=("tokenizer", "hf"),
-    states=(r"train_state\.pt", r"metadata\.json", r"run_config\.yaml"),
-    # of Megatron-Bridge
+    # modelopt/torch/opt/plugins/mcore_dist_checkpointing.py: DCP of its own, for quantizers and pruned modules
+    kept={"modelopt_state": ".metadata"},
+    changes=("modelopt_state",),
+    states=(r"train_state\.pt", r"metadata\.json", r"(?:modelopt_)?run_config\.yaml"),
+    # of Megatron-Bridge, which with `also_save_hf_checkpoint` puts a model into `hf`, too
     own_state=(r"train_dataloader_dprank([0-9]{3,9})\.pt", r"layer_wise_optimizer_([0-9]{1,9})\.pt"),
     beside={r"common\.pt": ""},
     step_keys=(("", ("iteration",)), ("", ("common_state/shard_0_1", 0, "iteration"))),

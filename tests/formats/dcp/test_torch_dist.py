@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import Unsupported
+from ckptkit.checkpoints.find_components import CHANGES, EXPORTED
+from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.doctor import doctor
@@ -23,7 +25,7 @@ from ckptkit.ops.manifest import make_manifest
 from ckptkit.ops.verify import verify
 from tests.conftest import Produce, Produced
 from tests.faults.trained import Truth
-from tests.faults.trees import fsdp_dtensor
+from tests.faults.trees import core, fsdp_dtensor
 from tests.formats.contract import assert_same, raw_bytes
 from tests.trainers.produced_megatron import STEP, VARIANTS, load, megatron, model_space
 
@@ -212,6 +214,47 @@ def test_what_all_ranks_share_is_a_part_of_it(made: Produced, tmp_path: Path) ->
     assert state["optimizer"]["param_groups"][0]["lr"] == 1e-3
     weights = {key for key in state if key.startswith(("dec", "emb", "out")) and "_extra_state" not in key}
     assert state["optimizer"]["state"]["exp_avg"].keys() == weights
+
+
+def save_bridge(root: Path) -> None:
+    """A step as `save_checkpoint` in megatron/bridge/training/checkpointing.py leaves it, of 067f987, August 2026.
+
+    With `save_tokenizer_assets` and `also_save_hf_checkpoint`; the model in `hf` is another one here.
+    """
+    core(root, {}, 3, 2)
+    for folder in ("tokenizer", "hf"):
+        (root / folder).mkdir()
+        (root / folder / "tokenizer.json").write_text("{}")
+    (root / "run_config.yaml").write_text("model: {}")
+    torch.save({"step": torch.tensor(3)}, root / "train_state.pt")
+    (root / "hf" / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    (root / "hf" / "README.md").write_text("a model")
+    save_file({"model.norm.weight": torch.ones(2)}, root / "hf" / "model.safetensors")
+
+
+def test_strict_knows_what_megatron_bridge_leaves(tmp_path: Path) -> None:
+    save_bridge(tmp_path / STEP)
+    done = consolidate(tmp_path / STEP, tmp_path / "out", names="keep", strict=True)
+    assert {(left.name, left.why) for left in done.left_behind if left.name.startswith("hf")} == {
+        (f"hf/{name}", EXPORTED) for name in ("model.safetensors", "README.md")
+    }
+    assert not done.warnings
+
+
+def test_a_state_of_modelopt_is_no_weights_and_is_not_lost(tmp_path: Path) -> None:
+    """As `save_sharded_modelopt_state` in modelopt/torch/opt/plugins/mcore_dist_checkpointing.py leaves it."""
+    root = tmp_path / STEP
+    save_bridge(root)
+    save_flat(root / "modelopt_state", {"common_state/shard_0_1": [{"modelopt_version": "0.40"}]})
+    done = consolidate(root, tmp_path / "out", names="keep")
+    assert done.warnings == [f"not copied: modelopt_state ({CHANGES})"]
+    with pytest.raises(Mismatch, match="`modelopt_state` would not be copied"):
+        consolidate(root, tmp_path / "strict", names="keep", strict=True)
+    again = ckptkit.reshard(root, tmp_path / "again", to=2).output
+    files = sorted(path.name for path in (root / "modelopt_state").iterdir())
+    assert sorted(path.name for path in (again / "modelopt_state").iterdir()) == files
+    sound = [part.path.name for part in verify(again) if not part.problems]
+    assert sound == ["again", "model.safetensors", "modelopt_state"]
 
 
 @pytest.mark.parametrize("kind", ["nemo", "bridge"])
