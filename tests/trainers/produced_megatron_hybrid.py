@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from tests.producers import Truth, _on_ranks
 from tests.trainers.produced_megatron import STEP, _replace_what_needs_a_gpu
-from tests.trainers.produced_megatron_models import _fill, _logits, _save, _save_legacy, _tensors_of
+from tests.trainers.produced_megatron_models import _fill, _logits, _save, _save_legacy, _sharded, _tensors_of
 
-PATTERN = "M*E-"
+HYBRID, PATTERN = "nemotron_h", "M*E-"
 EXPERTS, HEADS, GROUPS, WIDTH, HIDDEN, INNER, EXPERT, SHARED, VOCABULARY, PADDED = 6, 8, 4, 10, 32, 24, 28, 20, 40, 48
 MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 6}
 WAYS = ("whole", "tensor", "pipeline", "expert")
 CONFIG: Mapping[str, Any] = {
-    "model_type": "nemotron_h",
+    "model_type": HYBRID,
     "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -84,7 +84,7 @@ def _replace_kernels() -> None:
     found: dict[str, dict[str, Any]] = {
         triton: {},
         f"{triton}.tensor_ops": dict.fromkeys(names),
-        **dict.fromkeys(("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"), {}),
+        **{name: {} for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton")},
         "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": GatedNorm},
         "mamba_ssm.ops.triton.ssd_combined": {
             "mamba_chunk_scan_combined": scan,
@@ -97,20 +97,11 @@ def _replace_kernels() -> None:
         sys.modules[name] = module
 
 
-def megatron_hybrid(root: Path) -> Truth:
-    """A run of each way to split the model, and `legacy`; the truth has a `NAME` for each tensor of a module."""
-    return _on_ranks(2, _save_all, root)
-
-
-def _save_all(root: Path) -> Mapping[str, Any]:
-    _replace_what_needs_a_gpu()
+def save_hybrid(root: Path) -> dict[str, Tensor]:
+    """Save a run of each way to split the model, and `legacy`, on both ranks; for its truth see `megatron_models`."""
     _replace_kernels()
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe import moe_utils
 
-    CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
-    moe_utils.te_general_gemm = None
     root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(json.dumps(CONFIG))
     truth: dict[str, Tensor] = {}
@@ -121,7 +112,8 @@ def _save_all(root: Path) -> Mapping[str, Any]:
         _fill(model, None if way == "whole" else root / "whole" / STEP)
         if way == "whole":
             model.decoder.layers[2].mlp.router.expert_bias.normal_()
-            truth = {**_tensors_of(model), "logits": _logits(model)}
+            truth = {f"{HYBRID}:{name}": value for name, value in _tensors_of(model).items()}
+            truth[f"{HYBRID}:logits"] = _logits(model)
         args = _args(sizes)
         _save(model, root / way / STEP, {}, args)
         if way == "tensor":
@@ -249,8 +241,9 @@ def _load(root: Path) -> Mapping[str, Any]:
     _replace_kernels()
     from megatron.core import dist_checkpointing as library
     from megatron.core import parallel_state
-    from tests.trainers.produced_megatron_models import _sharded
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
+    CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     parallel_state.initialize_model_parallel()
     loaded, unasked, absent = library.load({"model": _sharded(_model({}), {})}, str(root), strict="return_all")
     assert not unasked, unasked

@@ -29,8 +29,12 @@ _NORMS = {  # by the letter of a kind of layer in Megatron's pattern: what Trans
     "E": "pre_mlp_layernorm.weight",
 }
 _KINDS = {  # what transformers calls these, `NemotronHConfig` and before 5.20
-    **{"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"},
-    **{"mlp": "-", "moe": "E"},
+    "linear_attention": "M",
+    "mamba": "M",
+    "full_attention": "*",
+    "attention": "*",
+    "mlp": "-",
+    "moe": "E",
 }
 
 
