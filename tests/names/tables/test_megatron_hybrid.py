@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +133,40 @@ def test_what_does_not_fit_is_refused(made: Produced, tmp_path: Path, case: str)
     assert not (tmp_path / "out").exists()
 
 
-def test_layers_that_predict_further_tokens_are_named(made: Produced, tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_named(made: Produced, whole: Path, tmp_path: Path) -> None:
     state = {**modules(made), "mtp.layers.0.mtp_model_layer.layers.0.mixer.D": torch.ones(4)}
     source = save(tmp_path / STEP, {**state, "args": Namespace(tensor_model_parallel_size=1)})
     with pytest.raises(Mismatch, match="no rule translates it") as raised:
         ckptkit.consolidate(source, tmp_path / "out", base=str(made.root))
     assert str(raised.value.tensor).startswith("mtp.")
+    assert_same(to_hub(source, tmp_path / "out", made.root, exclude=["mtp.*"]), tensors_of(whole))
 
 
-def test_ranks_without_the_shapes_that_tell_are_refused(made: Produced, tmp_path: Path) -> None:
+def without_output(model: dict[str, Tensor]) -> None:
+    del model["decoder.layers.0.mixer.out_proj.weight"]
+
+
+def with_a_row_less(model: dict[str, Tensor]) -> None:
+    name = "decoder.layers.0.mixer.in_proj.weight"
+    model[name] = model[name][1:].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without_output, "out_proj and dt_bias say where its parts begin"),
+        (with_a_row_less, "expected rows of 32 channels and 2 heads, found 77"),
+    ],
+)
+def test_ranks_whose_shapes_do_not_tell_are_refused(
+    made: Produced, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], words: str
+) -> None:
     shutil.copytree(made.root / "legacy", tmp_path / "run")
     for file in (tmp_path / "run").glob("*/*/model_optim_rng.pt"):
         saved = torch.load(file, weights_only=False)
-        del saved["model"]["decoder.layers.0.mixer.out_proj.weight"], saved["optimizer"]
+        change(saved["model"])
+        del saved["optimizer"]
         torch.save(saved, file)
-    with pytest.raises(Unsupported, match="out_proj and dt_bias say where its parts begin"):
+    with pytest.raises(CkptError, match=words) as raised:
         ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=str(made.root))
+    assert "decoder.layers.0.mixer" in str(raised.value.tensor)
