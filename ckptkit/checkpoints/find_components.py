@@ -29,7 +29,7 @@ CHECKPOINT = "a checkpoint of its own"
 WEIGHTS = "weights of another model, or of an earlier save"
 NOT_KNOWN = "not known"
 COMPANION = "config or tokenizer"
-EXPORTED = "a copy of the model that the trainer exported"
+EXPORTED = "exported by the trainer, beside its own states"
 CHANGES = "how the model was changed, such as by quantizers or pruning"
 LOST = (WEIGHTS, CHANGES)  # what an output may lack
 

@@ -26,6 +26,7 @@ _INSIDE = "common_state/shard_0_1"  # since core 0.20: a list with the dict that
 LAYERNORM_1P = "apply_layernorm_1p"
 ZERO_CENTERED = ("gemma",)  # types whose norms lie around zero on the Hub
 _OF_GPT = frozenset("*-E|")  # in the pattern of a HybridModel: what a GPT has, and where stages of a pipeline begin
+_ACTIVATION = "relu2"  # what transformers calls it, and its default for these types
 _TENSOR_PARALLEL = "tensor_model_parallel_size"
 _JOINED = "megatron"  # the format of files of ranks, whose tensors are joined by rules
 _OF_MAMBA = [
@@ -84,6 +85,14 @@ def check_hybrid(checkpoint: Layout, args: Mapping[str, Any], pattern: object, s
     if said != kinds:
         hint = "check that config.json belongs to this model"
         raise Mismatch(f"expected the layers {kinds} (config.json), found {said} in Megatron's arguments", hint=hint)
+    positions = args.get("position_embedding_type")
+    if positions not in (None, "none"):
+        message = f"Megatron's arguments say position_embedding_type {positions}: `{sizes.model_type}` has no positions"
+        raise Unsupported(message, hint="pass --names keep to keep the names")
+    if args.get("squared_relu") is False and sizes.text.get("mlp_hidden_act", _ACTIVATION) == _ACTIVATION:
+        raise Mismatch(
+            f"expected squared_relu True ({_ACTIVATION} in config.json), found False in Megatron's arguments"
+        )
     whole = next((name for name in checkpoint.tensors if name.endswith(f".mixer.{hybrid.IN_PROJ}")), None)
     if whole is not None and checkpoint.format != _JOINED and args.get(_TENSOR_PARALLEL) != 1:
         message = f"the order of its rows depends on {_TENSOR_PARALLEL}, which is not 1 in Megatron's arguments"

@@ -28,7 +28,7 @@ _NORMS = {  # by the letter of a kind of layer in Megatron's pattern: what Trans
     "-": "mlp.linear_fc1.layer_norm_weight",
     "E": "pre_mlp_layernorm.weight",
 }
-_KINDS = {  # what transformers calls these, `NemotronHConfig` and before 5.20
+_KINDS = {  # what transformers calls these, `NemotronHConfig`, and what it called them before
     "linear_attention": "M",
     "mamba": "M",
     "full_attention": "*",
@@ -130,10 +130,9 @@ class MambaRows:
 
 def kinds_of(sizes: Sizes) -> str:
     """Return the kinds of all layers as Megatron's pattern has them. Raises `Unsupported` if it has no such kind."""
-    config = sizes.text
-    pattern, listed = config.get("hybrid_override_pattern"), config.get("layers_block_type", config.get("layer_types"))
-    kinds = list(pattern) if isinstance(pattern, str) and pattern else listed
-    if not isinstance(kinds, list) or not kinds:
+    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    kinds = next((sizes.text[key] for key in keys if sizes.text.get(key)), None)
+    if not isinstance(kinds, list | str):
         raise Mismatch("config.json does not have `layers_block_type`, which translating the names needs")
     letters = [kind if kind in _NORMS else _KINDS.get(kind) for kind in map(str, kinds)]
     if None in letters:

@@ -116,6 +116,8 @@ BAD: Mapping[str, tuple[type[CkptError], str, dict[str, Any], dict[str, Any]]] =
         {"mamba_state_dim": None},
         {"ssm_state_size": 7},
     ),
+    "positions": (Unsupported, "position_embedding_type rope", {"position_embedding_type": "rope"}, {}),
+    "activation": (Mismatch, "expected squared_relu True", {"squared_relu": False}, {}),
     "gates": (Mismatch, "swiglu True, but a model of type `nemotron_h` has no gated layers", {"swiglu": True}, {}),
 }
 
