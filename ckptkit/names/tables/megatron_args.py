@@ -87,12 +87,12 @@ def check_hybrid(checkpoint: Layout, args: Mapping[str, Any], pattern: object, s
         raise Mismatch(f"expected the layers {kinds} (config.json), found {said} in Megatron's arguments", hint=hint)
     positions = args.get("position_embedding_type")
     if positions not in (None, "none"):
-        message = f"Megatron's arguments say position_embedding_type {positions}: `{sizes.model_type}` has no positions"
+        has = f"a model of type `{sizes.model_type}` has none"
+        message = f"Megatron's arguments say position_embedding_type {positions}, but {has}"
         raise Unsupported(message, hint="pass --names keep to keep the names")
     if args.get("squared_relu") is False and sizes.text.get("mlp_hidden_act", _ACTIVATION) == _ACTIVATION:
-        raise Mismatch(
-            f"expected squared_relu True ({_ACTIVATION} in config.json), found False in Megatron's arguments"
-        )
+        wanted = f"expected squared_relu True ({_ACTIVATION} in config.json)"
+        raise Mismatch(f"{wanted}, found False in Megatron's arguments")
     whole = next((name for name in checkpoint.tensors if name.endswith(f".mixer.{hybrid.IN_PROJ}")), None)
     if whole is not None and checkpoint.format != _JOINED and args.get(_TENSOR_PARALLEL) != 1:
         message = f"the order of its rows depends on {_TENSOR_PARALLEL}, which is not 1 in Megatron's arguments"
