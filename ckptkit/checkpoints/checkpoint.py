@@ -462,8 +462,8 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
         unread = next((found for one in reversed(unfinished) if (found := one.unreadable or foreign_in(one))), None)
         names = ", ".join(one.name for one in unfinished)
         message = f"the run has no complete checkpoint; unfinished: {names}"
-        why = [f"of `{unfinished[-1].name}`: {problem.message}" for problem in unfinished[-1].problems()[:1]]
-        return unread or NotACheckpoint(message, path=path, hint=next(iter(why), None))
+        hint = f"run `ckptkit verify {unfinished[-1].path}`, which lists the problems"
+        return unread or NotACheckpoint(message, path=path, hint=hint)
     runs = runs_in(path)
     hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint
     return NotACheckpoint("no checkpoint in any known format, and no run with checkpoints", path=path, hint=hint)
