@@ -108,7 +108,12 @@ def states() -> Iterator[Bad]:
         one, more = file.format(2, 1), file.format(3, 2)
         yield Bad(f"{what} of three ranks beside those of two", "skyrl", of_three(more), (STEP,))
         damage = of_three(file.format(3, 1), one)
-        yield Bad(f"{what} of three ranks in the place of two", "skyrl", damage, (Path(one).name, *WORDS["skyrl"]))
+        yield Bad(
+            f"{what} of three ranks in the place of two",
+            "skyrl",
+            damage,
+            (Path(one).name, "on rank 1", *WORDS["skyrl"]),
+        )
     for change in ({"world_size": 3}, {"world_size": "x"}, {"fsdp_strategy": 7}):
         yield beside("fsdp_config.json", partial(dict.update, change))
     one_model = (CONSOLIDATE, AVERAGE, INSPECT)  # the others take both, each for itself
