@@ -46,12 +46,11 @@ from ckptkit.errors import (
 from ckptkit.files.file import absent, children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import RemotePath, list_ahead, to_local, to_path
-from ckptkit.formats import describe_formats, detect_format, one_of_dcp, unpack
+from ckptkit.formats import describe_formats, detect_format, one_of_dcp
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
-from ckptkit.layout.edits import select
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.names import family_of
 from ckptkit.names.weights import Weights, find_weights
@@ -342,8 +341,7 @@ class Checkpoint:
 def value_in(layout: Layout, name: str, steps: KeyPath) -> object:
     """Return what some steps lead to in an entry that is no tensor, None if that cannot be read."""
     try:
-        unpacked = unpack(select(layout, name.__eq__))
-        found = load_value(unpacked.root, unpacked.blobs[name])
+        found = load_value(layout.root, layout.blobs[name])
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return None
     for step in steps:
