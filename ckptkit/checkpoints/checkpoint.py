@@ -29,6 +29,7 @@ from ckptkit.checkpoints.find_components import (
     is_stray_file,
     is_unread,
     left_in,
+    only_step_in,
     ranks_in,
     ranks_of,
 )
@@ -118,7 +119,7 @@ class Checkpoint:
 
         Other directories in a path hold components of a checkpoint, or checkpoints of their own.
         """
-        return any(not component.place or trainers.is_whole(component.place) for component in self.components)
+        return any(not component.place or component.has_all for component in self.components)
 
     @property
     def places(self) -> list[Path]:
@@ -217,7 +218,7 @@ class Checkpoint:
     @property
     def exported(self) -> Component | None:
         """Return the weights for use, such as an adapter, that lie beside the directory with all states, if any do."""
-        has_all = bool(self.components) and all(trainers.is_whole(component.place) for component in self.components)
+        has_all = bool(self.components) and all(component.has_all for component in self.components)
         found = sorted(filter(trainers.is_exported, names_in(self.path))) if has_all else []
         reader = detect_format(self.path / found[0]) if found else None
         return Component("", self.path / found[0], reader) if reader else None
@@ -383,8 +384,9 @@ def named_in(root: Path) -> list[Checkpoint]:
 
 def candidates_in(root: Path) -> list[Path]:
     """Return what may be a checkpoint in the run at `root`, by its name alone."""
-    is_step = step_of(root) is not None
-    there = [path for path in entries_in(root) if may_be_step(path) and not (is_step and trainers.is_whole(path.name))]
+    inner, is_step = only_step_in(root), step_of(root) is not None
+    steps = [path for path in entries_in(root) if may_be_step(path) and path != inner]
+    there = [path for path in steps if not (is_step and trainers.is_whole(path.name))]
     list_ahead(there)
     return there
 

@@ -65,8 +65,22 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
     """
     if step_of(path) is None or not path.is_dir():
         return None
-    found = [(folder, detect_format(folder)) for folder in folders(path) if trainers.is_whole(folder.name)]
+    wholes = [folder for folder in folders(path) if trainers.is_whole(folder.name)]
+    inner = only_step_in(path)
+    if inner is not None and not wholes and detect_format(path) is None:
+        wholes = [inner]
+    found = [(folder, detect_format(folder)) for folder in wholes]
     return tuple(Component(folder.name, folder, reader) for folder, reader in found if reader) or None
+
+
+def only_step_in(path: Path) -> Path | None:
+    """Return the one directory in a checkpoint's that is named like a step, if that is the checkpoint's own step.
+
+    ms-swift has Megatron save to `checkpoint-500/iter_0000500`, and may put weights of the Hub's format beside it.
+    """
+    step = step_of(path)
+    named = [folder for folder in folders(path) if step_of(folder) is not None] if step is not None else []
+    return named[0] if len(named) == 1 and step_of(named[0]) == step else None
 
 
 def component_in(folder: Path) -> Component | None:
@@ -204,9 +218,10 @@ def left_in(
         if path in used or is_true_here_only(path.name):
             continue
         name = str(path.relative_to(root))
+        is_other = step_of(path) is not None and path not in components
         if path in components and path.is_dir() and not any(path in one.parents for one in used):
             yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
-        elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and step_of(path) is None:
+        elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and not is_other:
             yield from left_in(root, used, components, path)
         else:
             yield LeftBehind(path, TRAINING if folder in components else reason_to_leave(path, names), name)
