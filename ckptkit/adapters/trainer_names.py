@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,23 @@ from typing import Any
 from ckptkit.adapters.config import NAME, AdapterConfig
 from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
-from ckptkit.files.file import read_small
+from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, axes, edits
 from ckptkit.models.companions import find_companions
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.steps import group
 from ckptkit.names.tables.megatron import MEGATRON
+from ckptkit.names.tables.megatron_args import COMMON, read_args
 from ckptkit.names.weights import Weights
 from ckptkit.tensors.box import whole
 
 _MATRICES = {"linear_in": "A", "lora_A": "A", "linear_out": "B", "lora_B": "B"}
 _BRIDGE = re.compile(r"(.+)\.adapter(?:\.adapter_(q|k|v|gate|up))?\.(linear_in|linear_out)\.weight")
-_SWIFT = re.compile(r"(?:base_model\.model\.)?(decoder\.(?:.+\.)?linear_\w+)()\.(lora_A|lora_B)(?:\.([^.]+))?\.weight")
+_SWIFT = re.compile(
+    r"(?:base_model\.model\.)?(decoder\.(?:.+\.)?(?:linear_\w+|router))()\.(lora_A|lora_B)(?:\.([^.]+))?\.weight"
+)
+_OF_PEFT = re.compile(r"(?:.*\.)?(?:lora_\w+|modules_to_save)\..*")
 _OF_BASE = "of the base, not the adapter"
 _SAVED = "run_config.yaml"
 _LIMIT = 1 << 24  # bytes
@@ -110,6 +114,9 @@ def check_known(layout: Layout) -> None:
         if found is None and ".adapter." in name and not name.endswith("_extra_state"):
             message = "expected linear_in and linear_out of LoRA in an adapter of Megatron-Bridge, found another tensor"
             raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
+        if found is None and _OF_PEFT.fullmatch(name):
+            message = "expected LoRA of linear layers in an adapter of ms-swift, found another tensor"
+            raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
     if len(adapters) > 1:
         message = f"expected one adapter under Megatron's names, found {', '.join(sorted(map(str, adapters)))}"
         raise Unsupported(message, path=layout.root, hint="drop the others with --exclude '*.NAME.*'")
@@ -138,24 +145,39 @@ def placeholder(module: str, b: StoredTensor, sizes: Sizes) -> StoredTensor:
     return StoredTensor(Spec(b.spec.dtype, shape), (Chunk.of_zeros(whole(shape), b.spec.dtype),))
 
 
-def hub_config(config: AdapterConfig | None, path: Path, modules: Collection[str]) -> AdapterConfig:
-    """Return the config of an adapter with the Hub's modules as targets: its own, or made of Megatron-Bridge's.
+def hub_config(config: AdapterConfig | None, saved: Layout, modules: Collection[str]) -> AdapterConfig:
+    """Return the config of an adapter with the Hub's modules as targets: its own, or made of what its trainer saved.
 
-    Raises `NotACheckpoint` if neither is there.
+    Raises `NotACheckpoint` where neither Megatron-Bridge nor ms-swift saved anything.
     """
     targets = sorted({module.rpartition(".")[2] for module in modules})
-    values = dict(config.values) if config else bridge_values(path)
-    values["target_modules"] = targets
+    path, said = (config.path, config.values) if config else trainer_values(saved)
+    values = {**said, "target_modules": targets}
     content = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
-    return AdapterConfig(config.path if config else path / _SAVED, content, values)
+    return AdapterConfig(path, content, values)
 
 
-def bridge_values(path: Path) -> dict[str, Any]:
+def trainer_values(saved: Layout) -> tuple[Path, dict[str, Any]]:
+    """Return what PEFT's config says of an adapter, by what its trainer saved, and where that lies."""
+    if (file := saved.root / _SAVED).is_file():
+        return file, bridge_values(file)
+    values = swift_values(read_args(saved))
+    if values is None:
+        message = f"there is no {NAME}, no {_SAVED} of Megatron-Bridge and no argument of ms-swift: alpha is unknown"
+        raise NotACheckpoint(message, path=saved.root, hint="pass --adapter-config FILE")
+    return saved.root / COMMON if is_there(saved.root / COMMON) else saved.root, values
+
+
+def swift_values(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what PEFT's config says of an adapter, by the arguments of ms-swift; None if they do not say it."""
+    rank, alpha = args.get("lora_rank"), args.get("lora_alpha")
+    if type(rank) is not int or type(alpha) not in (int, float):
+        return None
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": args.get("use_rslora") is True}
+
+
+def bridge_values(file: Path) -> dict[str, Any]:
     """Return what PEFT's config says of an adapter, by the section `peft` of Megatron-Bridge's run_config.yaml."""
-    file = path / _SAVED
-    if not file.is_file():
-        message = f"there is no {NAME} and no {_SAVED} of Megatron-Bridge: alpha is unknown"
-        raise NotACheckpoint(message, path=path, hint="pass --adapter-config FILE")
     section = re.search(r"^peft:\n((?:[ -].*\n?)+)", read_small(file, _LIMIT).decode(errors="replace"), re.MULTILINE)
     facts = dict(re.findall(r"^  (\w+): *(\S+) *$", section[1], re.MULTILINE)) if section else {}
     if not _LORA.fullmatch(facts.get("_target_", "")):
