@@ -36,6 +36,7 @@ _BRIDGE = re.compile(r"(.+)\.adapter(?:\.adapter_(q|k|v|gate|up))?\.(linear_in|l
 _SWIFT = re.compile(
     r"(?:base_model\.model\.)?(decoder\.(?:.+\.)?(?:linear_\w+|router))()\.(lora_A|lora_B)(?:\.([^.]+))?\.weight"
 )
+_WHOLE = re.compile(r"(?:base_model\.model\.)?((?:.+\.)?)modules_to_save\.([^.]+)\.(.+)")  # a module trained whole
 _OF_PEFT = re.compile(r"(?:.*\.)?(?:lora_\w+|modules_to_save)\..*")
 _OF_BASE = "of the base, not the adapter"
 _SAVED = "run_config.yaml"
@@ -58,6 +59,12 @@ def read_matrix(name: str) -> TrainerMatrix | None:
     return TrainerMatrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
 
 
+def read_whole(name: str) -> str | None:
+    """Return what Megatron calls a tensor of a module that ms-swift trained whole; None for any other tensor."""
+    match = _WHOLE.fullmatch(name)
+    return match[1] + match[3] if match else None
+
+
 def has_matrix(names: Collection[str]) -> bool:
     """Return whether there is a matrix under a name of Megatron's trainers."""
     return any(read_matrix(name) for name in names)
@@ -75,30 +82,51 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
         message = "the names are Megatron's, and the Hub's follow from the base's config.json, which was not found"
         first = next(name for name in layout.tensors if read_matrix(name))
         raise Usage(message, path=path, tensor=first, hint="pass --base MODEL")
+    pairs = pairs_in(layout)
+    wholes = {name: own for name in layout.tensors if (own := read_whole(name)) is not None}
+    used = {name for names in pairs.values() for name in names.values()} | wholes.keys()
+    found = locate(unpack(edits.select(layout, used.__contains__)))
+    named = [*hub_matrices(found, pairs, Sizes(config)), *hub_wholes(found, wholes, Sizes(config))]
+    tensors = {new: tensor for new, tensor, _ in named}
+    came_from = {new: weights.came_from[old] for new, _, old in named}
+    others = {old: _OF_BASE for name, old in weights.came_from.items() if name not in used}
+    made = replace(found, tensors=tensors, blobs={}, keys={}, twins={})
+    return replace(weights, layout=made, came_from=came_from, left_out={**weights.left_out, **others})
+
+
+def pairs_in(layout: Layout) -> dict[tuple[str, str], dict[str, str]]:
+    """Return the names of the matrices by module and part, and by "A" and "B". Raises `Mismatch` for one alone."""
     pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for name in layout.tensors:
         if (found := read_matrix(name)) is not None:
             pairs[found.module, found.part][found.kind] = name
-    matrices = locate(unpack(edits.select(layout, lambda name: read_matrix(name) is not None)))
-    tensors: dict[str, StoredTensor] = {}
-    came_from: dict[str, str] = {}
+    alone = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
+    if alone is not None:
+        raise Mismatch("the other of the two matrices is missing", path=layout.root, tensor=alone)
+    return pairs
+
+
+def hub_matrices(
+    found: Layout, pairs: Mapping[tuple[str, str], Mapping[str, str]], sizes: Sizes
+) -> Iterator[tuple[str, StoredTensor, str]]:
+    """Yield the matrices under PEFT's names for the Hub's modules, each with the name that it had."""
     for (module, part), names in pairs.items():
-        if len(names) < 2:
-            (own,) = names.values()
-            raise Mismatch("the other of the two matrices is missing", path=layout.root, tensor=own)
-        a, b = (matrices.tensors[names[kind]] for kind in "AB")
+        a, b = (found.tensors[names[kind]] for kind in "AB")
         try:
-            named = list(hub_pairs(module, part, a, b, Sizes(config)))
+            named = list(hub_pairs(module, part, a, b, sizes))
         except Mismatch as error:
-            raise Mismatch(error.message, path=layout.root, tensor=names["B"], hint=error.hint) from None
+            raise Mismatch(error.message, path=found.root, tensor=names["B"], hint=error.hint) from None
         for new, one, other in named:
             for kind, tensor in (("A", one), ("B", other)):
-                saved = f"{new.removesuffix('.weight')}.lora_{kind}.{DEFAULT}.weight"
-                tensors[saved], came_from[saved] = tensor, weights.came_from[names[kind]]
-    used = {weights.came_from[name] for names in pairs.values() for name in names.values()}
-    others = {old: _OF_BASE for old in weights.came_from.values() if old not in used}
-    made = replace(matrices, tensors=tensors, blobs={}, keys={}, twins={})
-    return replace(weights, layout=made, came_from=came_from, left_out={**weights.left_out, **others})
+                yield f"{new.removesuffix('.weight')}.lora_{kind}.{DEFAULT}.weight", tensor, names[kind]
+
+
+def hub_wholes(found: Layout, wholes: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[str, StoredTensor, str]]:
+    """Yield the tensors of modules that were trained whole, without padding, each with the name that it had."""
+    for name, own in wholes.items():
+        for new, tensor in MEGATRON.to_hub({own: found.tensors[name]}, sizes).tensors.items():
+            module, _, leaf = new.rpartition(".")
+            yield f"{module}.modules_to_save.{DEFAULT}.{leaf}", tensor, name
 
 
 def check_known(layout: Layout) -> None:
@@ -106,7 +134,8 @@ def check_known(layout: Layout) -> None:
     adapters = set()
     for name in layout.tensors:
         match = _SWIFT.fullmatch(name)
-        adapters |= {match[4]} if match else set()
+        whole = _WHOLE.fullmatch(name)
+        adapters |= {match[4]} if match else {whole[2]} if whole else set()
         found = read_matrix(name)
         hint = "merge the adapter with the trainer that wrote it, and convert the model"
         if found is not None and ".experts." in name:
@@ -114,7 +143,7 @@ def check_known(layout: Layout) -> None:
         if found is None and ".adapter." in name and not name.endswith("_extra_state"):
             message = "expected linear_in and linear_out of LoRA in an adapter of Megatron-Bridge, found another tensor"
             raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
-        if found is None and _OF_PEFT.fullmatch(name):
+        if found is None and whole is None and _OF_PEFT.fullmatch(name):
             message = "expected LoRA of linear layers in an adapter of ms-swift, found another tensor"
             raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
     if len(adapters) > 1:
@@ -145,14 +174,17 @@ def placeholder(module: str, b: StoredTensor, sizes: Sizes) -> StoredTensor:
     return StoredTensor(Spec(b.spec.dtype, shape), (Chunk.of_zeros(whole(shape), b.spec.dtype),))
 
 
-def hub_config(config: AdapterConfig | None, saved: Layout, modules: Collection[str]) -> AdapterConfig:
+def hub_config(
+    config: AdapterConfig | None, saved: Layout, modules: Collection[str], replaced: Collection[str]
+) -> AdapterConfig:
     """Return the config of an adapter with the Hub's modules as targets: its own, or made of what its trainer saved.
 
-    Raises `NotACheckpoint` where neither Megatron-Bridge nor ms-swift saved anything.
+    `replaced` are the parameters of modules that were trained whole. Raises `NotACheckpoint` where no trainer says it.
     """
     targets = sorted({module.rpartition(".")[2] for module in modules})
     path, said = (config.path, config.values) if config else trainer_values(saved)
-    values = {**said, "target_modules": targets}
+    wholes = sorted({parameter.split(".")[-2] for parameter in replaced})
+    values = {**said, "target_modules": targets, "modules_to_save": wholes or None}
     content = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
     return AdapterConfig(path, content, values)
 
