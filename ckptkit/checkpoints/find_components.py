@@ -161,8 +161,9 @@ def unread_at(path: Path, names: Iterable[str]) -> Unread | None:
     if found is None or found.json is None:
         return found
     file, key = found.json
-    place = (path if path.is_dir() else path.parent) / file
-    return found if place.is_file() and key in read_object(place) else None
+    places = [path, *inner_folders(path)] if path.is_dir() else [path.parent]
+    files = (place / file for place in places)
+    return found if any(one.is_file() and key in read_object(one) for one in files) else None
 
 
 def find_unread(path: Path) -> Unread | None:

@@ -74,6 +74,14 @@ SWIFT = TrainerFacts(
         Mark("ms-swift", json=("args.json", "swift_version")),
     ),
     states=(r"args\.json", r"additional_config\.json"),
+    # of swift/tuners/base.py, `SwiftModel.save_pretrained`
+    unread={
+        r"adapter_model\.(?:safetensors|bin)": Unread(
+            "weights of one of ms-swift's own tuners, such as LLaMA-Pro",
+            "load them with ms-swift and save the whole model",
+            ("adapter_config.json", "swift_type"),
+        )
+    },
 )
 
 # megatron/training/checkpointing.py, megatron/core/dist_checkpointing: `iter_0000500` with metadata.json, which says
