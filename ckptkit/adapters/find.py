@@ -47,7 +47,8 @@ class Adapter:
     def rows(self) -> Counter[int]:
         """Return the rows that its first matrices have, and how many have them.
 
-        A matrix of all experts has the rows of all, unless the experts have an axis of their own, as Megatron's layers.
+        A matrix of all experts has the rows of all, unless the experts, or layers in one tensor, have an axis of
+        their own.
         """
         shapes = [
             (entry.module, self.layout.specs[name].shape)

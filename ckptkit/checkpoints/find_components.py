@@ -29,6 +29,12 @@ CHECKPOINT = "a checkpoint of its own"
 WEIGHTS = "weights of another model, or of an earlier save"
 NOT_KNOWN = "not known"
 COMPANION = "config or tokenizer"
+DESCRIPTION = "describes these weights only"
+_BY_NAME = {  # what files of known names are
+    TRAINING: trainers.is_training_state,
+    COMPANION: FILES.__contains__,
+    DESCRIPTION: trainers.is_description,
+}
 
 
 class LeftBehind(NamedTuple):
@@ -76,7 +82,7 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
 def only_step_in(path: Path) -> Path | None:
     """Return the one directory in a checkpoint's that is named like a step, if that is the checkpoint's own step.
 
-    ms-swift has Megatron save to `checkpoint-500/iter_0000500`, and may put weights of the Hub's format beside it.
+    Trainers that save by another have `checkpoint-500/iter_0000500`, and may put weights of the Hub's format beside it.
     """
     step = step_of(path)
     named = [folder for folder in folders(path) if step_of(folder) is not None] if step is not None else []
@@ -241,8 +247,7 @@ def reason_to_leave(path: Path, beside: Iterable[str]) -> str:
         return HIDDEN
     if path.is_dir():
         return CHECKPOINT
-    if trainers.is_training_state(path.name):
-        return TRAINING
-    if path.name in FILES:
-        return COMPANION
+    for why, is_one in _BY_NAME.items():
+        if is_one(path.name):
+            return why
     return WEIGHTS if path.suffix in ONE_FILE or is_known_file([path.name]) else NOT_KNOWN

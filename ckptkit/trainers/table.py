@@ -359,6 +359,7 @@ PEFT = TrainerFacts(
     name="peft",
     marks=(Mark("PEFT", files=(r"adapter_config\.json",)),),
     exported=(r"adapter_model\.safetensors",),
+    descriptions=(r"adapter_config\.json", r"README\.md"),
 )
 
 # diffusers/configuration_utils.py: models, by the version in their config.
