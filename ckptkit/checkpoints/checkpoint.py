@@ -29,7 +29,7 @@ from ckptkit.checkpoints.find_components import (
     is_stray_file,
     is_unread,
     left_in,
-    only_step_in,
+    only_step,
     ranks_in,
     ranks_of,
 )
@@ -384,9 +384,10 @@ def named_in(root: Path) -> list[Checkpoint]:
 
 def candidates_in(root: Path) -> list[Path]:
     """Return what may be a checkpoint in the run at `root`, by its name alone."""
-    inner, is_step = only_step_in(root), step_of(root) is not None
-    steps = [path for path in entries_in(root) if may_be_step(path) and path != inner]
-    there = [path for path in steps if not (is_step and trainers.is_whole(path.name))]
+    is_step = step_of(root) is not None
+    steps = [path for path in entries_in(root) if may_be_step(path)]
+    inner = only_step(root, steps)
+    there = [path for path in steps if path != inner and not (is_step and trainers.is_whole(path.name))]
     list_ahead(there)
     return there
 

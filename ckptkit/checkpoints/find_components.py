@@ -71,21 +71,22 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
     """
     if step_of(path) is None or not path.is_dir():
         return None
-    wholes = [folder for folder in folders(path) if trainers.is_whole(folder.name)]
-    inner = only_step_in(path)
+    there = folders(path)
+    wholes = [folder for folder in there if trainers.is_whole(folder.name)]
+    inner = only_step(path, there)
     if inner is not None and not wholes and detect_format(path) is None:
         wholes = [inner]
     found = [(folder, detect_format(folder)) for folder in wholes]
     return tuple(Component(folder.name, folder, reader) for folder, reader in found if reader) or None
 
 
-def only_step_in(path: Path) -> Path | None:
-    """Return the one directory in a checkpoint's that is named like a step, if that is the checkpoint's own step.
+def only_step(path: Path, there: Iterable[Path]) -> Path | None:
+    """Return the one of what is `there` in a checkpoint's directory that is named like a step, if it is of this step.
 
     Trainers that save by another have `checkpoint-500/iter_0000500`, and may put weights of the Hub's format beside it.
     """
     step = step_of(path)
-    named = [folder for folder in folders(path) if step_of(folder) is not None] if step is not None else []
+    named = [place for place in there if step_of(place) is not None] if step is not None else []
     return named[0] if len(named) == 1 and step_of(named[0]) == step else None
 
 

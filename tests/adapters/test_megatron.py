@@ -148,7 +148,8 @@ def test_a_run_of_swift(tmp_path: Path, base: tuple[Path, Weights]) -> None:
     (step.parent / "latest_checkpointed_iteration.txt").write_text("3")
     (found,) = ckptkit.ls(tmp_path / "run").checkpoints
     assert (found.path.name, found.is_complete, found.trainer) == ("checkpoint-3", True, "ms-swift, by Megatron")
-    assert ckptkit.inspect(tmp_path / "run").adapters[0].rows == (RANK,)
+    (seen,) = ckptkit.inspect(tmp_path / "run").adapters
+    assert (seen.rows, seen.alpha) == ((RANK,), ALPHA)
     truth = merged_on_the_hub(tmp_path, {**merged, "output_layer.weight": head[:40].contiguous()}, hub)
     ckptkit.merge(hub, tmp_path / "run", tmp_path / "out")
     assert_same(tmp_path / "out", truth)

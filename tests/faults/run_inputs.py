@@ -75,7 +75,8 @@ def trackers() -> Iterator[Bad]:
         for said in ("9", "iter_0000009", "..", "../elsewhere", "/dev/zero", "", "\0", "9" * 900, "release"):
             yield Bad(f"the tracker names {said[:20]!a}", kind, tracked(kind, said), WORDS[kind])
         yield Bad("a later save, cut off", kind, begun(kind), WORDS[kind])
-    for result in ({}, [], None, "x", {"checkpoint_dir_name": None}, {"checkpoint_dir_name": ["a"]}):
+    results: tuple[Any, ...] = ({}, [], None, "x", {"checkpoint_dir_name": None}, {"checkpoint_dir_name": ["a"]})
+    for result in results:
         damage = in_json(SNAPSHOT, partial(dict.update, latest_checkpoint_result=result))
         yield Bad(f"the tracker has {result}", "ray", damage, WORDS["ray"])
     yield Bad("deep", "ray", write(SNAPSHOT, b'{"a":' * 200_000 + b"1" + b"}" * 200_000), WORDS["ray"])
