@@ -1,4 +1,4 @@
-"""Bad inputs of runs: damaged files of a checkpoint, and trackers and states beside it. Cases 74 to 76."""
+"""Bad inputs of runs: damaged files of a checkpoint, and trackers and states beside it. Cases 75 to 77."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def critic(root: Path) -> None:
 
 CASES: tuple[Case, ...] = (
     case(
-        *("74", "trees", "files of runs cut, flipped, too long, missing, or something else"),
+        *("75", "trees", "files of runs cut, flipped, too long, missing, or something else"),
         [
             *each("half", partial(cut, keep=0.5), (*CHECKED, *CELLS, *DESCRIBED, *BESIDE)),
             *each("last byte", partial(cut, keep=1), (*CHECKED, *CELLS, *DESCRIBED, *BESIDE)),
@@ -141,6 +141,6 @@ CASES: tuple[Case, ...] = (
             *each("page", PAGE, CHECKED),
         ],
     ),
-    case_of("75", "trees", "trackers that name what is not there", trackers),
-    case_of("76", "trees", "states of loaders and ranks that cannot be", states),
+    case_of("76", "trees", "trackers that name what is not there", trackers),
+    case_of("77", "trees", "states of loaders and ranks that cannot be", states),
 )
