@@ -18,6 +18,7 @@ from ckptkit.checkpoints.component import Component, join
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.find_components import (
     COMPANION,
+    COPY,
     OF_TRAINING,
     LeftBehind,
     complete_folders,
@@ -322,7 +323,9 @@ class Checkpoint:
             return []
         components = {component.path for component in self.components} - {self.path}
         with translate_os_errors(self.path):
-            return list(left_in(self.path, frozenset(used), components))
+            found = list(left_in(self.path, frozenset(used), components))
+        copy = self.exported
+        return [left._replace(why=COPY) if copy and left.path == copy.path else left for left in found]
 
     @property
     def files_beside(self) -> list[LeftBehind]:

@@ -247,6 +247,7 @@ DEEPSPEED = TrainerFacts(
     steps=(_GLOBAL_STEP, f"{_GLOBAL_STEP}_universal"),
     complete_folders=(_GLOBAL_STEP,),
     trackers=("latest",),
+    states=(r"zero_to_(?:fp32|torch)\.py",),  # scripts that it copies there
     ranks=(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt",),
 )
 
