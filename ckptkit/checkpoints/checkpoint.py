@@ -18,7 +18,7 @@ from ckptkit.checkpoints.component import Component, join
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.find_components import (
     COMPANION,
-    COPY,
+    EXPORTED,
     OF_TRAINING,
     LeftBehind,
     complete_folders,
@@ -325,7 +325,7 @@ class Checkpoint:
         with translate_os_errors(self.path):
             found = list(left_in(self.path, frozenset(used), components))
         copy = self.exported
-        return [left._replace(why=COPY) if copy and left.path == copy.path else left for left in found]
+        return [left._replace(why=EXPORTED) if copy and left.path == copy.path else left for left in found]
 
     @property
     def files_beside(self) -> list[LeftBehind]:

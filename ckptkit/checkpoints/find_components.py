@@ -27,9 +27,9 @@ LINK = "not a regular file"
 HIDDEN = "hidden"
 CHECKPOINT = "a checkpoint of its own"
 WEIGHTS = "weights of another model, or of an earlier save"
-COPY = "another copy of the weights"
 NOT_KNOWN = "not known"
 COMPANION = "config or tokenizer"
+EXPORTED = "exported by the trainer, beside its own states"
 DESCRIPTION = "describes these weights only"
 _BY_NAME = {  # what files of known names are
     TRAINING: trainers.is_training_state,

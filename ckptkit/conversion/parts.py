@@ -11,7 +11,6 @@ from typing import Self
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, join_layouts
 from ckptkit.checkpoints.evidence import gather
-from ckptkit.checkpoints.find_components import COPY
 from ckptkit.conversion.completion import Completed, complete_optimizers
 from ckptkit.conversion.directories import entry_at, files_beside, own_files
 from ckptkit.conversion.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_in
@@ -281,6 +280,6 @@ def without_copy(conversion: Conversion, root: Path) -> Conversion:
     copies = sorted(name for name in conversion.copied_files if reader and reader.owns(name))
     if not copies:
         return conversion
-    notes = [*conversion.notes, *(f"skipped `{name}`: {COPY}" for name in copies)]
+    notes = [*conversion.notes, *(f"skipped `{name}`: another copy of the weights" for name in copies)]
     kept = {name: path for name, path in conversion.copied_files.items() if name not in copies}
     return replace(conversion, copied_files=kept, notes=notes)
