@@ -153,7 +153,8 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.pt.format": {"megatron"},  # a file name of its
     "formats.dcp.model_space": {"megatron"},
     "formats.llmc*": {"llmc"},
-    "names.tables.megatron_args": {"megatron"},
+    "names.tables.megatron_*": {"megatron"},
+    "names.group_map": {"megatron"},  # which keeps that map
     "optimizers.masters": {"megatron"},  # whose names for masters it knows
     "formats.megatron*": {"megatron"},
     "formats.deepspeed*": {"deepspeed"},

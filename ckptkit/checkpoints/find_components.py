@@ -30,6 +30,8 @@ WEIGHTS = "weights of another model, or of an earlier save"
 NOT_KNOWN = "not known"
 COMPANION = "config or tokenizer"
 EXPORTED = "exported by the trainer, beside its own states"
+CHANGES = "how the model was changed, such as by quantizers or pruning"
+LOST = (WEIGHTS, CHANGES)  # what an output may lack
 DESCRIPTION = "describes these weights only"
 _BY_NAME = {  # what files of known names are
     TRAINING: trainers.is_training_state,
@@ -48,7 +50,7 @@ class LeftBehind(NamedTuple):
     @property
     def is_known(self) -> bool:
         """Return whether a rule says that it may stay behind."""
-        return self.why not in (WEIGHTS, NOT_KNOWN)
+        return self.why not in (*LOST, NOT_KNOWN)
 
 
 def is_run(path: Path) -> bool:
@@ -143,9 +145,8 @@ def inner_folders(path: Path) -> list[Path]:
     """Return the directories in a directory that are no checkpoints of their own by their names; [] for a file."""
     if not path.is_dir():
         return []
-    found = folders(path)
-    names = {folder.name for folder in found}
-    return [folder for folder in found if step_of(folder) is None and not trainers.is_kept(folder.name, names)]
+    names = names_in(path)
+    return [folder for folder in folders(path) if step_of(folder) is None and not trainers.is_kept(folder.name, names)]
 
 
 def is_unread(path: Path, reader: FormatReader | None) -> bool:
@@ -228,12 +229,16 @@ def left_in(
             continue
         name = str(path.relative_to(root))
         is_other = step_of(path) is not None and path not in components
-        if path in components and path.is_dir() and not any(path in one.parents for one in used):
+        if trainers.is_change(path.name) and not any(path in one.parents for one in used):
+            yield LeftBehind(path, CHANGES, name)
+        elif path in components and path.is_dir() and not any(path in one.parents for one in used):
             yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
         elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and not is_other:
             yield from left_in(root, used, components, path)
         else:
-            yield LeftBehind(path, TRAINING if folder in components else reason_to_leave(path, names), name)
+            why = TRAINING if folder in components else reason_to_leave(path, names)
+            is_copy = folder is not None and folder.name in trainers.companion_folders()
+            yield LeftBehind(path, EXPORTED if is_copy and why in (WEIGHTS, NOT_KNOWN) else why, name)
 
 
 def is_true_here_only(name: str) -> bool:

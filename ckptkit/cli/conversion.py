@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ckptkit.checkpoints.find_components import WEIGHTS, describe_left
+from ckptkit.checkpoints.find_components import LOST, describe_left
 from ckptkit.cli.output import be_quiet, note, pick, plain, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
@@ -180,7 +180,7 @@ def remarks(done: Converted) -> list[str]:
         lines.append(f"cast {count(list(done.cast.values()).count(change), 'tensor')}: {change}")
     lines += completed(done.completed)
     lines += [f"note: {text}" for text in done.notes]
-    return lines + describe_left([left for left in done.left_behind if left.why != WEIGHTS], "not copied")
+    return lines + describe_left([left for left in done.left_behind if left.why not in LOST], "not copied")
 
 
 def completed(entries: Mapping[str, str]) -> list[str]:

@@ -19,6 +19,7 @@ from ckptkit.files.origin import Origin
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
+from ckptkit.names.group_map import GROUP_MAP
 from ckptkit.names.parameters import (
     is_list_of_names,
     is_list_of_parameters,
@@ -94,7 +95,7 @@ def with_names_for_numbers(checkpoint: Checkpoint) -> tuple[Layout, list[str]]:
 def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
     """Return where each entry shall lie: weights, states and groups by the model's own names, the rest where it is.
 
-    What an optimizer has besides states and groups has no place.
+    What an optimizer has besides states and groups has no place. Raises `Unsupported` for groups by parameter.
     """
     own = {old: new for new, old in weights.came_from.items()}
     ways: dict[str, KeyPath] = {}
@@ -106,6 +107,9 @@ def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
         elif way is None:
             if key[0] not in (MODEL, OPTIMIZER):
                 ways[name] = key
+        elif way[0] == GROUP_MAP:
+            message = f"expected a list of the optimizer's groups, found `{GROUP_MAP}`"
+            raise Unsupported(message, path=layout.root, tensor=name, hint="use `--to dcp` or `--to pt`")
         elif isinstance(way[1], int):
             ways[name] = (OPTIMIZER, *way)
         else:

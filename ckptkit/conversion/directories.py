@@ -17,6 +17,7 @@ from ckptkit.files.path import RemotePath, is_url
 from ckptkit.formats import FORMATS, FormatWriter, get_format
 from ckptkit.layout import Layout
 from ckptkit.models.companions import places_of
+from ckptkit.trainers import is_kept
 from ckptkit.trainers.ckptkit import TRAINING
 
 _HINT = "choose another destination"
@@ -104,7 +105,8 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
     """Return the regular files anywhere in a checkpoint directory, by their names in it, and the names of all others.
 
     What is in `taken`, files and directories, is not among them. Manifests and the marks that a save has ended are
-    not either: they are true of what they describe only. Hidden files are only if a trainer's checkpoint needs them.
+    not either: they are true of what they describe only. Hidden files are only if a trainer's checkpoint needs them, or
+    in a directory that goes along as it is.
     """
     found: dict[str, Path] = {}
     left: list[str] = []
@@ -117,15 +119,18 @@ def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], l
     return found, left
 
 
-def walk(folder: Path, taken: frozenset[Path]) -> Iterator[Path]:
-    """Yield all that is anywhere in a directory, but for directories and what is in `taken`; the deeper the later."""
+def walk(folder: Path, taken: frozenset[Path], *, hidden: bool = False) -> Iterator[Path]:
+    """Yield all that is anywhere in a directory, but for directories and what is in `taken`; the deeper the later.
+
+    With `hidden` no hidden file is left out.
+    """
     there = children(folder)
     names = {path.name for path in there}
-    inside = [path for path in there if path not in taken and not is_left(path.name, names)]
+    inside = [path for path in there if path not in taken and (hidden or not is_left(path.name, names))]
     below = [path for path in inside if path.is_dir() and not path.is_symlink()]
     yield from (path for path in inside if path not in below and not is_true_here_only(path.name))
     for path in below:
-        yield from walk(path, taken)
+        yield from walk(path, taken, hidden=hidden or is_kept(path.name, names))
 
 
 def own_files(layout: Layout) -> list[Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.account import Account
-from ckptkit.checkpoints.find_components import WEIGHTS, LeftBehind, describe_left
+from ckptkit.checkpoints.find_components import LOST, LeftBehind, describe_left
 from ckptkit.conversion.draft import Conversion, Entries
 from ckptkit.destinations.allocation import free_bytes
 from ckptkit.engine.copy import Copied
@@ -131,14 +131,14 @@ def report(conversion: Conversion, seconds: float) -> Converted:
 
 
 def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> list[str]:
-    """Return a warning for each group of tensors, and each file of weights, that no rule or option drops."""
+    """Return a warning for each group of tensors, and each kind of files with states, that no rule or option drops."""
     lines = [
         f"not in the output: `{left.name}`, {count(left.entries, 'entry')}, {format_bytes(left.nbytes)} ({left.why}); "
         f"--include '{left.name}*' writes it alone"
         for left in dropped
         if left.why == UNKNOWN
     ]
-    return lines + describe_left([left for left in left_behind if left.why == WEIGHTS], "not copied")
+    return lines + describe_left([left for left in left_behind if left.why in LOST], "not copied")
 
 
 def count_entries(found: Iterable[Entries]) -> dict[str, int]:

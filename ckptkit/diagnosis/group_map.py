@@ -11,27 +11,30 @@ from collections.abc import Iterator
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.layout import KeyPath, Layout
+from ckptkit.names.group_map import GROUP_MAP, parameter_of
 
-_MAP, _STATE = "param_to_group_meta", "state"
+_STATE = "state"
 
 
 def find_unlisted(case: Case) -> Iterator[Finding]:
     """Yield the parameters that have a state and no entry in the map of groups, and those that have only an entry."""
-    for above, listed in parameters_under(case.layout, _MAP).items():
+    for above, listed in parameters_under(case.layout, GROUP_MAP).items():
         known = parameters_under(case.layout, _STATE).get(above, {})
-        for name in known.keys() - listed.keys():
-            message = f"the optimizer has a state for this parameter, but `{_MAP}` does not list it: its load fails"
-            yield Finding("group_map", ".".join(map(str, (*above, _STATE, name))), message)
-        for name in listed.keys() - known.keys():
-            message = f"`{_MAP}` lists this parameter, but the optimizer has no state for it: its load fails"
-            yield Finding("group_map", ".".join(map(str, (*above, _MAP, name))), message)
+        for parameter in known.keys() - listed.keys():
+            message = (
+                f"the optimizer has a state for this parameter, but `{GROUP_MAP}` does not list it: its load fails"
+            )
+            yield Finding("group_map", ".".join(map(str, (*above, _STATE, known[parameter]))), message)
+        for parameter in listed.keys() - known.keys():
+            message = f"`{GROUP_MAP}` lists this parameter, but the optimizer has no state for it: its load fails"
+            yield Finding("group_map", ".".join(map(str, (*above, GROUP_MAP, listed[parameter]))), message)
 
 
-def parameters_under(layout: Layout, step: str) -> dict[KeyPath, dict[str, None]]:
-    """Return the names that follow `step` in key paths, by the path of the optimizer above."""
-    found: dict[KeyPath, dict[str, None]] = {}
+def parameters_under(layout: Layout, step: str) -> dict[KeyPath, dict[str, str]]:
+    """Return the names that follow `step` in key paths by their parameter, by the path of the optimizer above."""
+    found: dict[KeyPath, dict[str, str]] = {}
     for name in layout.names:
         match layout.key(name):
             case (*above, here, str(parameter), _) if here == step:
-                found.setdefault(tuple(above), {})[parameter] = None
+                found.setdefault(tuple(above), {})[parameter_of(parameter)] = parameter
     return found

@@ -40,7 +40,8 @@ FAMILIES = PluginTable(
         ),
         "torchtitan-0.2": KnownFamily(".tables.torchtitan:BEFORE_0_3", r"layers\.#\.attention\.w([qkv]|kv_a)\.weight"),
         "megatron": KnownFamily(
-            ".tables.megatron:MEGATRON", r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*"
+            ".tables.megatron:MEGATRON",
+            r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*|decoder\.layers\.#\.mixer\.A_log",
         ),
         "meta": KnownFamily(".tables.meta:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
         "torchtune": KnownFamily(".tables.torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"),

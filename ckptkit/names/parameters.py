@@ -13,10 +13,12 @@ from dataclasses import replace
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout, edits
 from ckptkit.layout.recorded_names import PARAM_NAMES
+from ckptkit.names.group_map import GROUP_MAP
 from ckptkit.names.wrappers import own_name
 
 NewName = Callable[[str], str]
 FLATTENED = ("state.", "param_groups.")
+BY_PARAMETER = ("state", GROUP_MAP)
 
 
 def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
@@ -100,7 +102,7 @@ def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[s
         kind, _, rest = last.partition(".")
         name, _, what = rest.rpartition(".")
         return (*key[:-1], f"{kind}.{new_name(name)}.{what}")
-    if len(key) > 2 and key[-3] == "state" and isinstance(key[-2], str) and not key[-2].isdecimal():
+    if len(key) > 2 and key[-3] in BY_PARAMETER and isinstance(key[-2], str) and not key[-2].isdecimal():
         if isinstance(last, str) and last in own:
             return (*key[:-1], new_name(last))
         return (*key[:-2], new_name(key[-2]), last)
@@ -117,7 +119,7 @@ def way_in_optimizer(key: KeyPath) -> KeyPath | None:
         kind, _, rest = last.partition(".")
         name, _, what = rest.rpartition(".")
         return (kind, name, what)
-    if len(key) > 2 and key[-3] in ("state", "param_groups"):
+    if len(key) > 2 and key[-3] in (*BY_PARAMETER, "param_groups"):
         return key[-3:]
     return None
 

@@ -20,6 +20,10 @@ _KEYS = {
     "intermediate": ("intermediate_size",),
     "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
     "shared_intermediate": ("shared_expert_intermediate_size", "moe_intermediate_size"),
+    "mamba_heads": ("mamba_num_heads",),
+    "mamba_width": ("mamba_head_dim",),
+    "mamba_groups": ("n_groups",),
+    "mamba_states": ("ssm_state_size",),
 }
 SYMBOLS = tuple(_KEYS)
 

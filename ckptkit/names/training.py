@@ -16,7 +16,8 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.edits import check_ways
-from ckptkit.names.parameters import FLATTENED, is_list_of_names, is_list_of_parameters
+from ckptkit.names.group_map import GROUP_MAP, HALVES
+from ckptkit.names.parameters import BY_PARAMETER, FLATTENED, is_list_of_names, is_list_of_parameters
 from ckptkit.names.translate import Translated, Turn
 from ckptkit.names.weights import Weights
 from ckptkit.names.wrappers import own_name
@@ -85,19 +86,27 @@ def sort_entries(
     kinds: dict[EntryPlace, ParameterEntries] = {EntryPlace(prefix): ParameterEntries()}
     rest = []
     for name in layout.names:
-        found = (EntryPlace(prefix), weights[name]) if name in weights else find_place(layout.key(name), own)
-        if found is None:
+        found = [(EntryPlace(prefix), weights[name])] if name in weights else find_places(layout.key(name), own)
+        if not found:
             rest.append(name)
-            continue
-        place, parameter = found
-        entries = kinds.setdefault(place, ParameterEntries())
-        if parameter in entries.tensors or parameter in entries.blobs:
-            raise Mismatch(f"`{parameter}` has this state twice", path=layout.root, tensor=name)
-        if name in layout.tensors:
-            entries.tensors[parameter] = layout.tensors[name]
-        else:
-            entries.blobs[parameter] = layout.blobs[name]
+        for place, parameter in found:
+            entries = kinds.setdefault(place, ParameterEntries())
+            if parameter in entries.tensors or parameter in entries.blobs:
+                raise Mismatch(f"`{parameter}` has this state twice", path=layout.root, tensor=name)
+            if name in layout.tensors:
+                entries.tensors[parameter] = layout.tensors[name]
+            else:
+                entries.blobs[parameter] = layout.blobs[name]
     return kinds, rest
+
+
+def find_places(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace, str]]:
+    """Return the kind of an entry of an optimizer with its parameter, or with both halves that were saved apart."""
+    found = find_place(key, own)
+    if found or key[-3:-2] != (GROUP_MAP,):
+        return [found] if found else []
+    place = EntryPlace(key[:-2], "{}", key[-1:])
+    return [half for end in HALVES if (half := choose(place, f"{key[-2]}{end}", own))]
 
 
 def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
@@ -110,7 +119,7 @@ def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
         kind, _, inner = last.partition(".")
         parameter, _, what = inner.rpartition(".")
         return choose(EntryPlace(key[:-1], f"{kind}.{{}}.{what}"), parameter, own)
-    if len(key) < 3 or key[-3] != "state":
+    if len(key) < 3 or key[-3] not in BY_PARAMETER:
         return None
     if isinstance(last, str) and clean(last, own) is not None:
         return choose(EntryPlace(key[:-1]), last, own)

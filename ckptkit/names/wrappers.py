@@ -46,9 +46,11 @@ def unwrapped(name: str) -> str:
 
 
 def own_name(name: str, known: Container[str]) -> str:
-    """Return what a model calls a parameter; of a name that is not `known` without DDP's prefix at its start."""
+    """Return what a model calls a parameter; of a name that is not `known` without DDP's prefixes at its start."""
     own = unwrapped(name)
-    return own if own in known else own.removeprefix(DDP.text)
+    while own not in known and own.startswith(DDP.text):
+        own = own.removeprefix(DDP.text)
+    return own
 
 
 def without_ddp(names: Mapping[str, str]) -> dict[str, str]:

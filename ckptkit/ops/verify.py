@@ -17,7 +17,7 @@ from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.account import describe_account, name_lost, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
 from ckptkit.checkpoints.component import Component, find_unfinished
-from ckptkit.checkpoints.find_components import EXPORTED, WEIGHTS, LeftBehind
+from ckptkit.checkpoints.find_components import EXPORTED, LOST, LeftBehind
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replicas import check_replicas
@@ -200,7 +200,7 @@ def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> li
         return found
     seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})
     left = checkpoint.left_behind(seen)
-    weights = [one.path for one in left if one.why in (WEIGHTS, EXPORTED) and detect_format(one.path)]
+    weights = [one.path for one in left if one.why in (*LOST, EXPORTED) and detect_format(one.path)]
     rest = tuple(one for one in left if one.path not in weights)
     return [replace(found[0], left_behind=rest), *found[1:], *map(look, weights)]
 

@@ -137,6 +137,11 @@ def is_kept(name: str, beside: Iterable[str]) -> bool:
     return any(trainer.kept[name] in beside for trainer in TRAINERS.values() if name in trainer.kept)
 
 
+def is_change(name: str) -> bool:
+    """Return whether a directory of this name says how the modules of the model were changed."""
+    return any(name in trainer.changes for trainer in TRAINERS.values())
+
+
 def step_keys() -> tuple[tuple[str, KeyPath], ...]:
     """Return where a checkpoint says its step: the file, "" for its own entries, and the way to it."""
     return tuple(found for trainer in TRAINERS.values() for found in trainer.step_keys)

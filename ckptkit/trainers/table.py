@@ -87,6 +87,7 @@ SWIFT = TrainerFacts(
 # megatron/training/checkpointing.py, megatron/core/dist_checkpointing: `iter_0000500` with metadata.json, which says
 # how the shards are stored, and DCP in it, or a directory `mp_rank_TT_PPP` for each rank of tensors and pipeline. What
 # all ranks have in common is `common.pt`, since core 0.20 an entry of the shards, and its tokenizer is in `tokenizer`.
+# `fsdp_dtensor` and `torch_dcp` are DCP alone, without metadata.json: only the keys tell.
 _BUCKET = r"(?:chained_[0-9]+\.)?optimizer\.distributed\..*bucket_idx_.*"
 _OPAQUE = "the optimizer does not name the parameters of its states: the states are copied unchanged"
 
@@ -96,6 +97,7 @@ MEGATRON = TrainerFacts(
         Mark("Megatron-Bridge", files=(r"run_config\.yaml|train_state\.pt",)),
         Mark("Megatron", files=("mp_rank_[0-9]{2}(?:_[0-9]{3})*",)),
         Mark("Megatron", json=("metadata.json", "sharded_backend")),
+        Mark("Megatron", keys=("args", "checkpoint_version")),
     ),
     steps=("iter_([0-9]{1,18})",),
     trackers=("latest_checkpointed_iteration.txt",),
@@ -107,8 +109,11 @@ MEGATRON = TrainerFacts(
     },
     opaque={_BUCKET: _OPAQUE, r"rank_state\.[0-9]+\.(?:distrib_optim|optimizer)\..*": _OPAQUE},
     companions=("tokenizer", "hf"),
-    states=(r"train_state\.pt", r"metadata\.json", r"run_config\.yaml"),
-    # of Megatron-Bridge
+    # modelopt/torch/opt/plugins/mcore_dist_checkpointing.py: DCP of its own, for quantizers and pruned modules
+    kept={"modelopt_state": ".metadata"},
+    changes=("modelopt_state",),
+    states=(r"train_state\.pt", r"metadata\.json", r"(?:modelopt_)?run_config\.yaml"),
+    # of Megatron-Bridge, which with `also_save_hf_checkpoint` puts a model into `hf`, too
     own_state=(r"train_dataloader_dprank([0-9]{3,9})\.pt", r"layer_wise_optimizer_([0-9]{1,9})\.pt"),
     beside={r"common\.pt": ""},
     step_keys=(("", ("iteration",)), ("", ("common_state/shard_0_1", 0, "iteration"))),

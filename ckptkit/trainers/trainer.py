@@ -114,6 +114,8 @@ class TrainerFacts:
     others: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
     kept: Mapping[str, str] = field(default_factory=dict)
+    # Of the directories that are copied unchanged, those that say how the modules of the model were changed.
+    changes: tuple[str, ...] = ()
 
     # Directories that are complete only with a marker: a pattern of `PARENT/NAME`, and the name of the marker's file.
     markers: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Bad inputs of the trees that came up in 2026: files cut and lost, and maps that cannot be. Cases 69 to 73."""
+"""Bad inputs of the trees that came up in 2026: files cut and lost, and maps that cannot be. Cases 69 to 74."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from tests.faults.bad_inputs import FLIP, PAGE, Files
 from tests.faults.cases import Case
 from tests.faults.damage import LFS_POINTER, Damage, append, cut, remove, write
+from tests.faults.forged import forge
 from tests.faults.subjects import CONSOLIDATE, CONVERT, VERIFY
 from tests.faults.trials import Bad, case, case_of
 
 SECONDS, MEMORY = 10.0, 512 << 20
 MAP, LAYERS = "mp_rank_00_model_states.pt", "ds_autoep_layers"
 ARRAY = "params.head.weight"
+GATE = "model.module.decoder.layers.0.mlp.linear_fc1.weight_w"
 
 CHECKED: Files = (  # data with checksums
     ("prime", "trainer/__0_1.distcp"),
@@ -28,6 +31,7 @@ CHECKED: Files = (  # data with checksums
     ("miles", "optimizer/__0_0.distcp"),
     ("automodel", "optim/__0_1.distcp"),
     ("core", "__0_1.distcp"),
+    ("fsdp_dtensor", "__0_0.distcp"),
     ("auto_tp", "mp_rank_01_model_states.pt"),
     ("auto_tp", "zero_pp_rank_1_mp_rank_01_optim_states.pt"),
     ("auto_ep", "layer_0_expert_3_mp_rank_00_model_states.pt"),
@@ -36,7 +40,8 @@ UNCHECKED: Files = (("automodel", "model/shard-00001-model-00001-of-00001.safete
 CELLS: Files = (("ocdbt", "d/*"), ("zarr", f"{ARRAY}/1.1"))
 DESCRIBED: Files = (
     *(("prime", "trainer/.metadata"), ("miles", "model/.metadata"), ("miles", "optimizer/.metadata")),
-    *(("automodel", "optim/.metadata"), ("core", ".metadata"), ("auto_tp", MAP), ("auto_ep", MAP)),
+    *(("automodel", "optim/.metadata"), ("core", ".metadata"), ("fsdp_dtensor", ".metadata")),
+    *(("auto_tp", MAP), ("auto_ep", MAP)),
     *(("ocdbt", "_METADATA"), ("ocdbt", "manifest.ocdbt"), ("zarr", "_METADATA"), ("zarr", f"{ARRAY}/.zarray")),
 )
 # by which what is missing or damaged is named, where the name of its file is not known
@@ -172,6 +177,28 @@ def maps() -> Iterator[Bad]:
     )
 
 
+def boxed(*boxes: tuple[int, int]) -> Damage:
+    """Let the boxes of the gates, from the last one on, begin at other rows and have another number of them."""
+
+    def change(metadata: Metadata) -> None:
+        entry: Any = metadata.state_dict_metadata[GATE]
+        chunks = entry.chunks[-len(boxes) :]
+        places = [metadata.storage_data.pop(MetadataIndex(GATE, chunk.offsets)) for chunk in chunks]
+        for chunk, place, (first, rows) in zip(chunks, places, boxes, strict=True):
+            chunk.offsets, chunk.sizes = torch.Size([first, 0]), torch.Size([rows, 12])
+            metadata.storage_data[MetadataIndex(GATE, chunk.offsets)] = place
+
+    return forge(change)
+
+
+def rows() -> Iterator[Bad]:
+    """Boxes of uneven rows that cannot be: the tensor has 24, of which one is in the first box."""
+    for box in ((2, 23), (0, 23), (1, 22), (1, 24), (2, 22), (-1, 23), (1 << 40, 23), (1, 0), (1, -1), (24, 0)):
+        yield bad(f"{box[1]} rows from row {box[0]}", "fsdp_dtensor", boxed(box), "linear_fc1.weight_w")
+    yield bad("even boxes", "fsdp_dtensor", boxed((0, 12), (12, 12)), "linear_fc1.weight_w")
+    yield bad("boxes the other way round", "fsdp_dtensor", boxed((1, 23), (0, 1)), "linear_fc1.weight_w")
+
+
 def negate(key: str, said: dict[str, Any]) -> None:
     said[key] = not said[key]
 
@@ -230,4 +257,5 @@ CASES: tuple[Case, ...] = (
     ),
     case_of("72", "trees", "maps of AutoTP and layers of AutoEP that cannot be", maps),
     case_of("73", "trees", "orbax's arrays that cannot be", arrays),
+    case_of("74", "trees", "boxes of Megatron-FSDP's rows that cannot be", rows),
 )

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from argparse import Namespace
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from tests.faults.trained import MAKERS as EARLIER
 from tests.faults.trained import OWN_NAMES as EARLIER_NAMES
@@ -96,6 +100,52 @@ def core(root: Path, _: Truth, step: int, __: int) -> Truth:
     save_dcp({**state, **averages, "common_state/shard_0_1": common}, root, flat=False)
     (root / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     return state | averages
+
+
+class Uneven(Tensor):
+    """A tensor in two boxes of rows, the first of one row: Megatron-FSDP's flat buffers cut parameters like that."""
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [self.write_item(name, first, end) for first, end in pairwise((0, 1, len(self)))]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        rows = self.as_subclass(Tensor)
+        return rows[1:] if index.offset and index.offset[0] else rows[:1]
+
+    def write_item(self, name: str, first: int, end: int) -> WriteItem:
+        """What a rank that has these rows hands to DCP."""
+        above = self.shape[1:]
+        box = ChunkStorageMetadata(torch.Size([first, *[0] * len(above)]), torch.Size([end - first, *above]))
+        data = TensorWriteData(box, TensorProperties(self.dtype), self.shape)
+        return WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def fsdp_dtensor(root: Path, _: Truth, step: int, __: int) -> Truth:
+    """Megatron-FSDP of core 0.20: DCP of uneven rows, with the optimizer's groups by parameter.
+
+    A gated layer is two tensors in the model and in the states, and one parameter in the map of groups.
+    """
+    layer = "decoder.layers.0"
+    state = {
+        "embedding.word_embeddings.weight": torch.randn(48, 12),
+        f"{layer}.self_attention.linear_qkv.weight": torch.randn(36, 12),
+        f"{layer}.mlp.linear_fc1.weight_w": torch.randn(24, 12),
+        f"{layer}.mlp.linear_fc1.weight_v": torch.randn(24, 12),
+        f"{layer}.mlp.linear_fc2.weight": torch.randn(12, 24),
+        "decoder.final_layernorm.weight": torch.randn(12),
+    }
+    model = {f"module.{name}": value for name, value in state.items()}
+    states = {f"module.module.module.{name}": value for name, value in moments(state).items()}
+    groups = {name.removesuffix("_w").removesuffix("_v"): {"lr": 0.1, "step": step} for name in states}
+    averages = {name: {"exp_avg": value.as_subclass(Uneven)} for name, value in states.items()}
+    saved = {
+        "model": {name: value.as_subclass(Uneven) for name, value in model.items()},
+        "optimizer": {"state": averages, "param_to_group_meta": groups},
+        "rng_state": {"(0, 0)": [{"np_rng_state": "MT19937"}]},
+    }
+    save_dcp({**saved, "args": Namespace(num_layers=1), "checkpoint_version": 3.0, "iteration": step}, root)
+    truth = {f"optimizer.state.{name}.exp_avg": value for name, value in states.items()}
+    return flat_names(model, "model") | truth
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
@@ -188,7 +238,7 @@ def zarr(root: Path, state: Truth, _: int, __: int) -> Truth:
 
 
 TREES: dict[str, Make] = {
-    make.__name__: make for make in (prime, miles, automodel, core, auto_tp, auto_ep, ocdbt, zarr)
+    make.__name__: make for make in (prime, miles, automodel, core, fsdp_dtensor, auto_tp, auto_ep, ocdbt, zarr)
 }
 MAKERS = EARLIER | TREES
-OWN_NAMES = EARLIER_NAMES | {"core", "ocdbt", "zarr"}
+OWN_NAMES = EARLIER_NAMES | {"core", "fsdp_dtensor", "ocdbt", "zarr"}

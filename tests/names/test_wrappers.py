@@ -14,6 +14,8 @@ def test_what_wrappers_put_into_names_goes_wherever_it_stands() -> None:
 def test_a_word_of_the_models_own_stays() -> None:
     assert own_name("module.weight", {"module.weight"}) == "module.weight"
     assert own_name("module._orig_mod.weight", {"weight"}) == "weight"
+    assert own_name("module.module.weight", {"module.weight"}) == "module.weight"
+    assert own_name("module.module.weight", {"weight"}) == "weight"
 
 
 def test_ddp_is_taken_off_as_often_as_it_stands_before_all() -> None:

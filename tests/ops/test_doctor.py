@@ -376,10 +376,21 @@ def test_parameters_that_never_had_a_gradient(produce: Produce, tmp_path: Path) 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_map_of_groups_that_does_not_fit_the_states(tmp_path: Path) -> None:
-    """As Megatron-FSDP saves an optimizer: `distrib_optimizer.py` of megatron-core 0.20, which needs a GPU to run."""
+    """As Megatron-FSDP saves an optimizer: `distrib_optimizer.py` of megatron-core 0.20, which needs a GPU to run.
+
+    Weights and states are in pieces, or have the names of another version; `fsdp_dtensor_checkpoint.py` makes these.
+    """
     weights = {f"module.{name}.weight": torch.ones(2) for name in "abc"}
-    states = {name: {"exp_avg": value} for name, value in weights.items()}
-    groups = {name: {"lr": 1e-3, "step": 7} for name in weights}
+    pieces = {
+        "mlp.experts.linear_fc1.weight1": ("mlp.experts.linear_fc1.weight1_w", "mlp.experts.linear_fc1.weight1_v"),
+        "in_proj.weight": tuple(f"in_proj.weight.{name}" for name in ("query", "key", "value", "z", "beta", "alpha")),
+        "linear_qkv_down_proj.weight": ("linear_q_down_proj.weight", "linear_kv_down_proj.weight"),
+        "self_attention.linear_qkv_down_proj.layer_norm_weight": ("input_layernorm.weight",),
+        "mtp.layers.0.mtp_model_layer.weight": ("mtp.layers.0.transformer_layer.weight",),
+    }
+    saved = [f"module.{piece}" for several in pieces.values() for piece in several]
+    states = {name: {"exp_avg": torch.ones(2)} for name in (*weights, *saved)}
+    groups = {name: {"lr": 1e-3, "step": 7} for name in (*weights, *(f"module.{name}" for name in pieces))}
     good = {"state": states, "param_to_group_meta": groups}
     dcp.save({"model": weights, "optimizer": good}, checkpoint_id=tmp_path / "good", no_dist=True)
     assert "group_map" not in {one.code for one in doctor(tmp_path / "good").findings}

@@ -73,7 +73,7 @@ def megatron_models(root: Path) -> Truth:
     """A run `TYPE/WAY` of each type and way to save it, and the legacy `TYPE/legacy`, `mixtral/legacy-expert`.
 
     Those of tensors have an optimizer, whose `exp_avg` is twice the weight.
-    The truth has `TYPE:NAME` for each tensor as modules call it, and `TYPE:logits` of `TOKENS`.
+    The truth has `TYPE:NAME` for each tensor as modules call it, and `TYPE:logits` of `TOKENS`. So has the hybrid one.
     """
     return _on_ranks(2, _save_all, root)
 
@@ -83,6 +83,8 @@ def _save_all(root: Path) -> Mapping[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
+
+    from tests.trainers.produced_megatron_hybrid import HYBRID, save_hybrid
 
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     moe_utils.te_general_gemm = None  # it asks for it also where Transformer Engine is not installed
@@ -108,7 +110,7 @@ def _save_all(root: Path) -> Mapping[str, Any]:
             elif split == "expert" and model_type == "mixtral":
                 _save_legacy(model, root / model_type / "legacy-expert", 0, dist.get_rank(), args)
         parallel_state.destroy_model_parallel()
-    return truth
+    return truth | save_hybrid(root / HYBRID)
 
 
 def _model(model_type: str, sizes: Mapping[str, int]) -> Any:

@@ -3,7 +3,8 @@
 Source: megatron/core/tensor_parallel/layers.py, transformer/{attention,mlp}.py, transformer/moe/{experts,router}.py: a
 ColumnParallelLinear has rows of its weight and of its bias on each rank, a RowParallelLinear columns of its weight and
 all of its bias. Of a gated layer each rank has its gates and then what they gate. Queries, keys and values lie by
-groups, of which each rank has whole ones. The names before Megatron-Core are those of megatron/legacy/model.
+groups, of which each rank has whole ones. The names before Megatron-Core are those of megatron/legacy/model. Of Mamba
+(megatron/core/ssm/mamba_mixer.py) each rank has some heads and groups: rows of z, x, B, C and dt one after another.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ _RULES: JoinRules = (
     (r".*\.eh_proj\.weight", BY_ROWS),
     (r".*\.(enorm|hnorm)\.weight", COPIED),
     (r"(.*\.)?rotary_pos_emb\.inv_freq", COPIED),
+    (r".*\.mixer\.(A_log|D|dt_bias|norm\.weight)", BY_ROWS),
+    (r".*\.mixer\.out_proj\.weight", BY_COLUMNS),
+    (r"(.*\.)?(final_)?norm\.weight", COPIED),
 )
+_MAMBA = re.compile(r"(.*\.mixer\.)(?:(in_proj\.weight)|conv1d[._](?:weight|bias))")
 _FIRST = re.compile(r"(.*\.)(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)([0-9]*)")
 _SECOND = ("linear_fc2", "dense_4h_to_h")
 _NARROWED = re.compile(r"(?:.*\.)?linear_(q|kv)_down_proj\.weight")
@@ -48,6 +53,10 @@ def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str
     narrow = _NARROWED.fullmatch(name)
     if narrow is not None:
         return rule_for_narrowed(specs[name].shape[0], ranks, [args.get(size) for size in _SIZES[narrow[1]]])
+    mamba = _MAMBA.fullmatch(name)
+    if mamba is not None:
+        others = specs.get(f"{mamba[1]}out_proj.weight"), specs.get(f"{mamba[1]}dt_bias")
+        return rule_for_mamba(specs[name].shape[0], others, has_gates=mamba[2] is not None)
     match = _FIRST.fullmatch(name)
     if match is None:
         return find_rule(name, _RULES, ranks)
@@ -61,6 +70,22 @@ def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str
             f"expected {inner} or {2 * inner} rows on each rank (columns of the next layer), found {rows}", tensor=name
         )
     return BY_HALVES if rows == 2 * inner else BY_ROWS
+
+
+def rule_for_mamba(rows: int, others: tuple[Spec | None, Spec | None], *, has_gates: bool) -> JoinRule:
+    """Return how ranks share a layer of Mamba that has rows of x, B and C, and with gates of z and dt, too.
+
+    `others` are the projection of the output, whose columns are the channels of x, and dt's bias, one for each head.
+    """
+    out, bias = others
+    if out is None or bias is None or len(out.shape) != 2 or len(bias.shape) != 1:
+        raise Unsupported("the shapes of out_proj and dt_bias say where its parts begin, and one of these is missing")
+    (inner, heads) = out.shape[1], bias.shape[0]
+    front, back = ((inner, inner), (heads,)) if has_gates else ((inner,), ())
+    states, odd = divmod(rows - sum(front) - sum(back), 2)
+    if odd or states < 0:
+        raise Corrupt(f"expected rows of {inner} channels and {heads} heads, found {rows}")
+    return JoinRule(0, extents=(*front, states, states, *back))
 
 
 def rule_for_narrowed(rows: int, ranks: int, sizes: Sequence[object]) -> JoinRule:

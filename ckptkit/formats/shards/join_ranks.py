@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import FlatState
@@ -22,11 +22,12 @@ class JoinRule:
     """A way in which ranks share a tensor: cut along `axis`, None for a copy on each.
 
     With `sections` each rank's part is so many equal ones one after another along the axis, such as a gate and what it
-    gates, and those of all ranks that belong together follow one another in the whole.
+    gates, and those of all ranks that belong together follow one another in the whole. With `extents` they are so long.
     """
 
     axis: int | None
     sections: int = 1
+    extents: tuple[int, ...] = ()
 
 
 COPIED = JoinRule(None)
@@ -57,7 +58,7 @@ def join_ranks(parts: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
             raise Corrupt(f"expected a tensor that fits {first} of another rank, found {part.spec}")
     if len(first.shape) <= rule.axis:
         raise Corrupt(f"expected a tensor that ranks split along axis {rule.axis}, found {first}")
-    sections = zip(*(cut_in(part, rule.axis, rule.sections) for part in parts), strict=True)
+    sections = zip(*(cut_in(part, rule.axis, rule) for part in parts), strict=True)
     joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
 
@@ -86,9 +87,10 @@ def as_lost(flat: FlatState, path: str) -> FlatState:
     return FlatState(lost, {}, flat.keys)
 
 
-def cut_in(tensor: StoredTensor, axis: int, count: int) -> list[StoredTensor]:
-    """Return the `count` equal sections of a tensor, one after another along an axis."""
-    extent = tensor.spec.shape[axis] // count
-    if extent * count != tensor.spec.shape[axis]:
-        raise Corrupt(f"expected {count} equal parts along axis {axis}, found {tensor.spec}")
-    return [cut(tensor, axis, i * extent, (i + 1) * extent) for i in range(count)]
+def cut_in(tensor: StoredTensor, axis: int, rule: JoinRule) -> list[StoredTensor]:
+    """Return the sections of a rank's part, one after another along an axis."""
+    extents = rule.extents or (tensor.spec.shape[axis] // rule.sections,) * rule.sections
+    if sum(extents) != tensor.spec.shape[axis]:
+        parts = f"parts of {', '.join(map(str, rule.extents))}" if rule.extents else f"{rule.sections} equal parts"
+        raise Corrupt(f"expected {parts} along axis {axis}, found {tensor.spec}")
+    return [cut(tensor, axis, start, stop) for start, stop in pairwise((0, *accumulate(extents)))]

@@ -1,4 +1,4 @@
-"""Know the names of Megatron-Core's GPT models, however they were saved, and map them to the Hub's.
+"""Know the names of Megatron-Core's models, however they were saved, and map them to the Hub's.
 
 Source: `sharded_state_dict` in megatron/core/transformer/{transformer_block,transformer_layer,mlp}.py and
 moe/experts.py, and fsdp_dtensor_checkpoint.py. `torch_dist` has layers that are alike stacked in one tensor, and so
@@ -20,12 +20,14 @@ from ckptkit.names.outline import outline_of
 from ckptkit.names.rule import Rule, with_bias
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.steps import Concatenated, Cropped, Grouped
+from ckptkit.names.tables import megatron_hybrid as hybrid
 from ckptkit.names.tables.megatron_args import LAYERNORM_1P, ZERO_CENTERED, check
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "glm4_moe")
 _WITH_BIAS = ("glm4_moe",)  # of the router
+_TYPES = (*_DENSE, *_MIXTURES, *hybrid.TYPES)
 
 _IN_LAYER = "decoder.layers[.{layer}]."
 _ATTENTION = _IN_LAYER + "self_attention."
@@ -35,7 +37,9 @@ _BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
     """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
-    model = sizes.require_type("Megatron", _DENSE + _MIXTURES)
+    model = sizes.require_type("Megatron", _TYPES)
+    if model in hybrid.TYPES:
+        return hybrid.rules()
     is_mixture = model in _MIXTURES
     return (
         Rule.of("embedding.word_embeddings.weight", "model.embed_tokens.weight", Cropped("vocabulary")),
@@ -56,8 +60,10 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def written_as(name: str, sizes: Sizes) -> str:
-    """Return what a layer without experts calls the norm before them: it lies inside of `linear_fc1`."""
+    """Return what a layer calls its norm: without experts that before them lies inside of `linear_fc1`."""
     outline, layer = outline_of(name)
+    if outline == "decoder.layers.#.norm.weight":
+        return name.replace("norm.weight", hybrid.norm_of(layer[0], sizes))
     if outline != "decoder.layers.#.pre_mlp_layernorm.weight":
         return name
     has_norm = sizes.model_type in _MIXTURES and has_experts(layer[0], sizes)
@@ -134,7 +140,7 @@ MEGATRON = Family(
     drops=(r".*\._extra_state", r"(.*\.)?rotary_pos_emb\.inv_freq", r".*\.router\.local_tokens_per_expert"),
     rules=rules,
     written_as=written_as,
-    types=_DENSE + _MIXTURES,
+    types=_TYPES,
     check=check,
     files=files,
     told_by_files=ZERO_CENTERED,

@@ -19,12 +19,22 @@ from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.layout import Blob, Layout
 from ckptkit.names.sizes import Sizes
+from ckptkit.names.tables import megatron_hybrid as hybrid
 
 COMMON, _ARGS = "common.pt", "args"
 _INSIDE = "common_state/shard_0_1"  # since core 0.20: a list with the dict that was in `common.pt` before
 LAYERNORM_1P = "apply_layernorm_1p"
 ZERO_CENTERED = ("gemma",)  # types whose norms lie around zero on the Hub
 _OF_GPT = frozenset("*-E|")  # in the pattern of a HybridModel: what a GPT has, and where stages of a pipeline begin
+_ACTIVATION = "relu2"  # what transformers calls it, and its default for these types
+_TENSOR_PARALLEL = "tensor_model_parallel_size"
+_JOINED = "megatron"  # the format of files of ranks, whose tensors are joined by rules
+_OF_MAMBA = [
+    ("mamba_num_heads", "mamba_heads"),
+    ("mamba_head_dim", "mamba_width"),
+    ("mamba_num_groups", "mamba_groups"),
+    ("mamba_state_dim", "mamba_states"),
+]
 _SWITCHES = {
     "rotary_interleaved": "the rotary embeddings are interleaved, and no model on the Hub has that for this type",
     "attention_output_gate": "queries have gates",
@@ -35,14 +45,20 @@ _SWITCHES = {
 def check(checkpoint: Layout, sizes: Sizes) -> None:
     """Raise `Mismatch` for arguments that contradict a config, `Unsupported` where more than names would change."""
     args = read_args(checkpoint)
-    check_pattern(args.get("hybrid_layer_pattern"))
+    is_hybrid = sizes.model_type in hybrid.TYPES
+    pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    if is_hybrid:
+        check_hybrid(checkpoint, args, pattern, sizes)
+    else:
+        check_pattern(pattern)
     for name, said, wanted in list_numbers(args, sizes):
         if said != wanted:
             hint = "check that config.json belongs to this model"
             raise Mismatch(f"expected {name} {wanted} (config.json), found {said} in Megatron's arguments", hint=hint)
-    if args.get("swiglu") is False:
+    if args.get("swiglu") is is_hybrid:
+        gates = "no gated" if is_hybrid else "gated"
         raise Mismatch(
-            f"Megatron's arguments say swiglu False, but a model of type `{sizes.model_type}` has gated layers"
+            f"Megatron's arguments say swiglu {is_hybrid}, but a model of type `{sizes.model_type}` has {gates} layers"
         )
     for name, meaning in _SWITCHES.items():
         if args.get(name) is True:
@@ -59,10 +75,35 @@ def check_pattern(pattern: object) -> None:
     raise Unsupported(message, hint=to_gpt if set(pattern) <= _OF_GPT else "pass --names keep to keep the names")
 
 
+def check_hybrid(checkpoint: Layout, args: Mapping[str, Any], pattern: object, sizes: Sizes) -> None:
+    """Raise `Mismatch` for a pattern of other layers than a config calls for, `Unsupported` for rows in no known order.
+
+    A pattern has `|` where a stage of a pipeline begins, and behind `/` the layers that predict further tokens.
+    """
+    kinds = hybrid.kinds_of(sizes)
+    said = pattern.partition("/")[0].replace("|", "") if isinstance(pattern, str) and pattern else kinds
+    if said != kinds:
+        hint = "check that config.json belongs to this model"
+        raise Mismatch(f"expected the layers {kinds} (config.json), found {said} in Megatron's arguments", hint=hint)
+    positions = args.get("position_embedding_type")
+    if positions not in (None, "none"):
+        has = f"a model of type `{sizes.model_type}` has none"
+        message = f"Megatron's arguments say position_embedding_type {positions}, but {has}"
+        raise Unsupported(message, hint="pass --names keep to keep the names")
+    if args.get("squared_relu") is False and sizes.text.get("mlp_hidden_act", _ACTIVATION) == _ACTIVATION:
+        wanted = f"expected squared_relu True ({_ACTIVATION} in config.json)"
+        raise Mismatch(f"{wanted}, found False in Megatron's arguments")
+    whole = next((name for name in checkpoint.tensors if name.endswith(f".mixer.{hybrid.IN_PROJ}")), None)
+    if whole is not None and checkpoint.format != _JOINED and args.get(_TENSOR_PARALLEL) != 1:
+        message = f"the order of its rows depends on {_TENSOR_PARALLEL}, which is not 1 in Megatron's arguments"
+        raise Unsupported(message, tensor=whole, hint="save it as torch_dist, which has a tensor for each kind of rows")
+
+
 def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
     """Yield the numbers that arguments say, each with the one that the config calls for."""
     groups = "num_attention_heads" if args.get("group_query_attention") is False else "num_query_groups"
-    symbols = [("num_layers", "layers"), ("hidden_size", "hidden"), ("num_attention_heads", "heads")]
+    symbols = [("hidden_size", "hidden"), ("num_attention_heads", "heads")]
+    symbols += _OF_MAMBA if sizes.model_type in hybrid.TYPES else [("num_layers", "layers")]
     for name, symbol in [*symbols, (groups, "key_heads")]:
         if type(args.get(name)) is int:
             yield name, args[name], sizes[symbol]

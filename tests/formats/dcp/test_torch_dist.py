@@ -11,15 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.find_components import CHANGES, EXPORTED
+from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.ops.consolidate import consolidate
+from ckptkit.ops.doctor import doctor
 from ckptkit.ops.manifest import make_manifest
 from ckptkit.ops.verify import verify
 from tests.conftest import Produce, Produced
+from tests.faults.trained import Truth
+from tests.faults.trees import core, fsdp_dtensor
 from tests.formats.contract import assert_same, raw_bytes
 from tests.trainers.produced_megatron import STEP, VARIANTS, load, megatron, model_space
 
@@ -131,12 +137,12 @@ def test_a_flipped_bit_in_a_flattened_moment_is_found(produce: Produce, tmp_path
 # -- what other options of the library leave, by its names ------------------------------------------------------------
 
 
-def save_flat(root: Path, state: dict[str, Any], backend: str = "torch_dist", *, flat: bool = True) -> Path:
+def save_flat(root: Path, state: dict[str, Any]) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=not flat)
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
         dcp.save(state, checkpoint_id=root, planner=planner, no_dist=True)
-    (root / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
+    (root / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     return root
 
 
@@ -155,21 +161,43 @@ def test_buckets_are_carried_as_they_are_and_that_is_said(tmp_path: Path) -> Non
     assert torch.equal(ckptkit.open(tmp_path / "resharded")[bucket].torch(), state[bucket])
 
 
-def test_layers_with_numbers_of_their_own(tmp_path: Path) -> None:
-    """`--ckpt-format fsdp_dtensor`: an ordinary DCP with key paths, in which a gated layer is two tensors."""
-    names = [f"module.decoder.layers.{i}.mlp.linear_fc1.weight_{part}" for i in range(2) for part in "wv"]
-    model = {name: torch.randn(4, 3) for name in names}
-    state = {
-        "model": model,
-        "optimizer": {"state": {name: {"exp_avg": torch.ones(4, 3)} for name in names}},
-        "iteration": 3,
-    }
-    root = save_flat(tmp_path / STEP, state, "fsdp_dtensor", flat=False)
+@pytest.fixture
+def fsdp(tmp_path: Path) -> tuple[Path, Truth]:
+    """What Megatron-FSDP saves with `--ckpt-format fsdp_dtensor`: DCP with key paths, without metadata.json."""
+    root = tmp_path / STEP
+    return root, fsdp_dtensor(root, {}, 3, 2)
+
+
+def test_layers_with_numbers_of_their_own(fsdp: tuple[Path, Truth], tmp_path: Path) -> None:
+    root, truth = fsdp
     found = ckptkit.inspect(root)
-    assert (found.trainer, found.step, found.groups["model"].entries) == ("Megatron", 3, 4)
+    assert (found.trainer, found.step, found.groups["model"].entries) == ("Megatron", 3, 6)
+    assert not doctor(root).findings
     opened = ckptkit.open(consolidate(root, tmp_path / "out", names="keep").output)
-    expected = {name.removeprefix("module."): value for name, value in model.items()}
-    assert_same({name: lazy.torch() for name, lazy in opened.items()}, dict(sorted(expected.items())))
+    above = "model.module."
+    expected = {name.removeprefix(above): value for name, value in sorted(truth.items()) if name.startswith(above)}
+    assert_same({name: lazy.torch() for name, lazy in opened.items()}, expected)
+
+
+def test_states_and_groups_of_megatron_fsdp_follow_their_weights(fsdp: tuple[Path, Truth], tmp_path: Path) -> None:
+    """Which have `module.` twice more than the model, and one group for both halves of a gated layer."""
+    root, truth = fsdp
+    base = {"model_type": "llama", "hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 3}
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 24, "vocab_size": 48, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(base | sizes))
+    done = ckptkit.convert(root, tmp_path / "out", to="dcp", names="hub", base=str(tmp_path))
+    saved = ckptkit.open(done.output)
+    state = "optimizer.state"
+    for hub, own in {"gate_proj": "linear_fc1.weight_w", "up_proj": "linear_fc1.weight_v"}.items():
+        layer = f"{state}.model.layers.0.mlp.{hub}.weight.exp_avg"
+        old = f"{state}.module.module.module.decoder.layers.0.mlp.{own}.exp_avg"
+        assert torch.equal(saved[layer].torch(), truth[old])
+    weights = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    assert {name for name in saved if name.startswith(state)} == {f"{state}.{name}.exp_avg" for name in weights}
+    groups = {f"optimizer.param_to_group_meta.{name}.{key}" for name in weights for key in ("lr", "step")}
+    assert {name for name in ckptkit.inspect(done.output).layout.blobs if "group_meta" in name} == groups
+    with pytest.raises(Unsupported, match="found `param_to_group_meta`"):
+        ckptkit.convert(root, tmp_path / "universal", to="universal")
 
 
 def test_what_all_ranks_share_is_a_part_of_it(made: Produced, tmp_path: Path) -> None:
@@ -186,6 +214,47 @@ def test_what_all_ranks_share_is_a_part_of_it(made: Produced, tmp_path: Path) ->
     assert state["optimizer"]["param_groups"][0]["lr"] == 1e-3
     weights = {key for key in state if key.startswith(("dec", "emb", "out")) and "_extra_state" not in key}
     assert state["optimizer"]["state"]["exp_avg"].keys() == weights
+
+
+def save_bridge(root: Path) -> None:
+    """A step as `save_checkpoint` in megatron/bridge/training/checkpointing.py leaves it, of 067f987, August 2026.
+
+    With `save_tokenizer_assets` and `also_save_hf_checkpoint`; the model in `hf` is another one here.
+    """
+    core(root, {}, 3, 2)
+    for folder in ("tokenizer", "hf"):
+        (root / folder).mkdir()
+        (root / folder / "tokenizer.json").write_text("{}")
+    (root / "run_config.yaml").write_text("model: {}")
+    torch.save({"step": torch.tensor(3)}, root / "train_state.pt")
+    (root / "hf" / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    (root / "hf" / "README.md").write_text("a model")
+    save_file({"model.norm.weight": torch.ones(2)}, root / "hf" / "model.safetensors")
+
+
+def test_strict_knows_what_megatron_bridge_leaves(tmp_path: Path) -> None:
+    save_bridge(tmp_path / STEP)
+    done = consolidate(tmp_path / STEP, tmp_path / "out", names="keep", strict=True)
+    assert {(left.name, left.why) for left in done.left_behind if left.name.startswith("hf")} == {
+        (f"hf/{name}", EXPORTED) for name in ("model.safetensors", "README.md")
+    }
+    assert not done.warnings
+
+
+def test_a_state_of_modelopt_is_no_weights_and_is_not_lost(tmp_path: Path) -> None:
+    """As `save_sharded_modelopt_state` in modelopt/torch/opt/plugins/mcore_dist_checkpointing.py leaves it."""
+    root = tmp_path / STEP
+    save_bridge(root)
+    save_flat(root / "modelopt_state", {"common_state/shard_0_1": [{"modelopt_version": "0.40"}]})
+    done = consolidate(root, tmp_path / "out", names="keep")
+    assert done.warnings == [f"not copied: modelopt_state ({CHANGES})"]
+    with pytest.raises(Mismatch, match="`modelopt_state` would not be copied"):
+        consolidate(root, tmp_path / "strict", names="keep", strict=True)
+    again = ckptkit.reshard(root, tmp_path / "again", to=2).output
+    files = sorted(path.name for path in (root / "modelopt_state").iterdir())
+    assert sorted(path.name for path in (again / "modelopt_state").iterdir()) == files
+    sound = [part.path.name for part in verify(again) if not part.problems]
+    assert sound == ["again", "model.safetensors", "modelopt_state"]
 
 
 @pytest.mark.parametrize("kind", ["nemo", "bridge"])

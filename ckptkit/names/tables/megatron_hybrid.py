@@ -1,0 +1,148 @@
+"""Know the names of Megatron-Core's hybrid models, of Mamba, attention, MLP and experts, and map them to the Hub's.
+
+Source: `sharded_state_dict` in megatron/core/ssm/{mamba_block,mamba_layer,mamba_mixer}.py of core 0.16, and in
+megatron/core/models/hybrid/hybrid_block.py of core 0.20; nemotron_h_bridge.py of Megatron-Bridge 067f987 (August 2026).
+Every layer has a number and one norm, which has another name in each kind of layer. The rows of Mamba's `in_proj` and
+`conv1d` that belong together are tensors of their own, so that ranks can share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.layout import axes
+from ckptkit.names.rule import Rule
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.steps import Cropped, Grouped, Tensors
+
+TYPES = ("nemotron_h",)
+IN_PROJ = "in_proj.weight"
+_IN_LAYER, _LAYER = "decoder.layers.{layer}.", "backbone.layers.{layer}."
+_NORM = "norm.weight"
+_NORMS = {  # by the letter of a kind of layer in Megatron's pattern: what Transformer Engine's modules call its norm
+    "M": "mixer.in_proj.layer_norm_weight",
+    "*": "self_attention.linear_qkv.layer_norm_weight",
+    "-": "mlp.linear_fc1.layer_norm_weight",
+    "E": "pre_mlp_layernorm.weight",
+}
+_KINDS = {  # what transformers calls these, `NemotronHConfig`, and what it called them before
+    "linear_attention": "M",
+    "mamba": "M",
+    "full_attention": "*",
+    "attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+
+
+def rules() -> tuple[Rule, ...]:
+    norms = " | ".join(_IN_LAYER + name for name in (_NORM, *_NORMS.values(), "input_layernorm.weight"))
+    return (
+        Rule.of("embedding.word_embeddings.weight", "backbone.embeddings.weight", Cropped("vocabulary")),
+        Rule.of("output_layer.weight", "lm_head.weight", Cropped("vocabulary")),
+        Rule.of("decoder.final_norm.weight | decoder.final_layernorm.weight", "backbone.norm_f.weight"),
+        Rule.of(norms, _LAYER + _NORM),
+        *mamba(),
+        Rule.of(
+            f"{_IN_LAYER}self_attention.linear_qkv.weight",
+            tuple(f"{_LAYER}mixer.{name}_proj.weight" for name in "qkv"),
+            Grouped(),
+        ),
+        *mixers({"self_attention.linear_proj.weight": "o_proj.weight"}),
+        *mixers({f"mlp.linear_fc{i}.weight": f"{name}_proj.weight" for i, name in ((1, "up"), (2, "down"))}),
+        *experts(),
+    )
+
+
+def mamba() -> Iterator[Rule]:
+    """Yield the rules for a layer of Mamba: in pieces, or whole as a job without tensor parallelism may have it."""
+    mixer = "mixer."
+    for name, pieces in ((IN_PROJ, "z x B C dt"), ("conv1d.weight", "x B C"), ("conv1d.bias", "x B C")):
+        own, hub = f"{_IN_LAYER}{mixer}{name}", f"{_LAYER}{mixer}{name}"
+        parts = tuple(pieces.split())
+        yield Rule.of(tuple(f"{own}.{part}" for part in parts), hub, MambaRows(parts))
+        yield Rule.of(f"{own} | {own.replace('conv1d.', 'conv1d_')}", hub)
+    yield from mixers({f"mixer.{name}": name for name in ("A_log", "D", "dt_bias", _NORM, "out_proj.weight")})
+
+
+def experts() -> Iterator[Rule]:
+    """Yield the rules for a mixture of experts, which have no gates; those of a latent size have projections to it."""
+    yield from mixers(
+        {
+            "mlp.router.weight": "gate.weight",
+            "mlp.router.expert_bias": "gate.e_score_correction_bias",
+            **{f"mlp.fc{i}_latent_proj.weight": f"fc{i}_latent_proj.weight" for i in (1, 2)},
+        }
+    )
+    for i, name in ((1, "up_proj"), (2, "down_proj")):
+        layer = f"linear_fc{i}"
+        yield from mixers({f"mlp.shared_experts.{layer}.weight": f"shared_experts.{name}.weight"})
+        ways = (
+            f"experts.{layer}.weight",
+            f"experts.{{expert}}.{layer}.weight",
+            f"local_experts.{{expert}}.{layer}.weight",
+            f"{layer}.weight{{expert}}",
+        )
+        own = " | ".join(f"{_IN_LAYER}mlp.experts.{way}" for way in ways)
+        yield Rule.of(own, f"{_LAYER}mixer.experts.{{expert}}.{name}.weight")
+
+
+def mixers(names: dict[str, str]) -> Iterator[Rule]:
+    """Yield a rule for each tensor of a layer that only has another name on the Hub, below `mixer` there."""
+    for own, hub in names.items():
+        yield Rule.of(_IN_LAYER + own, f"{_LAYER}mixer.{hub}")
+
+
+@dataclass(frozen=True, slots=True)
+class MambaRows:
+    """Several tensors in the family whose rows follow each other in the one on the Hub.
+
+    z and x are the gates and inputs of all heads, B and C the states of each group, and dt has a row for each head.
+    """
+
+    parts: tuple[str, ...]
+
+    def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
+        """Return the one tensor of several."""
+        for part, tensor, rows in zip(self.parts, tensors, self.of(sizes), strict=True):
+            if tensor.spec.shape[0] != rows:
+                raise Mismatch(f"expected {rows} rows of {part} (config.json), found {tensor.spec.shape[0]}")
+        return (axes.concatenate(tensors, 0),)
+
+    def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
+        """Return the tensors that the one is joined of."""
+        (whole,) = tensors
+        ends = (0, *accumulate(self.of(sizes)))
+        if ends[-1] != whole.spec.shape[0]:
+            raise Mismatch(f"expected {ends[-1]} rows (config.json), found {whole.spec.shape[0]}")
+        return tuple(axes.cut(whole, 0, start, stop) for start, stop in pairwise(ends))
+
+    def of(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return how many rows each has."""
+        inner = sizes["mamba_heads"] * sizes["mamba_width"]
+        states = sizes["mamba_groups"] * sizes["mamba_states"]
+        rows = {"z": inner, "x": inner, "B": states, "C": states, "dt": sizes["mamba_heads"]}
+        return tuple(rows[part] for part in self.parts)
+
+
+def kinds_of(sizes: Sizes) -> str:
+    """Return the kinds of all layers as Megatron's pattern has them. Raises `Unsupported` if it has no such kind."""
+    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    kinds = next((sizes.text[key] for key in keys if sizes.text.get(key)), None)
+    if not isinstance(kinds, list | str):
+        raise Mismatch("config.json does not have `layers_block_type`, which translating the names needs")
+    letters = [kind if kind in _NORMS else _KINDS.get(kind) for kind in map(str, kinds)]
+    if None in letters:
+        raise Unsupported(f"ckptkit does not know Megatron's names for a layer of `{kinds[letters.index(None)]}`")
+    return "".join(map(str, letters))
+
+
+def norm_of(layer: int, sizes: Sizes) -> str:
+    """Return what a layer calls its norm. Raises `Mismatch` for one that the config does not have."""
+    kinds = kinds_of(sizes)
+    if layer >= len(kinds):
+        raise Mismatch(f"expected {len(kinds)} layers (config.json), found layer {layer}")
+    return _NORMS[kinds[layer]]
