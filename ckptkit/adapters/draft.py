@@ -65,7 +65,7 @@ class Opened:
         if self.has_trainer_names:
             from ckptkit.adapters.trainer_names import hub_config
 
-            config = hub_config(config, self.part.path, adapter.modules)
+            config = hub_config(config, self.part.layout, adapter.modules, adapter.replaced)
         if config is None:
             raise NotACheckpoint(
                 f"there is no {CONFIG} of adapter `{adapter.name}` here or in the run: "

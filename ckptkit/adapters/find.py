@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ckptkit.layout import Layout, Spec
 
 AS_THEY_ARE = "run `ckptkit convert --to pt` to keep all tensors and their names"
 _RANKED = ("A", "embedding_A")
+_STACKED = re.compile(r"(?:.*\.)?layers\.[^0-9].*")  # layers that are alike, as one tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,17 @@ class Adapter:
     def rows(self) -> Counter[int]:
         """Return the rows that its first matrices have, and how many have them.
 
-        A matrix of all experts has the rows of all, unless the experts have an axis of their own.
+        A matrix of all experts has the rows of all, unless the experts, or layers in one tensor, have an axis of
+        their own.
         """
-        shapes = {name: self.layout.specs[name].shape for name, entry in self.entries.items() if entry.kind in _RANKED}
+        shapes = [
+            (entry.module, self.layout.specs[name].shape)
+            for name, entry in self.entries.items()
+            if entry.kind in _RANKED
+        ]
         return Counter(
-            shape[-2] if len(shape) == 3 and expert_place(self.entries[name].module) else shape[0]
-            for name, shape in shapes.items()
+            shape[-2] if len(shape) == 3 and (expert_place(module) or _STACKED.fullmatch(module)) else shape[0]
+            for module, shape in shapes
             if shape
         )
 

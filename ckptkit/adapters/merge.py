@@ -66,7 +66,8 @@ def merge(
 ) -> tuple[Model, Component, Sequence[Fitted]]:
     """Return the model of a base and adapters, the part with the base, and the adapters; see `draft_merge`."""
     *before, last = parts
-    adapters = [the_adapter(part, options) for part in (*before[1:], last)]
+    named_by = options if options.base or not before else replace(options, base=str(before[0].path))
+    adapters = [the_adapter(part, named_by) for part in (*before[1:], last)]
     base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
     adapters = [with_fused_experts(one, base.layout, options) for one in adapters]
     merged = merge_all(base.say(*remarks), adapters, options)

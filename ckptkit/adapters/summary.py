@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckptkit.adapters.config import AdapterConfig, find_adapter_config, is_sound
 from ckptkit.adapters.find import Adapted, Adapter, find_adapters
 from ckptkit.checkpoints.component import Component
-from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported
+from ckptkit.layout import Layout
 from ckptkit.names.weights import find_weights
 
 
@@ -17,7 +20,8 @@ class InspectedAdapter:
     """An adapter at a glance.
 
     `rows` are those of its first matrices, each once: the ranks, but of experts times their number. `alpha` and `base`
-    are what its config says, the file `config`; None without one. `has_base` says whether the base lies beside it.
+    are what its config says, the file `config`; None without one, but `alpha` may be in its trainer's own files.
+    `has_base` says whether the base lies beside it.
     """
 
     name: str
@@ -40,13 +44,13 @@ def inspect_adapters(part: Component) -> tuple[InspectedAdapter, ...]:
         adapted = find_adapters(find_weights(part.layout).layout)
     except (Corrupt, Mismatch, Unsupported):
         return ()
-    return tuple(look(adapter, adapted, part.path) for adapter in adapted.adapters) if adapted else ()
+    return tuple(look(adapter, adapted, part) for adapter in adapted.adapters) if adapted else ()
 
 
-def look(adapter: Adapter, adapted: Adapted, path: Path) -> InspectedAdapter:
-    """Look at one adapter, and at its config if that can be read."""
-    config = readable_config(path, adapter.name)
-    alpha = config.values.get("lora_alpha") if config else None
+def look(adapter: Adapter, adapted: Adapted, part: Component) -> InspectedAdapter:
+    """Look at one adapter, and at its config, or what its trainer saved of it, if that can be read."""
+    config = readable_config(part.path, adapter.name)
+    alpha = (config.values if config else trained_values(part.layout)).get("lora_alpha")
     is_number = isinstance(alpha, int | float) and is_sound(alpha)
     return InspectedAdapter(
         adapter.name,
@@ -62,6 +66,16 @@ def look(adapter: Adapter, adapted: Adapted, path: Path) -> InspectedAdapter:
         bool(adapted.base),
         config.path if config else None,
     )
+
+
+def trained_values(saved: Layout) -> Mapping[str, Any]:
+    """Return what its trainer saved of the one adapter of a checkpoint; {} if nothing can be read."""
+    from ckptkit.adapters.trainer_names import has_matrix, trainer_values  # few adapters have no config
+
+    try:
+        return trainer_values(saved)[1] if has_matrix(saved.tensors) else {}
+    except (Corrupt, NotACheckpoint, Unsupported):
+        return {}
 
 
 def readable_config(path: Path, name: str) -> AdapterConfig | None:

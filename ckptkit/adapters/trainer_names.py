@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,24 @@ from typing import Any
 from ckptkit.adapters.config import NAME, AdapterConfig
 from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
-from ckptkit.files.file import read_small
+from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, axes, edits
 from ckptkit.models.companions import find_companions
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.steps import group
 from ckptkit.names.tables.megatron import MEGATRON
+from ckptkit.names.tables.megatron_args import COMMON, read_args
 from ckptkit.names.weights import Weights
 from ckptkit.tensors.box import whole
 
 _MATRICES = {"linear_in": "A", "lora_A": "A", "linear_out": "B", "lora_B": "B"}
 _BRIDGE = re.compile(r"(.+)\.adapter(?:\.adapter_(q|k|v|gate|up))?\.(linear_in|linear_out)\.weight")
-_SWIFT = re.compile(r"(?:base_model\.model\.)?(decoder\.(?:.+\.)?linear_\w+)()\.(lora_A|lora_B)(?:\.([^.]+))?\.weight")
+_SWIFT = re.compile(
+    r"(?:base_model\.model\.)?(decoder\.(?:.+\.)?(?:linear_\w+|router))()\.(lora_A|lora_B)(?:\.([^.]+))?\.weight"
+)
+_WHOLE = re.compile(r"(?:base_model\.model\.)?((?:.+\.)?)modules_to_save\.([^.]+)\.(.+)")  # a module trained whole
+_OF_PEFT = re.compile(r"(?:.*\.)?(?:lora_\w+|modules_to_save)\..*")
 _OF_BASE = "of the base, not the adapter"
 _SAVED = "run_config.yaml"
 _LIMIT = 1 << 24  # bytes
@@ -54,6 +59,12 @@ def read_matrix(name: str) -> TrainerMatrix | None:
     return TrainerMatrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
 
 
+def read_whole(name: str) -> str | None:
+    """Return what Megatron calls a tensor of a module that ms-swift trained whole; None for any other tensor."""
+    match = _WHOLE.fullmatch(name)
+    return match[1] + match[3] if match else None
+
+
 def has_matrix(names: Collection[str]) -> bool:
     """Return whether there is a matrix under a name of Megatron's trainers."""
     return any(read_matrix(name) for name in names)
@@ -71,30 +82,51 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
         message = "the names are Megatron's, and the Hub's follow from the base's config.json, which was not found"
         first = next(name for name in layout.tensors if read_matrix(name))
         raise Usage(message, path=path, tensor=first, hint="pass --base MODEL")
+    pairs = pairs_in(layout)
+    wholes = {name: own for name in layout.tensors if (own := read_whole(name)) is not None}
+    used = {name for names in pairs.values() for name in names.values()} | wholes.keys()
+    found = locate(unpack(edits.select(layout, used.__contains__)))
+    named = [*hub_matrices(found, pairs, Sizes(config)), *hub_wholes(found, wholes, Sizes(config))]
+    tensors = {new: tensor for new, tensor, _ in named}
+    came_from = {new: weights.came_from[old] for new, _, old in named}
+    others = {old: _OF_BASE for name, old in weights.came_from.items() if name not in used}
+    made = replace(found, tensors=tensors, blobs={}, keys={}, twins={})
+    return replace(weights, layout=made, came_from=came_from, left_out={**weights.left_out, **others})
+
+
+def pairs_in(layout: Layout) -> dict[tuple[str, str], dict[str, str]]:
+    """Return the names of the matrices by module and part, and by "A" and "B". Raises `Mismatch` for one alone."""
     pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for name in layout.tensors:
         if (found := read_matrix(name)) is not None:
             pairs[found.module, found.part][found.kind] = name
-    matrices = locate(unpack(edits.select(layout, lambda name: read_matrix(name) is not None)))
-    tensors: dict[str, StoredTensor] = {}
-    came_from: dict[str, str] = {}
+    alone = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
+    if alone is not None:
+        raise Mismatch("the other of the two matrices is missing", path=layout.root, tensor=alone)
+    return pairs
+
+
+def hub_matrices(
+    found: Layout, pairs: Mapping[tuple[str, str], Mapping[str, str]], sizes: Sizes
+) -> Iterator[tuple[str, StoredTensor, str]]:
+    """Yield the matrices under PEFT's names for the Hub's modules, each with the name that it had."""
     for (module, part), names in pairs.items():
-        if len(names) < 2:
-            (own,) = names.values()
-            raise Mismatch("the other of the two matrices is missing", path=layout.root, tensor=own)
-        a, b = (matrices.tensors[names[kind]] for kind in "AB")
+        a, b = (found.tensors[names[kind]] for kind in "AB")
         try:
-            named = list(hub_pairs(module, part, a, b, Sizes(config)))
+            named = list(hub_pairs(module, part, a, b, sizes))
         except Mismatch as error:
-            raise Mismatch(error.message, path=layout.root, tensor=names["B"], hint=error.hint) from None
+            raise Mismatch(error.message, path=found.root, tensor=names["B"], hint=error.hint) from None
         for new, one, other in named:
             for kind, tensor in (("A", one), ("B", other)):
-                saved = f"{new.removesuffix('.weight')}.lora_{kind}.{DEFAULT}.weight"
-                tensors[saved], came_from[saved] = tensor, weights.came_from[names[kind]]
-    used = {weights.came_from[name] for names in pairs.values() for name in names.values()}
-    others = {old: _OF_BASE for old in weights.came_from.values() if old not in used}
-    made = replace(matrices, tensors=tensors, blobs={}, keys={}, twins={})
-    return replace(weights, layout=made, came_from=came_from, left_out={**weights.left_out, **others})
+                yield f"{new.removesuffix('.weight')}.lora_{kind}.{DEFAULT}.weight", tensor, names[kind]
+
+
+def hub_wholes(found: Layout, wholes: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[str, StoredTensor, str]]:
+    """Yield the tensors of modules that were trained whole, without padding, each with the name that it had."""
+    for name, own in wholes.items():
+        for new, tensor in MEGATRON.to_hub({own: found.tensors[name]}, sizes).tensors.items():
+            module, _, leaf = new.rpartition(".")
+            yield f"{module}.modules_to_save.{DEFAULT}.{leaf}", tensor, name
 
 
 def check_known(layout: Layout) -> None:
@@ -102,13 +134,17 @@ def check_known(layout: Layout) -> None:
     adapters = set()
     for name in layout.tensors:
         match = _SWIFT.fullmatch(name)
-        adapters |= {match[4]} if match else set()
+        whole = _WHOLE.fullmatch(name)
+        adapters |= {match[4]} if match else {whole[2]} if whole else set()
         found = read_matrix(name)
         hint = "merge the adapter with the trainer that wrote it, and convert the model"
         if found is not None and ".experts." in name:
             raise Unsupported("an adapter of experts under Megatron's names", path=layout.root, tensor=name, hint=hint)
         if found is None and ".adapter." in name and not name.endswith("_extra_state"):
             message = "expected linear_in and linear_out of LoRA in an adapter of Megatron-Bridge, found another tensor"
+            raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
+        if found is None and whole is None and _OF_PEFT.fullmatch(name):
+            message = "expected LoRA of linear layers in an adapter of ms-swift, found another tensor"
             raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
     if len(adapters) > 1:
         message = f"expected one adapter under Megatron's names, found {', '.join(sorted(map(str, adapters)))}"
@@ -138,24 +174,42 @@ def placeholder(module: str, b: StoredTensor, sizes: Sizes) -> StoredTensor:
     return StoredTensor(Spec(b.spec.dtype, shape), (Chunk.of_zeros(whole(shape), b.spec.dtype),))
 
 
-def hub_config(config: AdapterConfig | None, path: Path, modules: Collection[str]) -> AdapterConfig:
-    """Return the config of an adapter with the Hub's modules as targets: its own, or made of Megatron-Bridge's.
+def hub_config(
+    config: AdapterConfig | None, saved: Layout, modules: Collection[str], replaced: Collection[str]
+) -> AdapterConfig:
+    """Return the config of an adapter with the Hub's modules as targets: its own, or made of what its trainer saved.
 
-    Raises `NotACheckpoint` if neither is there.
+    `replaced` are the parameters of modules that were trained whole. Raises `NotACheckpoint` where no trainer says it.
     """
     targets = sorted({module.rpartition(".")[2] for module in modules})
-    values = dict(config.values) if config else bridge_values(path)
-    values["target_modules"] = targets
+    path, said = (config.path, config.values) if config else trainer_values(saved)
+    wholes = sorted({parameter.split(".")[-2] for parameter in replaced})
+    values = {**said, "target_modules": targets, "modules_to_save": wholes or None}
     content = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
-    return AdapterConfig(config.path if config else path / _SAVED, content, values)
+    return AdapterConfig(path, content, values)
 
 
-def bridge_values(path: Path) -> dict[str, Any]:
+def trainer_values(saved: Layout) -> tuple[Path, dict[str, Any]]:
+    """Return what PEFT's config says of an adapter, by what its trainer saved, and where that lies."""
+    if (file := saved.root / _SAVED).is_file():
+        return file, bridge_values(file)
+    values = swift_values(read_args(saved))
+    if values is None:
+        message = f"there is no {NAME}, no {_SAVED} of Megatron-Bridge and no argument of ms-swift: alpha is unknown"
+        raise NotACheckpoint(message, path=saved.root, hint="pass --adapter-config FILE")
+    return saved.root / COMMON if is_there(saved.root / COMMON) else saved.root, values
+
+
+def swift_values(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what PEFT's config says of an adapter, by the arguments of ms-swift; None if they do not say it."""
+    rank, alpha = args.get("lora_rank"), args.get("lora_alpha")
+    if type(rank) is not int or type(alpha) not in (int, float):
+        return None
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": args.get("use_rslora") is True}
+
+
+def bridge_values(file: Path) -> dict[str, Any]:
     """Return what PEFT's config says of an adapter, by the section `peft` of Megatron-Bridge's run_config.yaml."""
-    file = path / _SAVED
-    if not file.is_file():
-        message = f"there is no {NAME} and no {_SAVED} of Megatron-Bridge: alpha is unknown"
-        raise NotACheckpoint(message, path=path, hint="pass --adapter-config FILE")
     section = re.search(r"^peft:\n((?:[ -].*\n?)+)", read_small(file, _LIMIT).decode(errors="replace"), re.MULTILINE)
     facts = dict(re.findall(r"^  (\w+): *(\S+) *$", section[1], re.MULTILINE)) if section else {}
     if not _LORA.fullmatch(facts.get("_target_", "")):

@@ -18,6 +18,7 @@ from ckptkit.checkpoints.component import Component, join
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.find_components import (
     COMPANION,
+    EXPORTED,
     OF_TRAINING,
     LeftBehind,
     complete_folders,
@@ -29,6 +30,7 @@ from ckptkit.checkpoints.find_components import (
     is_stray_file,
     is_unread,
     left_in,
+    only_step,
     ranks_in,
     ranks_of,
 )
@@ -46,12 +48,11 @@ from ckptkit.errors import (
 from ckptkit.files.file import absent, children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import RemotePath, list_ahead, to_local, to_path
-from ckptkit.formats import describe_formats, detect_format, one_of_dcp, unpack
+from ckptkit.formats import describe_formats, detect_format, one_of_dcp
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
-from ckptkit.layout.edits import select
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.names import family_of
 from ckptkit.names.weights import Weights, find_weights
@@ -119,7 +120,7 @@ class Checkpoint:
 
         Other directories in a path hold components of a checkpoint, or checkpoints of their own.
         """
-        return any(not component.place or trainers.is_whole(component.place) for component in self.components)
+        return any(not component.place or component.has_all for component in self.components)
 
     @property
     def places(self) -> list[Path]:
@@ -218,7 +219,7 @@ class Checkpoint:
     @property
     def exported(self) -> Component | None:
         """Return the weights for use, such as an adapter, that lie beside the directory with all states, if any do."""
-        has_all = bool(self.components) and all(trainers.is_whole(component.place) for component in self.components)
+        has_all = bool(self.components) and all(component.has_all for component in self.components)
         found = sorted(filter(trainers.is_exported, names_in(self.path))) if has_all else []
         reader = detect_format(self.path / found[0]) if found else None
         return Component("", self.path / found[0], reader) if reader else None
@@ -322,7 +323,9 @@ class Checkpoint:
             return []
         components = {component.path for component in self.components} - {self.path}
         with translate_os_errors(self.path):
-            return list(left_in(self.path, frozenset(used), components))
+            found = list(left_in(self.path, frozenset(used), components))
+        copy = self.exported
+        return [left._replace(why=EXPORTED) if copy and left.path == copy.path else left for left in found]
 
     @property
     def files_beside(self) -> list[LeftBehind]:
@@ -342,8 +345,7 @@ class Checkpoint:
 def value_in(layout: Layout, name: str, steps: KeyPath) -> object:
     """Return what some steps lead to in an entry that is no tensor, None if that cannot be read."""
     try:
-        unpacked = unpack(select(layout, name.__eq__))
-        found = load_value(unpacked.root, unpacked.blobs[name])
+        found = load_value(layout.root, layout.blobs[name])
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return None
     for step in steps:
@@ -386,7 +388,9 @@ def named_in(root: Path) -> list[Checkpoint]:
 def candidates_in(root: Path) -> list[Path]:
     """Return what may be a checkpoint in the run at `root`, by its name alone."""
     is_step = step_of(root) is not None
-    there = [path for path in entries_in(root) if may_be_step(path) and not (is_step and trainers.is_whole(path.name))]
+    steps = [path for path in entries_in(root) if may_be_step(path)]
+    inner = only_step(root, steps)
+    there = [path for path in steps if path != inner and not (is_step and trainers.is_whole(path.name))]
     list_ahead(there)
     return there
 
@@ -462,8 +466,8 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
         unread = next((found for one in reversed(unfinished) if (found := one.unreadable or foreign_in(one))), None)
         names = ", ".join(one.name for one in unfinished)
         message = f"the run has no complete checkpoint; unfinished: {names}"
-        why = [f"of `{unfinished[-1].name}`: {problem.message}" for problem in unfinished[-1].problems()[:1]]
-        return unread or NotACheckpoint(message, path=path, hint=next(iter(why), None))
+        hint = f"run `ckptkit verify {unfinished[-1].path}`, which lists the problems"
+        return unread or NotACheckpoint(message, path=path, hint=hint)
     runs = runs_in(path)
     hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint
     return NotACheckpoint("no checkpoint in any known format, and no run with checkpoints", path=path, hint=hint)

@@ -19,7 +19,7 @@ from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
 from ckptkit.names.wrappers import is_flat_name
 from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
-from ckptkit.trainers import is_exported, is_other_part, marker_of, step_of, step_of_place, unfinished_names
+from ckptkit.trainers import is_exported, is_other_part, is_whole, marker_of, step_of, step_of_place, unfinished_names
 
 _LARGEST = 1 << 26  # bytes of a file that is read again to compare it with its manifest
 _UNFINISHED = "wait for the save to end, or take another step"
@@ -49,6 +49,11 @@ class Component:
     @property
     def is_model(self) -> bool:
         return self.under is None and not is_other_part(self.place or self.path.name)
+
+    @property
+    def has_all(self) -> bool:
+        """Return whether its directory is one in that of the checkpoint, and holds all of it."""
+        return bool(self.place) and (is_whole(self.place) or step_of(Path(self.place)) is not None)
 
     @property
     def problem(self) -> CkptError | None:

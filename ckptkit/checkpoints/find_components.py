@@ -32,6 +32,12 @@ COMPANION = "config or tokenizer"
 EXPORTED = "exported by the trainer, beside its own states"
 CHANGES = "how the model was changed, such as by quantizers or pruning"
 LOST = (WEIGHTS, CHANGES)  # what an output may lack
+DESCRIPTION = "describes these weights only"
+_BY_NAME = {  # what files of known names are
+    TRAINING: trainers.is_training_state,
+    COMPANION: FILES.__contains__,
+    DESCRIPTION: trainers.is_description,
+}
 
 
 class LeftBehind(NamedTuple):
@@ -68,8 +74,23 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
     """
     if step_of(path) is None or not path.is_dir():
         return None
-    found = [(folder, detect_format(folder)) for folder in folders(path) if trainers.is_whole(folder.name)]
+    there = folders(path)
+    wholes = [folder for folder in there if trainers.is_whole(folder.name)]
+    inner = only_step(path, there)
+    if inner is not None and not wholes and detect_format(path) is None:
+        wholes = [inner]
+    found = [(folder, detect_format(folder)) for folder in wholes]
     return tuple(Component(folder.name, folder, reader) for folder, reader in found if reader) or None
+
+
+def only_step(path: Path, there: Iterable[Path]) -> Path | None:
+    """Return the one of what is `there` in a checkpoint's directory that is named like a step, if it is of this step.
+
+    Trainers that save by another have `checkpoint-500/iter_0000500`, and may put weights of the Hub's format beside it.
+    """
+    step = step_of(path)
+    named = [place for place in there if step_of(place) is not None] if step is not None else []
+    return named[0] if len(named) == 1 and step_of(named[0]) == step else None
 
 
 def component_in(folder: Path) -> Component | None:
@@ -149,8 +170,9 @@ def unread_at(path: Path, names: Iterable[str]) -> Unread | None:
     if found is None or found.json is None:
         return found
     file, key = found.json
-    place = (path if path.is_dir() else path.parent) / file
-    return found if place.is_file() and key in read_object(place) else None
+    places = [path, *inner_folders(path)] if path.is_dir() else [path.parent]
+    files = (place / file for place in places)
+    return found if any(one.is_file() and key in read_object(one) for one in files) else None
 
 
 def find_unread(path: Path) -> Unread | None:
@@ -206,11 +228,12 @@ def left_in(
         if path in used or is_true_here_only(path.name):
             continue
         name = str(path.relative_to(root))
+        is_other = step_of(path) is not None and path not in components
         if trainers.is_change(path.name) and not any(path in one.parents for one in used):
             yield LeftBehind(path, CHANGES, name)
         elif path in components and path.is_dir() and not any(path in one.parents for one in used):
             yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
-        elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and step_of(path) is None:
+        elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and not is_other:
             yield from left_in(root, used, components, path)
         else:
             why = TRAINING if folder in components else reason_to_leave(path, names)
@@ -231,8 +254,7 @@ def reason_to_leave(path: Path, beside: Iterable[str]) -> str:
         return HIDDEN
     if path.is_dir():
         return CHECKPOINT
-    if trainers.is_training_state(path.name):
-        return TRAINING
-    if path.name in FILES:
-        return COMPANION
+    for why, is_one in _BY_NAME.items():
+        if is_one(path.name):
+            return why
     return WEIGHTS if path.suffix in ONE_FILE or is_known_file([path.name]) else NOT_KNOWN

@@ -152,7 +152,7 @@ def report(found: Inspected, asked: Path) -> None:
 def describe_adapter(adapter: InspectedAdapter) -> str:
     """Return an adapter in a line."""
     rank = " to ".join(map(str, dict.fromkeys((adapter.rows[0], adapter.rows[-1])))) if adapter.rows else "unknown"
-    alpha = "alpha is unknown: no adapter_config.json" if adapter.config is None else f"alpha {adapter.alpha}"
+    alpha = f"alpha {adapter.alpha}" if adapter.alpha or adapter.config else "alpha is unknown: no adapter_config.json"
     facts = [
         f"{adapter.method} of rank {rank}, {alpha}",
         f"on {some(adapter.targets)} ({count(adapter.modules, 'module')})",

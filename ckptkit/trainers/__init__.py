@@ -115,6 +115,11 @@ def is_training_state(name: str) -> bool:
     )
 
 
+def is_description(name: str) -> bool:
+    """Return whether a file of this name describes the weights beside it, and no others."""
+    return any(matches("descriptions", name))
+
+
 def is_of_checkpoint(name: str) -> bool:
     """Return whether a trainer gives this name to a file of one of its checkpoints."""
     beside = any(pattern.fullmatch(name) for pattern, _ in files_beside())

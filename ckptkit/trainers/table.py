@@ -63,6 +63,27 @@ NEMO = TrainerFacts(
     steps=(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:[-.].*)?",),
 )
 
+# swift/trainers/mixin.py, swift/megatron/trainers/base.py of ms-swift 4.6.0: the directories of transformers' Trainer
+# with the arguments beside the weights; with Megatron, `checkpoint-500/iter_0000500`, and the Hub's weights beside it.
+SWIFT = TrainerFacts(
+    name="ms_swift",
+    marks=(
+        Mark(
+            "ms-swift, by Megatron", place="iter_[0-9]+", json=("metadata.json", "sharded_backend"), beside="args.json"
+        ),
+        Mark("ms-swift", json=("args.json", "swift_version")),
+    ),
+    states=(r"args\.json", r"additional_config\.json"),
+    # of swift/tuners/base.py, `SwiftModel.save_pretrained`
+    unread={
+        r"adapter_model\.(?:safetensors|bin)": Unread(
+            "weights of one of ms-swift's own tuners, such as LLaMA-Pro",
+            "load them with ms-swift and save the whole model",
+            ("adapter_config.json", "swift_type"),
+        )
+    },
+)
+
 # megatron/training/checkpointing.py, megatron/core/dist_checkpointing: `iter_0000500` with metadata.json, which says
 # how the shards are stored, and DCP in it, or a directory `mp_rank_TT_PPP` for each rank of tensors and pipeline. What
 # all ranks have in common is `common.pt`, since core 0.20 an entry of the shards, and its tokenizer is in `tokenizer`.
@@ -231,6 +252,7 @@ DEEPSPEED = TrainerFacts(
     steps=(_GLOBAL_STEP, f"{_GLOBAL_STEP}_universal"),
     complete_folders=(_GLOBAL_STEP,),
     trackers=("latest",),
+    states=(r"zero_to_(?:fp32|torch)\.py",),  # scripts that it copies there
     ranks=(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt",),
 )
 
@@ -343,6 +365,7 @@ PEFT = TrainerFacts(
     name="peft",
     marks=(Mark("PEFT", files=(r"adapter_config\.json",)),),
     exported=(r"adapter_model\.safetensors",),
+    descriptions=(r"adapter_config\.json", r"README\.md"),
 )
 
 # diffusers/configuration_utils.py: models, by the version in their config.
@@ -351,7 +374,7 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
 _ALL = (
-    *(CKPTKIT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
+    *(CKPTKIT, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
     *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM),
     *(TENSORRT_LLM, RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )

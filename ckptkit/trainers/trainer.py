@@ -135,6 +135,7 @@ class TrainerFacts:
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
     states: tuple[str, ...] = ()  # further files of a training, which no model needs
+    descriptions: tuple[str, ...] = ()  # files that describe the weights beside them, and no others
     # Files with the weights for use, beside a directory with all states; files of metrics; and files that ckptkit does
     # not read.
     exported: tuple[str, ...] = ()

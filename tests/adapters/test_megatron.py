@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -131,6 +132,33 @@ def test_an_adapter_of_megatron(tmp_path: Path, base: tuple[Path, Weights], form
         torch.testing.assert_close(loaded[name], tensor, rtol=1e-6, atol=1e-6)
 
 
+def test_a_run_of_swift(tmp_path: Path, base: tuple[Path, Weights]) -> None:
+    """The tree and names of a save of ms-swift 4.6.0 by Megatron-Core 0.16.1: `checkpoint-3/iter_0000003`, `common.pt`.
+
+    Its arguments say rank and alpha, and the head was trained whole, with the rows that pad the vocabulary.
+    """
+    hub, weights = base
+    matrices, merged = adapter_of(weights)
+    head = torch.randn(44, 32)
+    whole = {"output_layer.modules_to_save.default.weight": head}
+    step = save(tmp_path / "run/checkpoint-3/iter_0000003", {**stacked(by_swift(matrices)), **whole}, None)
+    args = Namespace(lora_rank=RANK, lora_alpha=ALPHA, use_rslora=False, tuner_type="lora", swiglu=True)
+    torch.save({"args": args, "iteration": 3}, step / "common.pt")
+    (step.parent / "args.json").write_text('{"swift_version": "4.6.0"}')
+    (step.parent / "latest_checkpointed_iteration.txt").write_text("3")
+    (found,) = ckptkit.ls(tmp_path / "run").checkpoints
+    assert (found.path.name, found.is_complete, found.trainer) == ("checkpoint-3", True, "ms-swift, by Megatron")
+    (seen,) = ckptkit.inspect(tmp_path / "run").adapters
+    assert (seen.rows, seen.alpha) == ((RANK,), ALPHA)
+    truth = merged_on_the_hub(tmp_path, {**merged, "output_layer.weight": head[:40].contiguous()}, hub)
+    ckptkit.merge(hub, tmp_path / "run", tmp_path / "out")
+    assert_same(tmp_path / "out", truth)
+    done = ckptkit.consolidate(tmp_path / "run", tmp_path / "peft", base=hub)
+    assert not [left for left in done.left_behind if not left.is_known]
+    ckptkit.merge(hub, tmp_path / "peft", tmp_path / "again")
+    assert_same(tmp_path / "again", truth)
+
+
 def test_canonical_lora_has_matrices_for_each_projection(tmp_path: Path, base: tuple[Path, Weights]) -> None:
     """Its forward interleaves queries, keys and values by group (`_interleave_qkv`), and joins gate and up."""
     hub, weights = base
@@ -177,6 +205,12 @@ def test_what_is_missing_or_unknown_is_refused(tmp_path: Path, base: tuple[Path,
         (without, "lora.LoRA", hub, "the other of the two matrices is missing"),
         (experts, "lora.LoRA", hub, "an adapter of experts under Megatron's names"),
         ({**by_swift(matrices), **two}, "lora.LoRA", hub, "expected one adapter under Megatron's names"),
+        (
+            {**by_swift(matrices), "embedding.word_embeddings.lora_embedding_A.default": torch.zeros(RANK, 9)},
+            "lora.LoRA",
+            hub,
+            "expected LoRA of linear layers in an adapter of ms-swift",
+        ),
         (
             other_rows,
             "lora.LoRA",

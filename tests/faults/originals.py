@@ -26,8 +26,8 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.models.expected import expected
 from tests import producers
 from tests.faults.few_bits import FEW_BITS, config_of
+from tests.faults.run_trees import MAKERS
 from tests.faults.trained import named
-from tests.faults.trees import MAKERS
 from tests.producers import Truth
 
 ANYTHING = object()  # stands for a value that is nobody's business

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.faults.originals import ANYTHING, bits
+from tests.faults.run_trees import MAKERS, OWN_NAMES
 from tests.faults.server import Ended
-from tests.faults.trees import MAKERS, OWN_NAMES
 
 Leaves = dict[str, Any]  # tensors and other values by flat key
 _SHARDED = frozenset({"dcp", "training"})
@@ -256,7 +256,7 @@ def paths(src: Path, out: Path) -> list[str]:
 
 _ALL = _SHARDED | _SAFETENSORS | {"pt", *MAKERS}
 _MODELS = _ALL - OWN_NAMES
-_OWN_FORMAT = frozenset({"ranks", "universal", "automodel"})  # which is written for another number of ranks
+_OWN_FORMAT = frozenset({"ranks", "universal", "automodel", "skyrl"})  # which is written for another number of ranks
 CONSOLIDATE = Subject(
     *("ckptkit consolidate", _MODELS, "ckptkit", command("consolidate", "SRC", "OUT", "--no-sync")),
     read_safetensors,

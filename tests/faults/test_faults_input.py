@@ -20,6 +20,7 @@ from tests.faults import (
     quantized,
     salvages,
     tree_inputs,
+    tree_runs,
     zips,
 )
 from tests.faults.cases import Case, Seen
@@ -31,7 +32,7 @@ from tests.faults.verdicts import GOOD, Verdict, judge_error
 
 MODULES = (
     *(bad_inputs, forged, hostile_pickles, hostile_paths, hostile_sizes, zips, flips, prunes, adapters, quantized),
-    *(salvages, tree_inputs),
+    *(salvages, tree_inputs, tree_runs),
 )
 EVERY: tuple[Case, ...] = tuple(case for module in MODULES for case in module.CASES)
 CASES = [case for case in EVERY if case.group != UNTOLD]

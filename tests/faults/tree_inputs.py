@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,10 +66,12 @@ def largest(pattern: str, damage: Callable[[str], Damage]) -> Damage:
     return harm
 
 
-def in_each(name: str, damage: Callable[[str], Damage], files: Files) -> list[Bad]:
+def in_each(
+    name: str, damage: Callable[[str], Damage], files: Files, words: Mapping[str, tuple[str, ...]] = WORDS
+) -> list[Bad]:
     """The same damage to a file of each tree."""
     return [
-        Bad(f"{name}: {file}", kind, largest(file, damage), (Path(file).name, *WORDS.get(kind, ())))
+        Bad(f"{name}: {file}", kind, largest(file, damage), (Path(file).name, *words.get(kind, ())))
         for kind, file in files
     ]
 

@@ -63,16 +63,15 @@ class Storages:
             return inert_pickle.load(blob.content, ANY_NAME)[0]
         if blob.wrapper:
             raise Unsupported(f"stored through the transform `{blob.wrapper}`")
-        path = self.wanted.root / blob.path
         try:
             self._spend(blob.length)
-            read = reading(path, blob)
-            entries = read_directory(read, blob.length)
+            read, length = reading(self.wanted.root, blob)
+            entries = read_directory(read, length)
             check_byte_order(read, entries)
-            value, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=blob.length), ANY_NAME)
+            value, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=length), ANY_NAME)
             self._bring(value, read, entries)
         except CkptError as error:
-            raise error.blame(path=path) from None
+            raise error.blame(path=self.wanted.root / blob.path) from None
         return value
 
     def _bring(self, value: Any, read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from ckptkit.errors import CkptError
 from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.locate import ZSTD
 from ckptkit.formats.archives.zip_entries import ReadAt, read_directory, read_entry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
@@ -23,20 +24,24 @@ def load_value(root: Path, blob: Blob) -> Any:
     """Return the value of a blob in directory `root`, as `inert_pickle.load` gives it."""
     if blob.content is not None:
         return inert_pickle.load(blob.content, ANY_NAME)[0]
-    path = root / blob.path
     try:
-        read = reading(path, blob)
-        data = read_entry(read, read_directory(read, blob.length), "data.pkl", limit=blob.length)
+        read, length = reading(root, blob)
+        data = read_entry(read, read_directory(read, length), "data.pkl", limit=length)
         return inert_pickle.load(data, ANY_NAME)[0]
     except CkptError as error:
-        raise error.blame(path=path) from None
+        raise error.blame(path=root / blob.path) from None
 
 
-def reading(path: Path, blob: Blob) -> ReadAt:
-    """Return a function that reads in a blob, whose bytes are all read at once."""
-    with opening(path) as file:
-        data = read_at(file, blob.length, blob.offset)
-    return lambda offset, length: data[offset : offset + length]
+def reading(root: Path, blob: Blob) -> tuple[ReadAt, int]:
+    """Return a function that reads in a blob, and how many bytes there are: all are read, and decompressed, at once."""
+    if blob.wrapper == ZSTD:
+        from ckptkit.formats.archives.zstd import decompress_blob  # few checkpoints are compressed
+
+        data = decompress_blob(root, blob)
+    else:
+        with opening(root / blob.path) as file:
+            data = read_at(file, blob.length, blob.offset)
+    return lambda offset, length: data[offset : offset + length], len(data)
 
 
 def with_value(blob: Blob, value: Any) -> Blob:

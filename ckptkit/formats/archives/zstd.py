@@ -14,7 +14,6 @@ from typing import IO, TYPE_CHECKING, Self, TypeVar, cast
 from ckptkit.destinations.allocation import check_room
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse, translate_os_errors
 from ckptkit.files.file import OpenFiles, ReadAhead, read_at
-from ckptkit.files.path import RemotePath
 from ckptkit.files.temporary import TemporaryFile
 from ckptkit.formats.archives.locate import ZSTD, ArchiveTemplates, open_envelope
 from ckptkit.formats.archives.zip_entries import check_archive
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
     from zstandard import ZstdDecompressor
 
 Item = TypeVar("Item", Chunk, Blob)
-_PIECE = 1 << 20  # bytes read and written at once
+_PIECE = 1 << 20  # bytes written at once
+_READ = 1 << 22  # bytes read at once: of a store, by one request
 _OVERHEAD = 1 << 16  # bytes that an archive may have beside its tensor's; torch's has about 1,400
 _LARGEST_ENTRY = 1 << 26  # bytes; no metadata says how large an entry is that is no tensor
 _WINDOW = 1 << 27  # bytes of memory that a frame may ask for; torch's ask for 2 MiB
@@ -37,9 +37,6 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
     the metadata promises, and leaves it as it is. Raises `Unsupported` without the package `zstandard`, `NoRoom` if the
     disk is too small for what the metadata promises.
     """
-    if isinstance(layout.root, RemotePath):
-        hint = "copy the checkpoint to a local directory with `ckptkit cp` first"
-        raise Unsupported(f"stored through the transform `{ZSTD}`, on a remote store", path=layout.root, hint=hint)
     room = Room(layout)
 
     def move(name: str, item: Item) -> Item:
@@ -124,7 +121,7 @@ def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompres
     from zstandard import ZstdError
 
     left = limit = promised(item) + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
-    stream = decompressor.stream_reader(cast(IO[bytes], PackedStream(item, files)))
+    stream = decompressor.stream_reader(cast(IO[bytes], PackedStream(item, files)), read_size=_READ)
     try:
         while piece := stream.read(_PIECE):
             left -= len(piece)
@@ -133,6 +130,12 @@ def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompres
             yield piece
     except ZstdError as error:
         raise Corrupt(f"the zstd stream is damaged: {error}") from error
+
+
+def decompress_blob(root: Path, blob: Blob) -> bytes:
+    """Return what is in the stream of an entry that is not a tensor, of which the size is limited."""
+    with OpenFiles(root) as files:
+        return b"".join(decompress(blob, files, make_decompressor(root)))
 
 
 class PackedStream:

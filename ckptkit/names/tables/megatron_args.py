@@ -21,7 +21,7 @@ from ckptkit.layout import Blob, Layout
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.tables import megatron_hybrid as hybrid
 
-_COMMON, _ARGS = "common.pt", "args"
+COMMON, _ARGS = "common.pt", "args"
 _INSIDE = "common_state/shard_0_1"  # since core 0.20: a list with the dict that was in `common.pt` before
 LAYERNORM_1P = "apply_layernorm_1p"
 ZERO_CENTERED = ("gemma",)  # types whose norms lie around zero on the Hub
@@ -140,5 +140,5 @@ def read_common(checkpoint: Layout, inside: Blob | None) -> object:
         if not (isinstance(found, list) and len(found) == 1):
             raise Corrupt("expected a list of one dict, found something else", path=checkpoint.root, tensor=_INSIDE)
         return found[0]
-    is_beside = is_there(checkpoint.root / _COMMON)
-    return read_state_file(checkpoint.root, _COMMON).value if is_beside else None
+    is_beside = is_there(checkpoint.root / COMMON)
+    return read_state_file(checkpoint.root, COMMON).value if is_beside else None

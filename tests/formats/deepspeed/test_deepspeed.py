@@ -116,6 +116,7 @@ def test_an_adapter_beside_the_states_is_for_use(produce: Produce, tmp_path: Pat
     run = tmp_path / "checkpoint-2"
     shutil.copytree(produce(zero.on_two).root / "zero1", run)
     (run / "trainer_state.json").write_text('{"global_step": 2}')
+    (run / "zero_to_fp32.py").write_text("# a script of DeepSpeed's")
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up"]}
     (run / "adapter_config.json").write_text(json.dumps(config))
     sides = {"A": torch.ones(2, zero.WIDTH), "B": torch.ones(zero.WIDTH + 1, 2)}
@@ -128,6 +129,10 @@ def test_an_adapter_beside_the_states_is_for_use(produce: Produce, tmp_path: Pat
     done = ckptkit.convert(run, tmp_path / "dcp", to="dcp")
     assert "model.embed.weight" in ckptkit.open(tmp_path / "dcp")
     assert "adapter_config.json" in done.files
+    left = {left.name: left.why for left in done.left_behind}
+    assert left["adapter_model.safetensors"] == "exported by the trainer, beside its own states"
+    done = ckptkit.consolidate(run, tmp_path / "strict", strict=True)
+    assert all(left.is_known for left in done.left_behind)
     done = ckptkit.consolidate(run, tmp_path / "module", weights_from="module")
     assert "embed.weight" in ckptkit.open(tmp_path / "module")
 
