@@ -87,8 +87,8 @@ def check_hybrid(checkpoint: Layout, args: Mapping[str, Any], pattern: object, s
         raise Mismatch(f"expected the layers {kinds} (config.json), found {said} in Megatron's arguments", hint=hint)
     positions = args.get("position_embedding_type")
     if positions not in (None, "none"):
-        has = f"a model of type `{sizes.model_type}` has none"
-        message = f"Megatron's arguments say position_embedding_type {positions}, but {has}"
+        expected = f"expected position_embedding_type none for a model of type `{sizes.model_type}`"
+        message = f"{expected}, found {positions} in Megatron's arguments"
         raise Unsupported(message, hint="pass --names keep to keep the names")
     if args.get("squared_relu") is False and sizes.text.get("mlp_hidden_act", _ACTIVATION) == _ACTIVATION:
         wanted = f"expected squared_relu True ({_ACTIVATION} in config.json)"

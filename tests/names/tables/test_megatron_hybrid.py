@@ -116,7 +116,7 @@ BAD: Mapping[str, tuple[type[CkptError], str, dict[str, Any], dict[str, Any]]] =
         {"mamba_state_dim": None},
         {"ssm_state_size": 7},
     ),
-    "positions": (Unsupported, "position_embedding_type rope", {"position_embedding_type": "rope"}, {}),
+    "positions": (Unsupported, "found rope in Megatron.s arguments", {"position_embedding_type": "rope"}, {}),
     "activation": (Mismatch, "expected squared_relu True", {"squared_relu": False}, {}),
     "gates": (Mismatch, "swiglu True, but a model of type `nemotron_h` has no gated layers", {"swiglu": True}, {}),
 }
