@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.find_components import CHANGES, EXPORTED
+from ckptkit.checkpoints.find_components import CHANGES, DESCRIPTION, EXPORTED
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.ops.consolidate import consolidate
@@ -236,7 +236,8 @@ def test_strict_knows_what_megatron_bridge_leaves(tmp_path: Path) -> None:
     save_bridge(tmp_path / STEP)
     done = consolidate(tmp_path / STEP, tmp_path / "out", names="keep", strict=True)
     assert {(left.name, left.why) for left in done.left_behind if left.name.startswith("hf")} == {
-        (f"hf/{name}", EXPORTED) for name in ("model.safetensors", "README.md")
+        ("hf/model.safetensors", EXPORTED),
+        ("hf/README.md", DESCRIPTION),
     }
     assert not done.warnings
 
