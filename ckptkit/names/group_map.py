@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 
 GROUP_MAP = "param_to_group_meta"
-
 HALVES = ("_w", "_v")  # of a gated layer
 _SAVED_AS = (  # pieces, and names of other versions, and what they are compared as
     (r"((?:weight|bias)\d*)_[wv]$", r"\1"),

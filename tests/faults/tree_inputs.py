@@ -44,7 +44,7 @@ DESCRIBED: Files = (
     *(("auto_tp", MAP), ("auto_ep", MAP)),
     *(("ocdbt", "_METADATA"), ("ocdbt", "manifest.ocdbt"), ("zarr", "_METADATA"), ("zarr", f"{ARRAY}/.zarray")),
 )
-# by which what is missing or damaged is named, where the name of its file is not known
+# other words by which a message may name a missing or damaged file
 WORDS = {
     "prime": (".metadata", "trainer"),
     "miles": (".metadata", "model", "optimizer"),
@@ -192,7 +192,7 @@ def boxed(*boxes: tuple[int, int]) -> Damage:
 
 
 def rows() -> Iterator[Bad]:
-    """Boxes of uneven rows that cannot be: the tensor has 24, of which one is in the first box."""
+    """Impossible boxes of uneven rows: the tensor has 24 rows, and one of them is in the first box."""
     for box in ((2, 23), (0, 23), (1, 22), (1, 24), (2, 22), (-1, 23), (1 << 40, 23), (1, 0), (1, -1), (24, 0)):
         yield bad(f"{box[1]} rows from row {box[0]}", "fsdp_dtensor", boxed(box), "linear_fc1.weight_w")
     yield bad("even boxes", "fsdp_dtensor", boxed((0, 12), (12, 12)), "linear_fc1.weight_w")

@@ -133,7 +133,7 @@ def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompres
 
 
 def decompress_blob(root: Path, blob: Blob) -> bytes:
-    """Return what is in the stream of an entry that is not a tensor, of which the size is limited."""
+    """Return the decompressed bytes of an entry that is not a tensor. Raises `Corrupt` for more than 64 MiB."""
     with OpenFiles(root) as files:
         return b"".join(decompress(blob, files, make_decompressor(root)))
 

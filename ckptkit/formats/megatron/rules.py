@@ -3,8 +3,9 @@
 Source: megatron/core/tensor_parallel/layers.py, transformer/{attention,mlp}.py, transformer/moe/{experts,router}.py: a
 ColumnParallelLinear has rows of its weight and of its bias on each rank, a RowParallelLinear columns of its weight and
 all of its bias. Of a gated layer each rank has its gates and then what they gate. Queries, keys and values lie by
-groups, of which each rank has whole ones. The names before Megatron-Core are those of megatron/legacy/model. Of Mamba
-(megatron/core/ssm/mamba_mixer.py) each rank has some heads and groups: rows of z, x, B, C and dt one after another.
+groups, and each rank has whole groups. The names before Megatron-Core are those of megatron/legacy/model. In a layer of
+Mamba (megatron/core/ssm/mamba_mixer.py), each rank has some heads and groups: its rows of z, x, B, C and dt follow one
+another.
 """
 
 from __future__ import annotations

@@ -60,10 +60,11 @@ class Harmless(RawIOBase):
 
     def _rewrite(self, data: bytes, at: int, *, is_flat: bool) -> Iterator[bytes]:
         """Yield the pickle in pieces, none of them empty."""
-        stay, instances = harmless(), flat_instances()
+        stay = harmless()
+        instances = flat_instances() if is_flat else None  # whose pattern takes milliseconds to compile
         done = at
         while True:
-            found = instances.findall(data, at, at + _WINDOW) if is_flat else []
+            found = instances.findall(data, at, at + _WINDOW) if instances else []
             if found and found[-1][-1]:
                 del found[-1]
             if found:
