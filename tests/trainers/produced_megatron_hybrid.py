@@ -22,10 +22,27 @@ from torch import Tensor, nn
 
 from tests.producers import Truth, _on_ranks
 from tests.trainers.produced_megatron import STEP, _replace_what_needs_a_gpu
-from tests.trainers.produced_megatron_models import _fill, _logits, _save, _save_legacy, _sharded, _tensors_of
+from tests.trainers.produced_megatron_models import (
+    EXPERTS,
+    GROUPS,
+    HEADS,
+    HIDDEN,
+    INNER,
+    OF_ALL,
+    PADDED,
+    SHARED,
+    VOCABULARY,
+    WIDTH,
+    _fill,
+    _logits,
+    _save,
+    _save_legacy,
+    _sharded,
+    _tensors_of,
+)
 
 HYBRID, PATTERN = "nemotron_h", "M*E-"
-EXPERTS, HEADS, GROUPS, WIDTH, HIDDEN, INNER, EXPERT, SHARED, VOCABULARY, PADDED = 6, 8, 4, 10, 32, 24, 28, 20, 40, 48
+EXPERT = 28  # rows of one
 MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 6}
 WAYS = ("whole", "tensor", "pipeline", "expert")
 CONFIG: Mapping[str, Any] = {
@@ -139,19 +156,9 @@ def _model(sizes: Mapping[str, int]) -> Any:
     mamba_block.TENorm = WrappedTorchNorm  # that of Transformer Engine, which needs a GPU
     config = TransformerConfig(
         num_layers=len(PATTERN),
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        kv_channels=WIDTH,
-        ffn_hidden_size=INNER,
-        normalization="RMSNorm",
+        **OF_ALL,
         layernorm_epsilon=1e-5,
         activation_func=squared_relu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
         num_moe_experts=EXPERTS,
         moe_router_topk=2,
         moe_ffn_hidden_size=EXPERT,

@@ -23,6 +23,19 @@ from tests.trainers.produced_megatron import STEP, _replace_what_needs_a_gpu, _t
 LAYERS, GROUPS, EXPERTS, HEADS, WIDTH, SHARED, INNER, HIDDEN, VOCABULARY, PADDED = 2, 4, 6, 8, 10, 20, 24, 32, 40, 48
 TOKENS = [[3, 1, 39, 0, 17, 17, 8]]
 
+OF_ALL: Mapping[str, Any] = {  # what the configs of all models say
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_query_groups": GROUPS,
+    "kv_channels": WIDTH,
+    "ffn_hidden_size": INNER,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    "pipeline_dtype": torch.float32,
+}
 MOE = {"num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": INNER, "moe_grouped_gemm": False}
 GATED_SHARE = {"moe_shared_expert_intermediate_size": SHARED, "moe_shared_expert_gate": True}
 TYPES: Mapping[str, dict[str, Any]] = {
@@ -122,20 +135,10 @@ def _model(model_type: str, sizes: Mapping[str, int]) -> Any:
     more = TYPES[model_type]
     config = TransformerConfig(
         num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        kv_channels=WIDTH,
-        ffn_hidden_size=INNER,
-        normalization="RMSNorm",
+        **OF_ALL,
         layernorm_epsilon=1e-6,
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
         **sizes,
         **more,
     )

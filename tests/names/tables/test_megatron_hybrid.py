@@ -20,8 +20,8 @@ from tests.conftest import Produce, Produced
 from tests.formats.contract import assert_same
 from tests.names.tables.test_megatron import save, to_hub
 from tests.trainers.produced_megatron import STEP
-from tests.trainers.produced_megatron_hybrid import CONFIG, HYBRID, VOCABULARY, WAYS, load
-from tests.trainers.produced_megatron_models import TOKENS, megatron_models
+from tests.trainers.produced_megatron_hybrid import CONFIG, HYBRID, WAYS, load
+from tests.trainers.produced_megatron_models import TOKENS, VOCABULARY, megatron_models
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
