@@ -13,8 +13,6 @@ from ckptkit.tensors.box import Box, BoxIndex
 
 Parts = tuple[tuple[Chunk, Box], ...]  # chunks of a source, each with the box that it shares with an input
 
-_WORKING = 4  # times the bytes of its elements that a recipe has at hand, in a core's cache
-
 
 class Input(NamedTuple):
     """A box of a tensor of the source of this number, and the parts of its chunks that tile it."""
@@ -95,8 +93,7 @@ def split(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:
 
 def width(target: Target) -> int:
     """Return the bytes that an element of a target takes at most while it is made."""
-    dtype = target.chunk.dtype
-    stored = max(dtype.itemsize, *(copy.src.dtype.itemsize for copy in target.copies))
-    if target.recipe is None:
-        return stored
-    return _WORKING * max(stored, *(operand.dtype.itemsize for operand in target.recipe.operands))
+    dtypes = [target.chunk.dtype, *(copy.src.dtype for copy in target.copies)]
+    if target.recipe is not None:
+        dtypes += [operand.dtype for operand in target.recipe.operands]
+    return max(dtype.itemsize for dtype in dtypes)

@@ -18,7 +18,7 @@ from ckptkit.tensors.dtypes import DType
 Array = NDArray[Any]
 
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
-_PART = 1 << 16  # elements converted at a time: the passes over them stay near the cache, and are few
+_PART = 1 << 18  # elements at a time: with fewer, threads wait for Python's lock longer than the passes take
 # the smallest magnitudes that round to infinity
 _OVERFLOW = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127"), "float32": float.fromhex("0x1.ffffffp127")}
 

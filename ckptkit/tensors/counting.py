@@ -21,7 +21,7 @@ from ckptkit.tensors.small_floats import SMALL_FLOATS, SmallFloat
 Array = NDArray[Any]
 Number = int | float
 
-_PART_BYTES = 1 << 18  # at a time: the passes over them stay in the cache
+_PART_BYTES = 1 << 20  # at a time, as in `casting`
 
 
 @dataclass(frozen=True, slots=True)

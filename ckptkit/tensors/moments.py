@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-_PART = 1 << 16  # numbers at a time: the passes over them stay in the cache
+_PART = 1 << 18  # numbers at a time, as in `casting`
 _ROW = 1 << 13  # numbers in a dot product: of more, BLAS makes threads of its own
 
 
