@@ -22,7 +22,7 @@ from ckptkit.tensors.dtypes import DTYPES, DType
 from ckptkit.tensors.small_floats import SMALL_FLOATS
 
 _E8M0, _UINT8 = DTYPES["float8_e8m0fnu"], DTYPES["uint8"]
-_PART = 1 << 16  # elements computed at a time: they stay near the cache
+_PART = 1 << 18  # elements at a time, as in `casting`
 _GROUP = 32  # numbers of MXFP4 with one scale, two in a byte
 _HIGHEST = 252  # the scale whose product with the largest number of 4 bits is the last that float32 holds
 

@@ -23,7 +23,7 @@ from ckptkit.tensors.casting import widener
 from ckptkit.tensors.dtypes import DTYPES, DType
 from ckptkit.tensors.eight_bits import LARGEST, to_e4m3
 
-_PART = 1 << 16  # elements computed at a time: they stay near the cache
+_PART = 1 << 18  # elements at a time, as in `casting`
 _E8M0, _TINY = DTYPES["float8_e8m0fnu"], np.finfo(np.float32).tiny
 _LEAST = {"bfloat16": 2.0**-7, "float32": 2.0**-23}  # the scale of numbers that are all 0
 
