@@ -9,7 +9,8 @@ optimizers begin with `chained_0.` and so on (megatron/core/optimizer/optimizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckptkit.files.file import check_name, names_in, read_small, recognize
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, columns
+from ckptkit.formats.pickles.tables import Table
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.tensors.box import Box, Shape
@@ -101,6 +103,7 @@ Attributes = Mapping[str, Any]
 
 
 Entry = StoredTensor | Blob
+Columns = Sequence[Sequence[Any]]
 Place = tuple[Any, Any, Any, Any]  # file, offset, length and transforms of an item, as the pickle has them
 
 
@@ -141,13 +144,9 @@ class Reading:
         """
         places: dict[str, dict[Shape | None, Place]] = {}
         try:
-            storage = metadata["storage_data"]
-            while storage:
-                some = [storage.popitem() for _ in range(min(_BATCH, len(storage)))]
-                names, _, starts = columns([index for index, _ in some], _OF_INDEX)
+            for (names, _, starts), found in take_storage(metadata["storage_data"]):
                 shapes = iter(as_shapes([start for start in starts if start is not None]))
-                found = zip(*columns([info for _, info in some], _OF_PLACE), strict=True)
-                for name, start, place in zip(map(as_name, names), starts, found, strict=True):
+                for name, start, place in zip(map(as_name, names), starts, zip(*found, strict=True), strict=True):
                     places.setdefault(name, {}).setdefault(None if start is None else next(shapes), place)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Corrupt("`storage_data` is malformed", path=file) from error
@@ -167,8 +166,7 @@ class Reading:
         spec = Spec(as_dtype(tensor["properties"]), as_shape(tensor["size"]))
         self.specs[name] = spec
         chunks, report = self.chunks.setdefault(name, {}), self.report
-        starts, sizes = (as_shapes(list(column)) for column in columns(tensor["chunks"], _OF_CHUNK))
-        for box in map(Box, starts, sizes):
+        for box in boxes_of(tensor["chunks"]):
             try:
                 path, offset, length, wrapped = self._place(places.get(box.start))
             except CkptError as error:
@@ -211,6 +209,25 @@ class Reading:
         keys = self.keys or infer_keys((*tensors, *self.blobs), tensors)
         spares = {name: tuple(chunks) for name, chunks in self.spares.items()}
         return Layout(self.root, name, tensors, self.blobs, keys, spares=spares)
+
+
+def take_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
+    """Take some entries after the other out of `storage_data`: yield columns of their indices and of their places."""
+    while storage:
+        some = [storage.popitem() for _ in range(min(_BATCH, len(storage)))]
+        for index, _ in some:
+            if isinstance(index, Table):
+                yield index.columns(_OF_INDEX), index.columns(_OF_PLACE, side=1)
+        alone = [one for one in some if not isinstance(one[0], Table)]
+        if alone:
+            yield columns([index for index, _ in alone], _OF_INDEX), columns([info for _, info in alone], _OF_PLACE)
+
+
+def boxes_of(chunks: list[Any]) -> Iterator[Box]:
+    """Yield the box of each `ChunkStorageMetadata` in a list."""
+    for is_table, some in groupby(chunks, lambda one: isinstance(one, Table)):
+        for starts, sizes in [one.columns(_OF_CHUNK) for one in some] if is_table else [columns(list(some), _OF_CHUNK)]:
+            yield from map(Box, as_shapes(list(starts)), as_shapes(list(sizes)))
 
 
 def attributes_of(value: Any) -> Attributes:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
 from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.pickles import tables
 from ckptkit.formats.pickles.opcodes import Harmless
+from ckptkit.formats.pickles.tables import NotAlike, Table, Tables, require_pairs
 
 _BUFFER = 1 << 16  # bytes of the pickle that are rewritten ahead of the unpickler
 _MOST_NAMES = 10_000  # in one pickle; each is a class, of a kilobyte
@@ -182,7 +185,9 @@ class Dict(dict[Any, Any]):
     __slots__ = ()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if not isinstance(key, (str, FlatInstance)):
+        if Table in (type(key), type(value)):
+            require_pairs(key, value)
+        elif not isinstance(key, (str, FlatInstance)):
             check_key(key)
         super().__setitem__(key, value)
 
@@ -224,20 +229,29 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
 
     `names` holds each `(module, name)` that may occur; an unknown one is `Unsupported`, since a checkpoint
     has no need of it. Anything malformed is `Corrupt`. For millions of objects there is `is_flat`: instances of a class
-    are `FlatInstance`, and what would be a `torch.Size` is a tuple.
+    are `FlatInstance`, and what would be a `torch.Size` is a tuple. In a large pickle alike ones that follow one
+    another are a `Table`: in a list that, in a dict that and None.
     """
-    harmless = Harmless(data, at, is_flat=is_flat)
+    if is_flat and len(data) - at >= tables.WORTH:
+        with suppress(NotAlike, *_MALFORMED):
+            return _load(data, names, at, is_flat=True, tables=Tables(data, at))
     try:
-        return _Unpickler(harmless, names, is_flat=is_flat).load(), harmless.end
+        return _load(data, names, at, is_flat=is_flat)
     except _MALFORMED as error:
         raise Corrupt(f"the file is damaged or truncated: no valid pickle in bytes {at}:{len(data)}") from error
+
+
+def _load(data: bytes, names: Names, at: int, *, is_flat: bool, tables: Tables | None = None) -> tuple[Any, int]:
+    harmless = Harmless(data, at, is_flat=is_flat, tables=tables)
+    return _Unpickler(harmless, names, is_flat=is_flat, tables=tables).load(), harmless.end
 
 
 class _Unpickler(pickle.Unpickler):
     """The unpickler, with all that it could import or refer to replaced."""
 
-    def __init__(self, harmless: Harmless, names: Names, *, is_flat: bool) -> None:
+    def __init__(self, harmless: Harmless, names: Names, *, is_flat: bool, tables: Tables | None) -> None:
         super().__init__(io.BufferedReader(harmless, _BUFFER), encoding="utf-8")
+        self._tables = tables
         self._names = names
         self._is_flat = is_flat
         self._known: dict[tuple[str, str], Any] = {_SIZE: _tuple_itself} if is_flat and _SIZE in names else {}
@@ -277,6 +291,8 @@ class _Unpickler(pickle.Unpickler):
                 return Record(_SET, ([],))
             case (("module", Global() as of, *_),):
                 return of
+            case (int(number), Global(), *_) if self._tables:  # what a pickle itself refers to is alone in a tuple
+                return self._tables.name_it(number, pid[1:], _tuple_itself)
             case _:
                 return PersistentId(*pid)
 

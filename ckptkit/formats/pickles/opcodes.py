@@ -11,11 +11,11 @@ Source: https://github.com/python/cpython/blob/3.13/Lib/pickletools.py
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import cache
 from io import RawIOBase
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from ckptkit.errors import Unsupported
 
@@ -30,20 +30,48 @@ _FIXED = b"KhqMJjGc\x80"  # those with other operands
 _ALWAYS = rb"()NRt\x81\x85-\x89\x93\x94"  # opcodes of one byte, as a pattern
 _NOT_IN_STATES = rb"01abesu\]\x90\x92"  # those that change what is below them, or make a list
 _WINDOW = 1 << 14  # bytes that are searched for instances at once
-_SHORT = 96  # bytes of text; longer ones are stepped over one by one
+_WINDOW_BETWEEN_TABLES = 1 << 10  # so that few are not in a table
+SHORT = 96  # bytes of text; longer ones are stepped over one by one
+
+
+def counted(opcode: bytes, width: int, longest: int) -> bytes:
+    """Return the pattern of an opcode and the bytes that follow it, their number first, in `width` bytes."""
+    lengths = (re.escape(n.to_bytes(width, "little")) + b".{%d}" % n for n in range(longest + 1))
+    return opcode + b"(?:" + b"|".join(lengths) + b")"
+
+
+_OPERANDS = b"|".join(
+    (
+        rb"[Kh\x80].|M..|[Jj]....|G.{8}|c[^\n]*+\n[^\n]*+\n",
+        counted(b"\x8c", 1, SHORT),
+        counted(b"\x8a", 1, 8),
+    )
+)
+WITH_OPERANDS = b"%b|%b" % (_OPERANDS, counted(b"X", 4, SHORT))  # those that may stay, as a pattern; but for BINPUTs
+
+
+class InstanceTables(Protocol):
+    """What reads alike instances into tables, while a pickle is rewritten."""
+
+    def pass_on(self, start: int, end: int) -> None:
+        """Note that the opcodes between two offsets are passed on as they are."""
+
+    def follow(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
+        """Note the instances that were passed on; yield what stands for those that follow. Returns the offset past."""
 
 
 class Harmless(RawIOBase):
     """A pickle that says the same as the one at byte `at` of `data`, but harmlessly: rewritten while it is read.
 
     With `is_flat` the dict that is an object's state is none: its keys and values in turn are appended to the object.
-    When all has been read, `end` is the offset past the pickle. Reading raises `Unsupported` for an opcode that torch
-    does not write, and `IndexError` where the pickle breaks off.
+    With `tables` many alike ones become a call that gives a table. When all has been read, `end` is the offset past the
+    pickle. Reading raises `Unsupported` for an opcode that torch does not write, and `IndexError` where the pickle
+    breaks off.
     """
 
-    def __init__(self, data: bytes, at: int, *, is_flat: bool = False) -> None:
+    def __init__(self, data: bytes, at: int, *, is_flat: bool = False, tables: InstanceTables | None = None) -> None:
         self.end = at
-        self._pieces = self._rewrite(data, at, is_flat=is_flat)
+        self._pieces = self._rewrite(data, at, is_flat=is_flat, tables=tables)
         self._waiting = memoryview(b"")
 
     def readable(self) -> bool:
@@ -58,21 +86,27 @@ class Harmless(RawIOBase):
         self._waiting = self._waiting[count:]
         return count
 
-    def _rewrite(self, data: bytes, at: int, *, is_flat: bool) -> Iterator[bytes]:
+    def _rewrite(self, data: bytes, at: int, *, is_flat: bool, tables: InstanceTables | None) -> Iterator[bytes]:
         """Yield the pickle in pieces, none of them empty."""
         stay = harmless()
         instances = flat_instances() if is_flat else None  # whose pattern takes milliseconds to compile
+        window = _WINDOW_BETWEEN_TABLES if tables else _WINDOW
         done = at
         while True:
-            found = instances.findall(data, at, at + _WINDOW) if instances else []
+            start = at
+            found = instances.findall(data, at, at + window) if instances else []
             if found and found[-1][-1]:
                 del found[-1]
             if found:
                 flat = _APPENDS.join(map(b"".join, found)) + _APPENDS
                 yield data[done:at] + flat
                 at = done = at + len(flat) + _SHORTER * len(found)
+                if tables:
+                    at = done = yield from tables.follow((before for before, *_ in found), start, at)
                 continue
             at = next(stay.finditer(data, at)).end()
+            if tables:
+                tables.pass_on(start, at)
             if data[at : at + 1] == _STOP:
                 break
             instead, end = exchange(data, at)
@@ -120,27 +154,19 @@ def past_end(data: bytes, start: int, length: int) -> int:
 @cache
 def harmless() -> re.Pattern[bytes]:
     """Return the pattern of a run of opcodes that may stay."""
-    return re.compile(b"%b*+" % staying(_ALWAYS + _NOT_IN_STATES), re.DOTALL)
+    return re.compile(b"%b*+" % staying(_ALWAYS + _NOT_IN_STATES, WITH_OPERANDS), re.DOTALL)
 
 
 @cache
 def flat_instances() -> re.Pattern[bytes]:
     """Return the pattern of an object whose state is a dict: what is before the dict, and its items; else of the rest.
 
-    The third group is of the rest.
+    The third group is of the rest. The texts are those that protocol 4 writes.
     """
-    before, items = staying(_ALWAYS + _NOT_IN_STATES), staying(_ALWAYS)
+    before, items = staying(_ALWAYS + _NOT_IN_STATES, _OPERANDS), staying(_ALWAYS, _OPERANDS)
     return re.compile(rb"(%b*+)\}(\x94?\(%b*+)ub|(.).*" % (before, items), re.DOTALL)
 
 
-def staying(single: bytes) -> bytes:
+def staying(single: bytes, others: bytes) -> bytes:
     """Return the pattern of opcodes that may stay: these of one byte, and those with operands."""
-    texts = (counted(b"\x8c", 1, _SHORT), counted(b"X", 4, _SHORT), counted(b"\x8a", 1, 8))
-    operands = b"|".join((rb"[Khq\x80].|M..|[Jj]....|r..\0\0|G.{8}|c[^\n]*+\n[^\n]*+\n", *texts))
-    return b"(?:[%b]++|%b)" % (single, operands)
-
-
-def counted(opcode: bytes, width: int, longest: int) -> bytes:
-    """Return the pattern of an opcode and the bytes that follow it, their number first, in `width` bytes."""
-    lengths = (re.escape(n.to_bytes(width, "little")) + b".{%d}" % n for n in range(longest + 1))
-    return opcode + b"(?:" + b"|".join(lengths) + b")"
+    return rb"(?:[%b]++|q.|r..\0\0|%b)" % (single, others)
