@@ -19,7 +19,7 @@ from ckptkit.files.file import check_name, names_in, read_small, recognize
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, columns
-from ckptkit.formats.pickles.tables import Table
+from ckptkit.formats.pickles.tables import InstanceTable
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.tensors.box import Box, Shape
@@ -216,16 +216,16 @@ def take_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
     while storage:
         some = [storage.popitem() for _ in range(min(_BATCH, len(storage)))]
         for index, _ in some:
-            if isinstance(index, Table):
+            if isinstance(index, InstanceTable):
                 yield index.columns(_OF_INDEX), index.columns(_OF_PLACE, side=1)
-        alone = [one for one in some if not isinstance(one[0], Table)]
+        alone = [one for one in some if not isinstance(one[0], InstanceTable)]
         if alone:
             yield columns([index for index, _ in alone], _OF_INDEX), columns([info for _, info in alone], _OF_PLACE)
 
 
 def boxes_of(chunks: list[Any]) -> Iterator[Box]:
     """Yield the box of each `ChunkStorageMetadata` in a list."""
-    for is_table, some in groupby(chunks, lambda one: isinstance(one, Table)):
+    for is_table, some in groupby(chunks, lambda one: isinstance(one, InstanceTable)):
         for starts, sizes in [one.columns(_OF_CHUNK) for one in some] if is_table else [columns(list(some), _OF_CHUNK)]:
             yield from map(Box, as_shapes(list(starts)), as_shapes(list(sizes)))
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.pickles import tables
 from ckptkit.formats.pickles.opcodes import Harmless
-from ckptkit.formats.pickles.tables import NotAlike, Table, Tables, require_pairs
+from ckptkit.formats.pickles.tables import InstanceTable, NotAlike, Tables, require_pairs
 
 _BUFFER = 1 << 16  # bytes of the pickle that are rewritten ahead of the unpickler
 _MOST_NAMES = 10_000  # in one pickle; each is a class, of a kilobyte
@@ -185,7 +185,7 @@ class Dict(dict[Any, Any]):
     __slots__ = ()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if Table in (type(key), type(value)):
+        if InstanceTable in (type(key), type(value)):
             require_pairs(key, value)
         elif not isinstance(key, (str, FlatInstance)):
             check_key(key)
@@ -230,7 +230,7 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
     `names` holds each `(module, name)` that may occur; an unknown one is `Unsupported`, since a checkpoint
     has no need of it. Anything malformed is `Corrupt`. For millions of objects there is `is_flat`: instances of a class
     are `FlatInstance`, and what would be a `torch.Size` is a tuple. In a large pickle alike ones that follow one
-    another are a `Table`: in a list that, in a dict that and None.
+    another are a `InstanceTable`: in a list that, in a dict that and None.
     """
     if is_flat and len(data) - at >= tables.WORTH:
         with suppress(NotAlike, *_MALFORMED):

@@ -50,7 +50,7 @@ _OPERANDS = b"|".join(
 WITH_OPERANDS = b"%b|%b" % (_OPERANDS, counted(b"X", 4, SHORT))  # those that may stay, as a pattern; but for BINPUTs
 
 
-class InstanceTables(Protocol):
+class TableReader(Protocol):
     """What reads alike instances into tables, while a pickle is rewritten."""
 
     def pass_on(self, start: int, end: int) -> None:
@@ -69,7 +69,7 @@ class Harmless(RawIOBase):
     breaks off.
     """
 
-    def __init__(self, data: bytes, at: int, *, is_flat: bool = False, tables: InstanceTables | None = None) -> None:
+    def __init__(self, data: bytes, at: int, *, is_flat: bool = False, tables: TableReader | None = None) -> None:
         self.end = at
         self._pieces = self._rewrite(data, at, is_flat=is_flat, tables=tables)
         self._waiting = memoryview(b"")
@@ -86,7 +86,7 @@ class Harmless(RawIOBase):
         self._waiting = self._waiting[count:]
         return count
 
-    def _rewrite(self, data: bytes, at: int, *, is_flat: bool, tables: InstanceTables | None) -> Iterator[bytes]:
+    def _rewrite(self, data: bytes, at: int, *, is_flat: bool, tables: TableReader | None) -> Iterator[bytes]:
         """Yield the pickle in pieces, none of them empty."""
         stay = harmless()
         instances = flat_instances() if is_flat else None  # whose pattern takes milliseconds to compile

@@ -45,7 +45,7 @@ class NotAlike(Exception):
     """Instances are not what a table can hold: the pickle is to be read without tables."""
 
 
-class Table:
+class InstanceTable:
     """Instances that followed one another, or pairs of them, a key and a value: of each the attributes by name."""
 
     __slots__ = ("_sides",)
@@ -66,7 +66,7 @@ class Table:
 
 def require_pairs(key: object, value: object) -> None:
     """Raise `NotAlike` unless what was put into a dict is a table of its keys and values, and None."""
-    if not (isinstance(key, Table) and key.has_pairs and value is None):
+    if not (isinstance(key, InstanceTable) and key.has_pairs and value is None):
         raise NotAlike
 
 
@@ -188,7 +188,7 @@ class Tables:
         before, self._place = self._place, end
         return b"".join(fillers(before, end, kept))
 
-    def name_it(self, number: int, fetched: Sequence[Any], size: Any) -> Table:
+    def name_it(self, number: int, fetched: Sequence[Any], size: Any) -> InstanceTable:
         """Return a table, once the unpickler has fetched what its instances have in common; it knows torch.Size too.
 
         Raises `NotAlike` if that is something else.
@@ -207,7 +207,7 @@ class Tables:
                     raise NotAlike
                 side[name] = next(columns)
             sides.append(side)
-        return Table(sides)
+        return InstanceTable(sides)
 
     def _fetched_in(self, start: int, end: int) -> Sequence[int]:
         return self._fetched[bisect_left(self._fetched, start) : bisect_left(self._fetched, end)]

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptkit.errors import CkptError
 from ckptkit.formats.dcp.read_metadata import Reading, read_metadata
 from ckptkit.formats.pickles import tables
-from ckptkit.formats.pickles.tables import Table, decode, fetched_places
+from ckptkit.formats.pickles.tables import InstanceTable, decode, fetched_places
 from ckptkit.layout import Layout
 
 RANKS = 150
@@ -94,13 +94,13 @@ def read(data: bytes, tmp_path: Path, least: int, monkeypatch: pytest.MonkeyPatc
 def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which each table of the test adds how many rows it has."""
     counts: list[int] = []
-    make_table = Table.__init__
+    make_table = InstanceTable.__init__
 
-    def counting(self: Table, sides: Any) -> None:
+    def counting(self: InstanceTable, sides: Any) -> None:
         counts.append(len(next(iter(sides[0].values()))))
         make_table(self, sides)
 
-    monkeypatch.setattr(Table, "__init__", counting)
+    monkeypatch.setattr(InstanceTable, "__init__", counting)
     return counts
 
 
