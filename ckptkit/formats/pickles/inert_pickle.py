@@ -232,7 +232,7 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
     are `FlatInstance`, and what would be a `torch.Size` is a tuple. In a large pickle alike ones that follow one
     another are a `InstanceTable`: in a list that, in a dict that and None.
     """
-    if is_flat and len(data) - at >= tables.WORTH:
+    if is_flat and tables.are_worth(data, at):
         with suppress(NotAlike, *_MALFORMED):
             return _load(data, names, at, is_flat=True, tables=Tables(data, at))
     try:

@@ -24,6 +24,7 @@ from ckptkit.formats.pickles.opcodes import SHORT, WITH_OPERANDS, counted
 WORTH = 1 << 20  # bytes of a pickle: the patterns take milliseconds to compile
 _WINDOW = 1 << 16  # bytes that are searched at once
 _FEWEST = 8  # rows of a table
+_MANY = 50  # instances a list
 _MOST_VALUES = 1 << 17  # that are kept to be found equal
 _MOST_FETCHES = 1000  # in as many bytes, if they are of different things
 _FREQUENT = 16
@@ -96,6 +97,13 @@ class Shape(NamedTuple):
         yield self.of
         for one in self.attributes:
             yield from (one.name, one.size or self.of)
+
+
+def are_worth(data: bytes, at: int) -> bool:
+    """Return whether a pickle is large, and has many more instances than lists, so that many follow one another."""
+    if len(data) - at < WORTH:
+        return False
+    return data.count(b")\x81\x94}\x94(", at) >= _MANY * data.count(b"]\x94(", at)
 
 
 class Tables:

@@ -122,7 +122,7 @@ def test_tables_say_the_same(kind: str, protocol: int, tmp_path: Path, monkeypat
 @pytest.mark.parametrize("kind", ["copies", "paths are shared"])
 def test_damage_is_found_as_without_tables(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, random = pickle.dumps(KINDS[kind](), 4), Random(kind)
-    for _ in range(150):
+    for _ in range(80):
         damaged = bytearray(data)
         damaged[random.randrange(len(data))] = random.choice([0, 1, 0x28, 0x68, 0x6A, 0x94, random.randrange(256)])
         expected = read(bytes(damaged), tmp_path, 1 << 40, monkeypatch)
@@ -134,6 +134,16 @@ def test_a_dict_of_instances_of_one_class_is_read_without_tables(tmp_path: Path)
     data = pickle.dumps(Metadata({}, planner_data={}, storage_data=entries))
     (tmp_path / ".metadata").write_bytes(data + bytes(tables.WORTH))
     assert len(read_metadata(tmp_path / ".metadata")["storage_data"]) == 300
+
+
+def test_few_chunks_a_tensor_are_read_without_tables() -> None:
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
+    for chunks, is_worth in ((3, False), (300, True)):
+        lists = [
+            [ChunkStorageMetadata(chunk.offsets, chunk.sizes) for _ in range(chunks)] for _ in range(20_000 // chunks)
+        ]
+        assert tables.are_worth(pickle.dumps(lists, 4) + bytes(tables.WORTH), 0) is is_worth
+    assert not tables.are_worth(pickle.dumps(lists, 4), 0)
 
 
 def test_every_fetch_of_a_pickle_is_found() -> None:
