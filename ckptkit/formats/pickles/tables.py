@@ -103,7 +103,7 @@ def are_worth(data: bytes, at: int) -> bool:
     """Return whether a pickle is large, and has many more instances than lists, so that many follow one another."""
     if len(data) - at < WORTH:
         return False
-    return data.count(b")\x81\x94}\x94(", at) >= _MANY * data.count(b"]\x94(", at)
+    return data.count(b")\x81\x94}\x94(", at) >= _MANY * data.count(b"]\x94", at)
 
 
 class Tables:

@@ -138,7 +138,7 @@ def test_a_dict_of_instances_of_one_class_is_read_without_tables(tmp_path: Path)
 
 def test_few_chunks_a_tensor_are_read_without_tables() -> None:
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
-    for chunks, is_worth in ((3, False), (300, True)):
+    for chunks, is_worth in ((1, False), (3, False), (300, True)):
         lists = [
             [ChunkStorageMetadata(chunk.offsets, chunk.sizes) for _ in range(chunks)] for _ in range(20_000 // chunks)
         ]
