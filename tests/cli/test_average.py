@@ -21,7 +21,7 @@ KEYS = {"output", "format", "files", "tensors", "nbytes", "seconds", "sources", 
 def run(tmp_path: Path) -> Path:
     """A run with three checkpoints of a model, each with its optimizer."""
     for step in (9, 10, 11):
-        state = {"model": {"w": torch.full((1000, 300), float(step))}, "optim": {"state": {"w": {"m": torch.ones(3)}}}}
+        state = {"model": {"w": torch.full((4000, 300), float(step))}, "optim": {"state": {"w": {"m": torch.ones(3)}}}}
         save_alone(state, tmp_path / "run" / f"ckpt-{step}")
     return tmp_path / "run"
 
@@ -35,7 +35,7 @@ def test_in_json(run: Path, tmp_path: Path) -> None:
         ("ckpt-10", 0.75),
         ("ckpt-11", 0.25),
     ]
-    assert result["checked_bytes"] == 2 * 1_200_000
+    assert result["checked_bytes"] == 2 * 4_800_000
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].unique().tolist() == [10.25]
 
 
