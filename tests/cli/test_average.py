@@ -47,12 +47,12 @@ def test_for_a_reader(run: Path, tmp_path: Path) -> None:
         "  0.5     ",
         "ckpt-9",
         "not in the output: `optim`, 1 entry",
-        "2.4 MB of the source compared with its CRC-32",
+        "9.6 MB of the source compared with its CRC-32",
     ):
         assert words in ran.stdout
     ran = ckptkit("average", run, tmp_path / "new", "--last", 3, "--dry-run")
     assert ran.stdout.startswith("would average 3 checkpoints")
-    assert "3 chunks to read, 1.2 MB to write" in ran.stdout
+    assert "3 chunks to read, 4.8 MB to write" in ran.stdout
     assert not (tmp_path / "new").exists()
 
 
