@@ -19,7 +19,7 @@ from ckptkit.files.file import check_name, names_in, read_small, recognize
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, columns
-from ckptkit.formats.pickles.tables import InstanceTable
+from ckptkit.formats.pickles.opcodes import InstanceTable
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.tensors.box import Box, Shape

@@ -16,10 +16,9 @@ from itertools import chain
 from typing import Any, Final
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.pickles import tables
-from ckptkit.formats.pickles.opcodes import Harmless
-from ckptkit.formats.pickles.tables import InstanceTable, NotAlike, Tables, require_pairs
+from ckptkit.formats.pickles.opcodes import Harmless, InstanceTable, NotAlike, TableReader, require_pairs
 
+TABLES_FROM = 1 << 20  # bytes of a pickle: the patterns of tables take milliseconds to compile
 _BUFFER = 1 << 16  # bytes of the pickle that are rewritten ahead of the unpickler
 _MOST_NAMES = 10_000  # in one pickle; each is a class, of a kilobyte
 _LONGEST_NAME = 512  # characters of a name that is made of others
@@ -232,16 +231,19 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
     are `FlatInstance`, and what would be a `torch.Size` is a tuple. In a large pickle alike ones that follow one
     another are a `InstanceTable`: in a list that, in a dict that and None.
     """
-    if is_flat and tables.are_worth(data, at):
+    if is_flat and len(data) - at >= TABLES_FROM:
+        from ckptkit.formats.pickles.tables import Tables, has_long_runs  # only large checkpoints need them
+
         with suppress(NotAlike, *_MALFORMED):
-            return _load(data, names, at, is_flat=True, tables=Tables(data, at))
+            if has_long_runs(data, at):
+                return _load(data, names, at, is_flat=True, tables=Tables(data, at))
     try:
         return _load(data, names, at, is_flat=is_flat)
     except _MALFORMED as error:
         raise Corrupt(f"the file is damaged or truncated: no valid pickle in bytes {at}:{len(data)}") from error
 
 
-def _load(data: bytes, names: Names, at: int, *, is_flat: bool, tables: Tables | None = None) -> tuple[Any, int]:
+def _load(data: bytes, names: Names, at: int, *, is_flat: bool, tables: TableReader | None = None) -> tuple[Any, int]:
     harmless = Harmless(data, at, is_flat=is_flat, tables=tables)
     return _Unpickler(harmless, names, is_flat=is_flat, tables=tables).load(), harmless.end
 
@@ -249,7 +251,7 @@ def _load(data: bytes, names: Names, at: int, *, is_flat: bool, tables: Tables |
 class _Unpickler(pickle.Unpickler):
     """The unpickler, with all that it could import or refer to replaced."""
 
-    def __init__(self, harmless: Harmless, names: Names, *, is_flat: bool, tables: Tables | None) -> None:
+    def __init__(self, harmless: Harmless, names: Names, *, is_flat: bool, tables: TableReader | None) -> None:
         super().__init__(io.BufferedReader(harmless, _BUFFER), encoding="utf-8")
         self._tables = tables
         self._names = names

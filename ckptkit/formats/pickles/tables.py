@@ -19,9 +19,8 @@ from functools import cache, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ckptkit.formats.pickles.opcodes import SHORT, WITH_OPERANDS, counted
+from ckptkit.formats.pickles.opcodes import SHORT, WITH_OPERANDS, InstanceTable, NotAlike, counted
 
-WORTH = 1 << 20  # bytes of a pickle: the patterns take milliseconds to compile
 _WINDOW = 1 << 16  # bytes that are searched at once
 _FEWEST = 8  # rows of a table
 _MANY = 50  # instances a list
@@ -40,35 +39,6 @@ _KINDS = {  # the pattern of a value, which may be preceded by a fetch of torch.
 }
 _ATTRIBUTE = b"(%b)(?:(%b)%b|%b|%b)" % (_GET, _GET, _KINDS["size"], _KINDS["number"], _KINDS["text"])
 _WIDTHS = {0x4B: 1, 0x4D: 2, 0x4A: 4}  # bytes of the operands of BININT1, BININT2 and BININT
-
-
-class NotAlike(Exception):
-    """Instances are not what a table can hold: the pickle is to be read without tables."""
-
-
-class InstanceTable:
-    """Instances that followed one another, or pairs of them, a key and a value: of each the attributes by name."""
-
-    __slots__ = ("_sides",)
-
-    def __init__(self, sides: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-        self._sides = sides
-
-    def columns(self, names: Sequence[str], side: int = 0) -> list[Sequence[Any]]:
-        """Return the attributes of these names, None for one that is not there; those of the values if `side` is 1."""
-        attributes = self._sides[side]
-        none = [None] * len(next(iter(attributes.values())))
-        return [attributes.get(name, none) for name in names]
-
-    @property
-    def has_pairs(self) -> bool:
-        return len(self._sides) > 1
-
-
-def require_pairs(key: object, value: object) -> None:
-    """Raise `NotAlike` unless what was put into a dict is a table of its keys and values, and None."""
-    if not (isinstance(key, InstanceTable) and key.has_pairs and value is None):
-        raise NotAlike
 
 
 class Attribute(NamedTuple):
@@ -99,10 +69,8 @@ class Shape(NamedTuple):
             yield from (one.name, one.size or self.of)
 
 
-def are_worth(data: bytes, at: int) -> bool:
-    """Return whether a pickle is large, and has many more instances than lists, so that many follow one another."""
-    if len(data) - at < WORTH:
-        return False
+def has_long_runs(data: bytes, at: int) -> bool:
+    """Return whether a pickle has many more instances than lists, so that many follow one another."""
     return data.count(b")\x81\x94}\x94(", at) >= _MANY * data.count(b"]\x94", at)
 
 

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptkit.errors import CkptError
 from ckptkit.formats.dcp.read_metadata import Reading, read_metadata
-from ckptkit.formats.pickles import tables
-from ckptkit.formats.pickles.tables import InstanceTable, decode, fetched_places
+from ckptkit.formats.pickles import inert_pickle
+from ckptkit.formats.pickles.opcodes import InstanceTable
+from ckptkit.formats.pickles.tables import decode, fetched_places, has_long_runs
 from ckptkit.layout import Layout
 
 RANKS = 150
@@ -81,7 +82,7 @@ KINDS = {
 
 def read(data: bytes, tmp_path: Path, least: int, monkeypatch: pytest.MonkeyPatch) -> Layout | str:
     """Return the layout that a pickle describes, or the error; with tables if it has `least` bytes."""
-    monkeypatch.setattr(tables, "WORTH", least)
+    monkeypatch.setattr(inert_pickle, "TABLES_FROM", least)
     (tmp_path / ".metadata").write_bytes(data)
     reading = Reading(tmp_path)
     try:
@@ -132,7 +133,7 @@ def test_damage_is_found_as_without_tables(kind: str, tmp_path: Path, monkeypatc
 def test_a_dict_of_instances_of_one_class_is_read_without_tables(tmp_path: Path) -> None:
     entries = {MetadataIndex("x", torch.Size([n])): MetadataIndex("y", torch.Size([n])) for n in range(300)}
     data = pickle.dumps(Metadata({}, planner_data={}, storage_data=entries))
-    (tmp_path / ".metadata").write_bytes(data + bytes(tables.WORTH))
+    (tmp_path / ".metadata").write_bytes(data + bytes(inert_pickle.TABLES_FROM))
     assert len(read_metadata(tmp_path / ".metadata")["storage_data"]) == 300
 
 
@@ -142,8 +143,7 @@ def test_few_chunks_a_tensor_are_read_without_tables() -> None:
         lists = [
             [ChunkStorageMetadata(chunk.offsets, chunk.sizes) for _ in range(chunks)] for _ in range(20_000 // chunks)
         ]
-        assert tables.are_worth(pickle.dumps(lists, 4) + bytes(tables.WORTH), 0) is is_worth
-    assert not tables.are_worth(pickle.dumps(lists, 4), 0)
+        assert has_long_runs(pickle.dumps(lists, 4), 0) is is_worth
 
 
 def test_every_fetch_of_a_pickle_is_found() -> None:
