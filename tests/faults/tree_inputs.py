@@ -44,7 +44,7 @@ DESCRIBED: Files = (
     *(("auto_tp", MAP), ("auto_ep", MAP)),
     *(("ocdbt", "_METADATA"), ("ocdbt", "manifest.ocdbt"), ("zarr", "_METADATA"), ("zarr", f"{ARRAY}/.zarray")),
 )
-# other words by which a message may name a missing or damaged file
+# what messages call a missing or damaged file, in other words
 WORDS = {
     "prime": (".metadata", "trainer"),
     "miles": (".metadata", "model", "optimizer"),

@@ -38,7 +38,7 @@ BESIDE: Files = (  # no tensor is in these, and all can be read without them
     *(("skyrl", f"{POLICY}/fsdp_config.json"), ("skyrl", f"{STEP}/data.pt")),
     *(("skyrl", f"{STEP}/trainer_state.pt"), ("skyrl", "latest_ckpt_global_step.txt")),
 )
-# other words by which a message may name a missing or damaged file
+# what messages call a missing or damaged file, in other words
 WORDS = {
     "grain": ("manifest.ocdbt", "_METADATA", "/d/"),
     "slime": (".metadata", ITERATION),

@@ -18,8 +18,7 @@ from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Un
 from ckptkit.files.file import check_name, names_in, read_small, recognize
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
-from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, columns
-from ckptkit.formats.pickles.opcodes import InstanceTable
+from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, InstanceTable, columns
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.tensors.box import Box, Shape
@@ -223,11 +222,15 @@ def take_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
             yield columns([index for index, _ in alone], _OF_INDEX), columns([info for _, info in alone], _OF_PLACE)
 
 
-def boxes_of(chunks: list[Any]) -> Iterator[Box]:
-    """Yield the box of each `ChunkStorageMetadata` in a list."""
-    for is_table, some in groupby(chunks, lambda one: isinstance(one, InstanceTable)):
-        for starts, sizes in [one.columns(_OF_CHUNK) for one in some] if is_table else [columns(list(some), _OF_CHUNK)]:
-            yield from map(Box, as_shapes(list(starts)), as_shapes(list(sizes)))
+def boxes_of(chunks: list[Any]) -> list[Box]:
+    """Return the box of each `ChunkStorageMetadata` in a list, in order."""
+    boxes: list[Box] = []
+    for is_table, group in groupby(chunks, lambda one: isinstance(one, InstanceTable)):
+        some = list(group)
+        found = [one.columns(_OF_CHUNK) for one in some] if is_table else [columns(some, _OF_CHUNK)]
+        for starts, sizes in found:
+            boxes += map(Box, as_shapes(list(starts)), as_shapes(list(sizes)))
+    return boxes
 
 
 def attributes_of(value: Any) -> Attributes:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.pickles.opcodes import Harmless, InstanceTable, NotAlike, TableReader, require_pairs
+from ckptkit.formats.pickles.opcodes import Harmless, TableReader
 
 TABLES_FROM = 1 << 20  # bytes of a pickle: the patterns of tables take milliseconds to compile
 _BUFFER = 1 << 16  # bytes of the pickle that are rewritten ahead of the unpickler
@@ -178,6 +178,35 @@ def columns(instances: Sequence[FlatInstance], names: Sequence[str]) -> list[Seq
     return [[some.get(name) for some in attributes] for name in names]
 
 
+class NotAlike(Exception):
+    """Instances are not what a table can hold: the pickle is to be read without tables."""
+
+
+class InstanceTable:
+    """Instances that followed one another, or pairs of them, a key and a value: of each the attributes by name."""
+
+    __slots__ = ("_sides",)
+
+    def __init__(self, sides: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+        self._sides = sides
+
+    def columns(self, names: Sequence[str], side: int = 0) -> list[Sequence[Any]]:
+        """Return the attributes of these names, None for one that is not there; those of the values if `side` is 1."""
+        attributes = self._sides[side]
+        none = [None] * len(next(iter(attributes.values())))
+        return [attributes.get(name, none) for name in names]
+
+    @property
+    def has_pairs(self) -> bool:
+        return len(self._sides) > 1
+
+
+def require_pairs(key: object, value: object) -> None:
+    """Raise `NotAlike` unless what was put into a dict is a table of its keys and values, and None."""
+    if not (isinstance(key, InstanceTable) and key.has_pairs and value is None):
+        raise NotAlike
+
+
 class Dict(dict[Any, Any]):
     """A dict that takes a key only if its hash costs no more than it seems to."""
 
@@ -228,14 +257,14 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
 
     `names` holds each `(module, name)` that may occur; an unknown one is `Unsupported`, since a checkpoint
     has no need of it. Anything malformed is `Corrupt`. For millions of objects there is `is_flat`: instances of a class
-    are `FlatInstance`, and what would be a `torch.Size` is a tuple. In a large pickle alike ones that follow one
-    another are a `InstanceTable`: in a list that, in a dict that and None.
+    are `FlatInstance`, and what would be a `torch.Size` is a tuple. In a large pickle, an `InstanceTable` stands for
+    alike instances that follow one another. Where these are keys and values of a dict, the table is a key with None.
     """
     if is_flat and len(data) - at >= TABLES_FROM:
         from ckptkit.formats.pickles.tables import Tables, has_long_runs  # only large checkpoints need them
 
-        with suppress(NotAlike, *_MALFORMED):
-            if has_long_runs(data, at):
+        if has_long_runs(data, at):
+            with suppress(NotAlike, *_MALFORMED):
                 return _load(data, names, at, is_flat=True, tables=Tables(data, at))
     try:
         return _load(data, names, at, is_flat=is_flat)
@@ -294,7 +323,10 @@ class _Unpickler(pickle.Unpickler):
             case (("module", Global() as of, *_),):
                 return of
             case (int(number), Global(), *_) if self._tables:  # what a pickle itself refers to is alone in a tuple
-                return self._tables.name_it(number, pid[1:], _tuple_itself)
+                sides = self._tables.name_it(number, pid[1:], _tuple_itself)
+                if sides is None:
+                    raise NotAlike
+                return InstanceTable(sides)
             case _:
                 return PersistentId(*pid)
 

@@ -50,35 +50,6 @@ _OPERANDS = b"|".join(
 WITH_OPERANDS = b"%b|%b" % (_OPERANDS, counted(b"X", 4, SHORT))  # those that may stay, as a pattern; but for BINPUTs
 
 
-class NotAlike(Exception):
-    """Instances are not what a table can hold: the pickle is to be read without tables."""
-
-
-class InstanceTable:
-    """Instances that followed one another, or pairs of them, a key and a value: of each the attributes by name."""
-
-    __slots__ = ("_sides",)
-
-    def __init__(self, sides: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-        self._sides = sides
-
-    def columns(self, names: Sequence[str], side: int = 0) -> list[Sequence[Any]]:
-        """Return the attributes of these names, None for one that is not there; those of the values if `side` is 1."""
-        attributes = self._sides[side]
-        none = [None] * len(next(iter(attributes.values())))
-        return [attributes.get(name, none) for name in names]
-
-    @property
-    def has_pairs(self) -> bool:
-        return len(self._sides) > 1
-
-
-def require_pairs(key: object, value: object) -> None:
-    """Raise `NotAlike` unless what was put into a dict is a table of its keys and values, and None."""
-    if not (isinstance(key, InstanceTable) and key.has_pairs and value is None):
-        raise NotAlike
-
-
 class TableReader(Protocol):
     """What reads alike instances into tables, while a pickle is rewritten."""
 
@@ -86,10 +57,10 @@ class TableReader(Protocol):
         """Note that the opcodes between two offsets are passed on as they are."""
 
     def follow(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
-        """Note the instances that were passed on; yield what stands for those that follow. Returns the offset past."""
+        """Yield what stands for the alike instances at an offset. Returns the offset after them."""
 
-    def name_it(self, number: int, fetched: Sequence[Any], size: Any) -> InstanceTable:
-        """Return a table, of whose instances the class and the names have been fetched; `size` is torch.Size."""
+    def name_it(self, number: int, fetched: Sequence[Any], size: Any) -> Sequence[Mapping[str, Sequence[Any]]] | None:
+        """Return the columns of a table by name, of each side; None if what was fetched is not what a table needs."""
 
 
 class Harmless(RawIOBase):

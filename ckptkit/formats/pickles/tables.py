@@ -1,12 +1,12 @@
 """Read alike instances that follow one another in a pickle into the columns of a table, without an object for each.
 
-The `.metadata` of thousands of ranks is millions of instances of three classes, which differ only in numbers, sizes and
-names. The opcodes of one instance make the pattern by which the next ones are found, many at a time, and the unpickler
-gets one call of `persistent_load` in the place of them all. Equal values are one object.
+The `.metadata` of thousands of ranks is millions of instances of three classes. They differ only in numbers, sizes and
+names. The opcodes of one instance make a pattern, and the pattern finds the next ones. The unpickler gets one call of
+`persistent_load` in the place of them all. Equal values are one object.
 
-Later opcodes may fetch what earlier ones have memoized, by its place in the memo. So each place that the instances
-would have taken is taken: by the text where that may be fetched, else by None. Instances of which anything but a text
-may be fetched are left to the unpickler.
+The unpickler memoizes what it makes, and later opcodes may fetch it by its place. So the places of the instances are
+filled: with None, and with a text where a fetch may ask for one. The unpickler itself reads instances of which a fetch
+may ask for anything else.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ckptkit.formats.pickles.opcodes import SHORT, WITH_OPERANDS, InstanceTable, NotAlike, counted
+from ckptkit.formats.pickles.opcodes import SHORT, WITH_OPERANDS, counted
 
 _WINDOW = 1 << 16  # bytes that are searched at once
 _FEWEST = 8  # rows of a table
@@ -37,7 +37,17 @@ _KINDS = {  # the pattern of a value, which may be preceded by a fetch of torch.
     "size": rb"(\)|%b\x85\x94|%b{2}\x86\x94|%b{3}\x87\x94|\(%b{4,}t\x94)\x85\x94R\x94" % ((_INT,) * 4),
     "text": b"(%b\x94|%b)" % (_TEXT, _GET),
 }
-_ATTRIBUTE = b"(%b)(?:(%b)%b|%b|%b)" % (_GET, _GET, _KINDS["size"], _KINDS["number"], _KINDS["text"])
+_ONE_ATTRIBUTE = b"(%b)(?:(%b)%b|%b|%b)" % (_GET, _GET, _KINDS["size"], _KINDS["number"], _KINDS["text"])
+_OF = rb"(?:%b|[^()]+\x93\x94)\)\x81\x94" % _GET  # what makes an instance of a class, which is fetched or named
+
+# with groups of its name, of what fetches torch.Size, and of its value of each kind
+_ATTRIBUTE = re.compile(_ONE_ATTRIBUTE, re.DOTALL)
+_INSTANCE = re.compile(rb"(%b)\)\x81\x94}\x94\(((?:%b)++)ub" % (_GET, _ONE_ATTRIBUTE), re.DOTALL)
+# the opcodes before a state: maybe after a mark, or the tail of another instance; or cut off
+_HEAD = re.compile(rb"(?:|(?P<mark>.*\()|(?P<tail>.*b))%b|\)?\x81?\x94?" % _OF, re.DOTALL)
+_OPERANDS = re.compile(WITH_OPERANDS, re.DOTALL)
+# what memoizes, with groups of the text before it, if there is one, and of itself
+_MEMOIZED = re.compile(b"(%b)?(\x94)|%b" % (_TEXT, WITH_OPERANDS), re.DOTALL)
 _WIDTHS = {0x4B: 1, 0x4D: 2, 0x4A: 4}  # bytes of the operands of BININT1, BININT2 and BININT
 
 
@@ -49,7 +59,7 @@ class Attribute(NamedTuple):
     kind: str
 
 
-class Shape(NamedTuple):
+class InstanceShape(NamedTuple):
     """What alike instances have in common: the opcodes that fetch their class, and their attributes."""
 
     of: bytes
@@ -85,10 +95,10 @@ class Tables:
         self._values = _Values(self._texts)
         self._place = 0  # how much has been memoized
         self._is_key_next: bool | None = None  # if instances are keys and values; None if that is not known
-        self._made: list[tuple[Sequence[Shape], list[Sequence[Any]]]] = []
+        self._made: list[tuple[Sequence[InstanceShape], list[Sequence[Any]]]] = []
 
     def follow(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
-        """Yield what stands for the alike instances at an offset. Returns the offset past them.
+        """Yield what stands for the alike instances at an offset. Returns the offset after them.
 
         `heads` are the opcodes before the state of each instance that was passed on since `start`.
         """
@@ -104,17 +114,18 @@ class Tables:
         if self._is_off:
             return
         piece = self._data[start:end]
-        bare = _operands().sub(b"", piece)
+        bare = _OPERANDS.sub(b"", piece)
         self._is_off = b"q" in bare or b"r" in bare + self._data[end : end + 1]  # which name the places that they fill
         before, self._place = self._place, self._place + bare.count(b"\x94")
-        if self._fetched_in(before, self._place):
-            memoized = (found[1] for found in _memoized().finditer(piece) if found[2])
-            self._note_texts(enumerate(memoized, before))
+        wanted = set(self._fetched_in(before, self._place))
+        if wanted:
+            memoized = enumerate((found[1] for found in _MEMOIZED.finditer(piece) if found[2]), before)
+            self._note_texts((place, text) for place, text in memoized if text is not None and place in wanted)
 
     def _pass_instances(self, heads: Iterable[bytes]) -> None:
         """Note whether the next instance would be a key, from the opcodes before the state of each one passed on."""
         for head in heads:
-            found = _head().fullmatch(head)
+            found = _HEAD.fullmatch(head)
             if found is None:
                 self._is_key_next = None
             elif found["mark"]:
@@ -123,7 +134,7 @@ class Tables:
                 self._is_key_next = not self._is_key_next
 
     def _take(self, at: int) -> tuple[bytes, int] | None:
-        """Return what stands for the alike instances at an offset, and the offset past them; None for too few."""
+        """Return what stands for the alike instances at an offset, and the offset after them. None for too few."""
         if self._is_off or self._place < _FEWEST_BEFORE:
             return None
         shapes = shapes_at(self._data, at)
@@ -142,7 +153,7 @@ class Tables:
         call = b"(J%b%btQ" % (number, b"".join(chain.from_iterable(shape.fetches for shape in shapes)))
         return filled + call + (b"N" if len(shapes) > 1 else b""), end
 
-    def _keep(self, shapes: Sequence[Shape], rows: Sequence[tuple[bytes, ...]]) -> bytes | None:
+    def _keep(self, shapes: Sequence[InstanceShape], rows: Sequence[tuple[bytes, ...]]) -> bytes | None:
         """Keep the values of rows; return opcodes that fill their places in the memo. None for what no table can hold.
 
         That is what may be fetched and is no text, and what fetches something else than a text.
@@ -164,10 +175,10 @@ class Tables:
         before, self._place = self._place, end
         return b"".join(fillers(before, end, kept))
 
-    def name_it(self, number: int, fetched: Sequence[Any], size: Any) -> InstanceTable:
-        """Return a table, once the unpickler has fetched what its instances have in common; it knows torch.Size too.
+    def name_it(self, number: int, fetched: Sequence[Any], size: Any) -> list[dict[str, Sequence[Any]]] | None:
+        """Return the columns of a table by name, of each side; None if what was fetched is not what a table needs.
 
-        Raises `NotAlike` if that is something else.
+        The unpickler has fetched what the instances have in common, and knows torch.Size.
         """
         shapes, values = self._made[number]
         self._made[number] = ((), [])
@@ -180,18 +191,16 @@ class Tables:
                 name, other = next(left), next(left)
                 is_as_said = other is (size if attribute.kind == "size" else of)
                 if type(name) is not str or not is_as_said or not isinstance(of, type):
-                    raise NotAlike
+                    return None
                 side[name] = next(columns)
             sides.append(side)
-        return InstanceTable(sides)
+        return sides
 
     def _fetched_in(self, start: int, end: int) -> Sequence[int]:
         return self._fetched[bisect_left(self._fetched, start) : bisect_left(self._fetched, end)]
 
-    def _note_texts(self, found: Iterable[tuple[int, bytes | None]]) -> None:
-        for place, raw in found:
-            if raw is not None and self._fetched_in(place, place + 1):
-                self._texts[place] = raw[2:].decode("utf-8", "surrogatepass")
+    def _note_texts(self, found: Iterable[tuple[int, bytes]]) -> None:
+        self._texts.update((place, decode_text(opcodes)) for place, opcodes in found)
 
 
 class _Values(dict[bytes, Any]):
@@ -212,7 +221,7 @@ def decode(opcodes: bytes) -> int | str | tuple[int, ...] | None:
     if opcodes == b"N":
         return None
     if opcodes[0] == 0x8C:
-        return opcodes[2:-1].decode("utf-8", "surrogatepass")
+        return decode_text(opcodes)
     at, numbers = int(opcodes[0] == 0x28), []
     while at < len(opcodes) and opcodes[at] in b"KMJ\x8a":
         opcode, width = opcodes[at], _WIDTHS.get(opcodes[at])
@@ -224,7 +233,12 @@ def decode(opcodes: bytes) -> int | str | tuple[int, ...] | None:
     return numbers[0] if at == len(opcodes) else tuple(numbers)
 
 
-def shapes_at(data: bytes, at: int) -> tuple[Shape, ...]:
+def decode_text(opcodes: bytes) -> str:
+    """Return the text that SHORT_BINUNICODE makes, whatever follows it."""
+    return opcodes[2 : 2 + opcodes[1]].decode("utf-8", "surrogatepass")
+
+
+def shapes_at(data: bytes, at: int) -> tuple[InstanceShape, ...]:
     """Return the shape of the instance at an offset, and of the next one if that is of another class; () for others."""
     first = shape_at(data, at)
     if first is None:
@@ -234,18 +248,18 @@ def shapes_at(data: bytes, at: int) -> tuple[Shape, ...]:
     return (shape,) if second is None or second[0].of == shape.of else (shape, second[0])
 
 
-def shape_at(data: bytes, at: int) -> tuple[Shape, int] | None:
+def shape_at(data: bytes, at: int) -> tuple[InstanceShape, int] | None:
     """Return the shape of the instance at an offset and the offset past it, None for what no table can hold."""
-    found = _instance().match(data, at)
+    found = _INSTANCE.match(data, at)
     if found is None:
         return None
     attributes = []
-    for name, size, _, _, text in _attribute().findall(found[2]):
+    for name, size, _, _, text in _ATTRIBUTE.findall(found[2]):
         attributes.append(Attribute(name, size, "size" if size else "text" if text else "number"))
-    return Shape(found[1], tuple(attributes)), found.end()
+    return InstanceShape(found[1], tuple(attributes)), found.end()
 
 
-def count_memoized(shapes: Sequence[Shape], rows: Sequence[tuple[bytes, ...]]) -> int:
+def count_memoized(shapes: Sequence[InstanceShape], rows: Sequence[tuple[bytes, ...]]) -> int:
     """Return how much rows of instances memoize: each of them and its state, three for a size, and texts."""
     kinds = [one.kind for shape in shapes for one in shape.attributes]
     count = len(rows) * (2 * len(shapes) + 3 * kinds.count("size"))
@@ -258,7 +272,7 @@ def count_memoized(shapes: Sequence[Shape], rows: Sequence[tuple[bytes, ...]]) -
 
 
 def memoized_texts(
-    shapes: Sequence[Shape], rows: Iterable[tuple[bytes, ...]], place: int
+    shapes: Sequence[InstanceShape], rows: Iterable[tuple[bytes, ...]], place: int
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the place in the memo of each text in rows of instances, and the opcodes that make it."""
     for row in rows:
@@ -307,36 +321,7 @@ def fetch_but(places: Sequence[bytes], highest: int) -> re.Pattern[bytes]:
     return re.compile(rb"j%b(?=(...[\0-%b]))" % (but, re.escape(bytes([highest]))), re.DOTALL)
 
 
-@cache
-def _attribute() -> re.Pattern[bytes]:
-    """Return the pattern of an attribute, with groups of its name, of what fetches torch.Size, and of its value."""
-    return re.compile(_ATTRIBUTE, re.DOTALL)
-
-
-@cache
-def _instance() -> re.Pattern[bytes]:
-    return re.compile(rb"(%b)\)\x81\x94}\x94\(((?:%b)++)ub" % (_GET, _ATTRIBUTE), re.DOTALL)
-
-
-@cache
-def _head() -> re.Pattern[bytes]:
-    """Return the pattern of the opcodes before a state: maybe after a mark, or the tail of another; or cut off."""
-    of = rb"(?:%b|[^()]+\x93\x94)\)\x81\x94" % _GET  # a class that is fetched or named
-    return re.compile(rb"(?:|(?P<mark>.*\()|(?P<tail>.*b))%b|\)?\x81?\x94?" % of, re.DOTALL)
-
-
 @lru_cache(maxsize=8)
-def _rows(shapes: tuple[Shape, ...]) -> re.Pattern[bytes]:
+def _rows(shapes: tuple[InstanceShape, ...]) -> re.Pattern[bytes]:
     """Return the pattern of instances of these shapes in turn, with a group for each value; else of the rest."""
     return re.compile(b"%b|(.+)" % b"".join(shape.pattern for shape in shapes), re.DOTALL)
-
-
-@cache
-def _operands() -> re.Pattern[bytes]:
-    return re.compile(WITH_OPERANDS, re.DOTALL)
-
-
-@cache
-def _memoized() -> re.Pattern[bytes]:
-    """Return the pattern of what memoizes, with groups of the text before it, if there is one, and of itself."""
-    return re.compile(b"(%b)?(\x94)|%b" % (_TEXT, WITH_OPERANDS), re.DOTALL)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptkit.errors import CkptError
 from ckptkit.formats.dcp.read_metadata import Reading, read_metadata
 from ckptkit.formats.pickles import inert_pickle
-from ckptkit.formats.pickles.opcodes import InstanceTable
+from ckptkit.formats.pickles.inert_pickle import InstanceTable
 from ckptkit.formats.pickles.tables import decode, fetched_places, has_long_runs
 from ckptkit.layout import Layout
 
