@@ -7,12 +7,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from scripts.sweeping.ranks import serve
 from scripts.sweeping.result import FAILED, Result
 
 RANKS = 3
 
-get_context("forkserver").set_forkserver_preload([serve.__module__])
+get_context("forkserver").set_forkserver_preload(["scripts.sweeping.ranks"])
 
 
 class Team:
@@ -43,6 +42,8 @@ class Team:
         self._processes = []
 
     def _start(self) -> None:
+        from scripts.sweeping.ranks import serve  # which needs transformers
+
         self._home = tempfile.TemporaryDirectory(prefix="sweep-")
         self._first, theirs = get_context("forkserver").Pipe()
         for rank in range(RANKS):

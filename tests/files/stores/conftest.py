@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.s3 import S3, forget, serve_s3
+if TYPE_CHECKING:  # it needs s3fs, which is not installed everywhere
+    from tests.s3 import S3
 
 _NUMBERS = count()
 
@@ -29,12 +31,16 @@ class Bucket:
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    from tests.s3 import serve_s3
+
     with serve_s3(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 
 @pytest.fixture
 def bucket(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    from tests.s3 import forget
+
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
     name = f"bucket-{next(_NUMBERS)}"
