@@ -114,7 +114,7 @@ TORCH_WHEN_USED = (
     "integrations.lazy_state_dict",
     "models.transformers_model",
     *("tensors.dtypes", "conversion.options", "estimates.estimate"),  # for types alone
-    *("integrations.read_ahead", "integrations.sglang", "integrations.vllm_loader", "integrations.loaded_weights"),
+    *("integrations.read_ahead", "integrations.vllm_loader", "integrations.loaded_weights"),
 )
 
 FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deepspeed", "megatron", "accelerate"})
@@ -145,14 +145,13 @@ TRAINERS = {trainer.name for trainer in KNOWN_TRAINERS.own.values()} - {"ckptkit
 PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {
-    "formats": {"deepspeed", "llmc", "megatron", "orbax"},  # the table
+    "formats": {"deepspeed", "megatron", "orbax"},  # the table
     "formats.orbax*": {"orbax"},
     "trainers.foreign": {"nemo", "skyrl"},  # archives of theirs
     "formats.change_marks": {"skyrl"},  # whose deltas it recognizes
     "formats.ranks.write_files": {"skyrl"},  # an entry of its
     "formats.pt.format": {"megatron"},  # a file name of its
     "formats.dcp.model_space": {"megatron"},
-    "formats.llmc*": {"llmc"},
     "names.tables.megatron_*": {"megatron"},
     "names.group_map": {"megatron"},  # which keeps that map
     "optimizers.masters": {"megatron"},  # whose names for masters it knows

@@ -80,9 +80,6 @@ FORMATS = PluginTable(
             r"metadata\.pkl",
             perhaps=r".+_0\.pt",
         ),
-        "torchsnapshot": KnownFormat(
-            "ckptkit.formats.torchsnapshot.format:TorchSnapshot", "torchsnapshot", r"\.snapshot_metadata"
-        ),
         "orbax": KnownFormat(
             "ckptkit.formats.orbax.format:Orbax",
             "orbax",
@@ -102,7 +99,6 @@ FORMATS = PluginTable(
         "consolidated": KnownFormat(
             "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
         ),
-        "llmc": KnownFormat("ckptkit.formats.llmc.format:LlmC", "llm.c", r".*\.bin"),
         "universal": KnownFormat(
             "ckptkit.formats.deepspeed.universal:Universal",
             "DeepSpeed universal checkpoint",
@@ -113,9 +109,6 @@ FORMATS = PluginTable(
             "ckptkit.formats.deepspeed.format:DeepSpeed",
             "DeepSpeed",
             r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
-        ),
-        "fairscale": KnownFormat(
-            "ckptkit.formats.fairscale.format:Fairscale", "fairscale's shards, a file for each", r".*-shard[0-9]+\.pt"
         ),
         "ranks": KnownFormat(
             "ckptkit.formats.ranks.format:FilePerRank",

@@ -53,7 +53,6 @@ FAMILIES = PluginTable(
             r"\.self_attention(_local|_global)?\.query\.kernel(\.value)?",
         ),
         "nanogpt": KnownFamily(".tables.nanogpt:NANOGPT", r"transformer\.h\.#\.attn\.c_attn\.weight"),
-        "llmc": KnownFamily(".tables.llmc:LLMC", "qkvw"),
         "transformers": KnownFamily(
             ".tables.transformers:TRANSFORMERS",
             r"(.*\.)?experts\.(gate_up_proj|down_proj)|"

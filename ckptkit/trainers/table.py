@@ -279,15 +279,6 @@ META_LLAMA = TrainerFacts(
     name="meta_llama", marks=(Mark("Meta, or in its format", files=(_CONSOLIDATED,)),), ranks=(_CONSOLIDATED,)
 )
 
-# karpathy/llm.c, train_gpt2.cu: `model_00001000.bin`, in a format of its own, with the states of the ranks and
-# `DONE_00001000` beside it.
-LLMC = TrainerFacts(
-    name="llmc",
-    marks=(Mark("llm.c", format="llmc"),),
-    steps=("model_([0-9]{8})",),
-    own_state=(r"state_[0-9]{8}_([0-9]{5})\.bin",),
-)
-
 # nanoGPT/train.py: `ckpt.pt`, with model, optimizer and the counts of its training; only the last one is kept.
 NANOGPT = TrainerFacts(
     name="nanogpt",
@@ -375,7 +366,7 @@ DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("confi
 # libraries whose files lie beside its own.
 _ALL = (
     *(CKPTKIT, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
-    *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, LLMC, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM),
+    *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM),
     *(TENSORRT_LLM, RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
 )
 TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

@@ -42,36 +42,31 @@ SAVED: Files = (  # the same of trainers' ranks
     ("zero2", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ("zero3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ("universal", "zero/head.weight/fp32.pt"),
-    ("fairscale", "best-shard1.pt"),
     ("ranks", "model_world_size_2_rank_1.pt"),
     ("items", "model_1.pt"),
     ("bins", "pytorch_model-00002-of-00002.bin"),
     ("megatron", "mp_rank_01/model_optim_rng.pt"),
     ("meta", "consolidated.01.pth"),
 )
-RAW: Files = (("snapshot", "batched/1"), ("llmc", "state_00000001_00001.bin"))  # without checksums
 DESCRIBED: Files = (
     *(("zero2", "mp_rank_00_model_states.pt"), ("zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt")),
     *(("universal", "mp_rank_00_model_states.pt"), ("universal", "zero/optimizer_state.pt")),
     ("bins", "pytorch_model.bin.index.json"),
-    *(("items", "metadata.pkl"), ("snapshot", ".snapshot_metadata"), ("llmc", "model_00000001.bin")),
+    ("items", "metadata.pkl"),
 )
 # by which a rank, or what should be there, is named where the name of its file is not known
 WORDS = {
     "zero2": ("file of model states",),
     "universal": ("_states.pt",),
-    "fairscale": ("of a flat parameter",),
     "ranks": ("of rank 1",),
     "items": ("torch.save files",),
     "megatron": ("mp_rank_01",),
     "meta": ("the ranks' files",),
-    "snapshot": ("no checkpoint in any known format",),
-    "llmc": ("unfinished: model_00000001.bin", "no checkpoint in any known format"),
 }
 DIRECTORIES: Files = (("dcp", METADATA), ("indexed", INDEX), *DESCRIBED)  # what says where the tensors are
-DATA: Files = (*CHECKED, *UNCHECKED, *SAVED, *RAW)
-OF_RANKS = [(kind, file) for kind, file in (*SAVED, *RAW) if kind not in ("universal", "bins")]
-_RANK = re.compile(r"(rank_|shard|model_|mp_rank_0|consolidated\.0|batched/|_0000)1")
+DATA: Files = (*CHECKED, *UNCHECKED, *SAVED)
+OF_RANKS = [(kind, file) for kind, file in SAVED if kind not in ("universal", "bins")]
+_RANK = re.compile(r"(rank_|model_|mp_rank_0|consolidated\.0)1")
 PARTS = [(kind, file) for kind, file in DATA if kind not in ("hf", "pt")]  # files of several
 
 
@@ -154,7 +149,7 @@ CASES: tuple[Case, ...] = (
         *("7", "data", "zeros in place of data"),
         [
             *in_each("page", PAGE, (*CHECKED, *SAVED)),
-            *in_each("all", zero_all, [part for part in DATA if part[0] != "snapshot"]),
+            *in_each("all", zero_all, DATA),
         ],
     ),
     case_of("11", "data", "saved without checksums", without_checksums),
@@ -197,11 +192,10 @@ CASES: tuple[Case, ...] = (
         ],
     ),
     case(
-        *("6, 7", UNTOLD, "a flip or zeros in safetensors or raw bytes, without a manifest"),
+        *("6, 7", UNTOLD, "a flip or zeros in safetensors, without a manifest"),
         [
-            *in_each("flip", FLIP, (*UNCHECKED, *RAW)),
-            *in_each("page", PAGE, (*UNCHECKED, *RAW)),
-            *in_each("all", zero_all, RAW),
+            *in_each("flip", FLIP, UNCHECKED),
+            *in_each("page", PAGE, UNCHECKED),
         ],
     ),
     case(
@@ -210,11 +204,7 @@ CASES: tuple[Case, ...] = (
     ),
     case(
         *("18", UNTOLD, "a file of another step, without a manifest"),
-        [
-            Bad(f"{file} of another step", kind, take(root_of(f"{kind}-2"), file), (file,))
-            for kind, file in PARTS
-            if kind != "llmc"  # whose files are named after the step
-        ],
+        [Bad(f"{file} of another step", kind, take(root_of(f"{kind}-2"), file), (file,)) for kind, file in PARTS],
     ),
     case(
         *("21", UNTOLD, "ranks exchanged, without a manifest"),

@@ -153,47 +153,11 @@ def _megatron(root: Path, more: Tree) -> None:
         _add(root / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", more)
 
 
-def _fairscale(root: Path, more: Tree) -> None:
-    weights = {name.removeprefix("model."): value for name, value in model().items()}
-    trained.fairscale(root, weights, STEP, RANKS)
-    for rank in range(RANKS):
-        _add(root / f"best-shard{rank}.pt", more)
-
-
 def _items(root: Path, more: Tree) -> None:
     trained.items(root, model(), STEP, RANKS)
     for name, value in more.items():
         for rank in range(RANKS):
             trained.save(value, root / f"{name}_{rank}.pt")
-
-
-def _snapshot(root: Path, more: Tree) -> None:
-    trained.snapshot(root, model(), STEP, RANKS)
-    described = json.loads((root / ".snapshot_metadata").read_text())
-    for key, value in more.items():
-        _describe(root, f"0/{key}", value, described["manifest"])
-    (root / ".snapshot_metadata").write_text(json.dumps(described))
-
-
-def _describe(root: Path, path: str, value: Any, manifest: Tree) -> None:
-    """Add a value to the manifest of a snapshot, as torchsnapshot does: dicts by key, tensors raw, others pickled."""
-    place = root / path
-    if type(value) is dict and all(type(key) is str for key in value):
-        manifest[path] = {"type": "dict", "keys": list(value)}
-        for key, member in value.items():
-            _describe(root, f"{path}/{key}", member, manifest)
-        return
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(value, Tensor):
-        place.write_bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        told = {"serializer": "buffer_protocol", "dtype": f"{value.dtype}", "shape": list(value.shape)}
-        manifest[path] = {"type": "Tensor", "location": path, **told, "replicated": False, "byte_range": None}
-    elif type(value) in (int, str, bool):
-        manifest[path] = {"type": type(value).__name__, "serialized_value": str(value), "replicated": False}
-    else:
-        trained.save(value, place)
-        told = {"serializer": "torch_save", "obj_type": type(value).__name__}
-        manifest[path] = {"type": "object", "location": path, **told, "replicated": False}
 
 
 def _add(path: Path, more: Tree) -> None:
@@ -272,9 +236,7 @@ FORMATS = {
         Format("zero2", _zero2),
         Format("universal", _universal),
         Format("megatron", _megatron),
-        Format("fairscale", _fairscale),
         Format("items", _items),
-        Format("snapshot", _snapshot),
         Format("trainer", _trainer, has_config=True),
         Format("accelerate", _accelerate),
         Format("accelerate-fsdp", _accelerate_fsdp),

@@ -25,7 +25,7 @@ OF_TENSORS = WRITERS | {"verify", "inspect", "stats", "diff"}
 OF_VALUES = WRITERS | {"verify", "inspect"}
 OF_FILES = WRITERS | {"overwrite", "verify", "manifest", "push"}
 
-_TREES = ("dcp", "pt", "ranks", "zero2", "universal", "megatron", "fairscale", "items", "snapshot", "lightning")
+_TREES = ("dcp", "pt", "ranks", "zero2", "universal", "megatron", "items", "lightning")
 _WITH_FILES = ("trainer", "accelerate", "accelerate-fsdp")
 _TENSORS = (*_TREES, "hf", "bins", *_WITH_FILES)
 _FOLDERS = tuple(name for name, known in FORMATS.items() if not known.is_file)
@@ -129,8 +129,7 @@ def add_keys(name: str, keys: tuple[Any, ...]) -> None:
     tensors = {key: _ROW + i for i, key in enumerate(keys)}
     values = tuple((("by_key", key), tensor) for key, tensor in tensors.items())
     pieces = (Piece(("by_key",), tuple(tensors.values()), values),)
-    trees = tuple(name for name in _TREES if name != "snapshot")
-    add(name, pieces, trees, OF_TENSORS, more=lambda: {"by_key": {**tensors, "n": 1}})
+    add(name, pieces, _TREES, OF_TENSORS, more=lambda: {"by_key": {**tensors, "n": 1}})
 
 
 add_keys("int-keys", (0, 1, 12))
@@ -474,7 +473,6 @@ _BOTH = (_ROW, _ROW + 1)
 for _format, _file in (
     ("ranks", "extra_state_world_size_2_rank_{rank}.pt"),
     ("megatron", "mp_rank_{rank:02d}/model_optim_rng.pt"),
-    ("fairscale", "best-shard{rank}.pt"),
     ("items", "progress_{rank}.pt"),
 ):
     add(

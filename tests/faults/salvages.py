@@ -62,19 +62,14 @@ def try_salvaging(place: Path, whole: bool) -> Iterator[Seen]:
         src.parent.mkdir()
         shutil.copytree(sound.root, src)
         bad.damage(src)
-        for fill in ([], ["--fill-from", str(place_in(sound.root))]):
-            words = ["convert", str(place_in(src)), str(out), "--to", "dcp", "--salvage", "--no-sync", *fill]
+        for fill in ([], ["--fill-from", str(sound.root)]):
+            words = ["convert", str(src), str(out), "--to", "dcp", "--salvage", "--no-sync", *fill]
             ended = server(is_ours=True).run("ckptkit", words, timeout=30)
             verdict = judge(ended, out, bad, is_filled=bool(fill))
             said = f"{bad.name} ({bad.original}): code {ended.code}: {ended.err.strip()}"
             yield Seen(" ".join(["ckptkit convert --salvage", *fill[:1]]), verdict, said)
             shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(src.parent)
-
-
-def place_in(root: Path) -> Path:
-    """What is named of a checkpoint: a file of llm.c's, of which a directory may hold many."""
-    return next(root.glob("model_*[0-9].bin"), root)
 
 
 def judge(ended: Ended, out: Path, bad: Bad, *, is_filled: bool) -> Verdict:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import struct
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -110,37 +109,6 @@ def universal(root: Path, state: Truth, step: int, ranks: int) -> Truth:
     return named(state)
 
 
-def fairscale(root: Path, state: Truth, step: int, ranks: int) -> Truth:
-    """The shards of fairscale's FSDP, of a model in which a layer was wrapped too, with its optimizer."""
-    inner = "layers.1."
-    units = {
-        "": {name: value for name, value in state.items() if not name.startswith(inner)},
-        inner.rstrip("."): {name[len(inner) :]: value for name, value in state.items() if name.startswith(inner)},
-    }
-    for rank in range(ranks):
-        model: Truth = {}
-        described: list[Any] = []
-        states: dict[int, Any] = {}
-        for path, members in units.items():
-            numels = [value.numel() for value in members.values()]
-            padding = -sum(numels) % ranks if rank == ranks - 1 else 0
-            row = torch.cat([value.reshape(-1) for value in members.values()])
-            pieces = nn.functional.pad(row, (0, -len(row) % ranks)).chunk(ranks)
-            model[f"{path}.flat_param_0".lstrip(".")] = pieces[rank]
-            states[len(states)] = {"step": step, "exp_avg": pieces[rank] * 0.5}
-            shapes = [value.shape for value in members.values()]
-            flat = {"names": list(members), "shapes": shapes, "numels": numels, "padding": padding}
-            described.append({"fsdp_path": path, "params": {"flat_param_0": flat}, "shared_param_info": []})
-        metadata = {"param_metadata": described, "buffer_names": []}
-        optimizer = {"state": states, "param_groups": [{"lr": _LR, "params": list(states)}]}
-        saved = {"model": model, "shard_metadata": metadata, "last_optimizer_state": optimizer, "num_updates": step}
-        save(saved, root / f"best-shard{rank}.pt")
-    return named(state)
-
-
-# -- shards that say what they are -------------------------------------------------------------------------------------
-
-
 def ranks(root: Path, state: Truth, step: int, _: int) -> Truth:
     """Files of ranks with DTensors, by every rank of a process group."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -181,37 +149,6 @@ def items(root: Path, state: Truth, step: int, ranks: int) -> Truth:
     model = {"nested_path_to_metadata": spread, "rank_to_layout_info": {}}
     metadata = {"version": "2.0", "world_size": ranks, "metadata": {"model": model}}
     (root / "metadata.pkl").write_bytes(pickle.dumps(metadata))
-    return {f"model.{name}": value for name, value in state.items()}
-
-
-def snapshot(root: Path, state: Truth, step: int, ranks: int) -> Truth:
-    """A snapshot of torchsnapshot: a manifest, and raw bytes of each rank."""
-    manifest: dict[str, Any] = {}
-    (root / "batched").mkdir(parents=True)
-    for rank in range(ranks):
-        manifest[f"{rank}/model"] = {"type": "dict", "keys": list(state)}
-        data = b""
-        for name, value in state.items():
-            pieces = value.chunk(ranks)
-            part, first = pieces[rank].contiguous(), sum(len(piece) for piece in pieces[:rank])
-            raw = part.view(torch.uint8).numpy().tobytes()
-            tensor = {
-                "type": "Tensor",
-                "location": f"batched/{rank}",
-                "serializer": "buffer_protocol",
-                "dtype": f"{value.dtype}",
-                "shape": list(part.shape),
-                "replicated": False,
-                "byte_range": [len(data), len(data) + len(raw)],
-            }
-            shard = {"offsets": [first, *([0] * (value.ndim - 1))], "sizes": list(part.shape), "tensor": tensor}
-            manifest[f"{rank}/model/{name}"] = {"type": "ShardedTensor", "shards": [shard]}
-            data += raw
-        (root / "batched" / str(rank)).write_bytes(data)
-    manifest["0/progress"] = {"type": "dict", "keys": ["step"]}
-    manifest["0/progress/step"] = {"type": "int", "serialized_value": str(step), "replicated": True}
-    text = json.dumps({"version": "0.1.0", "world_size": ranks, "manifest": manifest})
-    (root / ".snapshot_metadata").write_text(text)
     return {f"model.{name}": value for name, value in state.items()}
 
 
@@ -268,33 +205,7 @@ def meta(root: Path, _: Truth, __: int, ranks: int) -> Truth:
     return {name: value for name, (value, _) in state.items()}
 
 
-def llmc(root: Path, _: Truth, step: int, ranks: int) -> Truth:
-    """The files of llm.c, with ZeRO 1."""
-    length, vocabulary, layers, heads, wide = 6, 12, 1, 2, 12
-    sizes = (("qkv", 3 * wide, wide), ("attproj", wide, wide), ("fc", 4 * wide, wide), ("fcproj", wide, 4 * wide))
-    inner = {name: {f"{name}w": (layers, rows, columns), f"{name}b": (layers, rows)} for name, rows, columns in sizes}
-    norms = [{f"ln{i}w": (layers, wide), f"ln{i}b": (layers, wide)} for i in (1, 2)]
-    shapes: dict[str, tuple[int, ...]] = {"wte": (vocabulary, wide), "wpe": (length, wide)}
-    shapes |= norms[0] | inner["qkv"] | inner["attproj"] | norms[1] | inner["fc"] | inner["fcproj"]
-    shapes |= {"lnfw": (wide,), "lnfb": (wide,)}
-    state, first, second = ({name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3))
-    config = (20240326, 3, length, vocabulary, layers, heads, wide, vocabulary, *[0] * 248)
-    root.mkdir(parents=True)
-    model = b"".join(value.numpy().tobytes() for value in state.values())
-    (root / f"model_{step:08d}.bin").write_bytes(struct.pack("<256i", *config) + model)
-    for rank in range(ranks):
-        header = (20240527, 1, ranks, rank, 0, 0, 0, 0, 0, 0, step, *[0] * 245)
-        parts = (value.reshape(-1).chunk(ranks)[rank] for each in (first, second) for value in each.values())
-        data = b"".join(value.contiguous().numpy().tobytes() for value in parts)
-        (root / f"state_{step:08d}_{rank:05d}.bin").write_bytes(struct.pack("<256i", *header) + data)
-    (root / f"DONE_{step:08d}").touch()
-    averages = {"exp_avg": first, "exp_avg_sq": second}
-    found = {f"{OPTIMIZER}.{name}.{what}": value for what, each in averages.items() for name, value in each.items()}
-    return {**{f"model.{name}": value for name, value in state.items()}, **found}
-
-
 MAKERS: dict[str, Make] = {
-    make.__name__: make
-    for make in (zero2, zero3, universal, fairscale, ranks, items, bins, snapshot, megatron, meta, llmc)
+    make.__name__: make for make in (zero2, zero3, universal, ranks, items, bins, megatron, meta)
 }
-OWN_NAMES = frozenset({"megatron", "meta", "llmc"})  # whose weights have other names than the model's in the Hub
+OWN_NAMES = frozenset({"megatron", "meta"})  # whose weights have other names than the model's in the Hub

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -15,7 +14,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import ckptkit
 from ckptkit.storage import Reader
 from tests.conftest import Produce
-from tests.formats.llmc.test_llmc import random, write_model
 from tests.producers import Producer
 from tests.storage.states import assert_same_bits, blank
 from tests.trainers import produced_experts as experts
@@ -43,9 +41,6 @@ CASES: list[tuple[str, str, Producer, str]] = [
     ("ranks", "torch", ranks.flat_parameters, "units"),
     ("torch_checkpointing", "torch_checkpointing", packages.by_torch_checkpointing, "torch"),
     ("torch_checkpointing", "torch_checkpointing", packages.by_torch_checkpointing, "safetensors"),
-    ("torchsnapshot", "torchsnapshot", packages.by_torchsnapshot, "batched"),
-    ("torchsnapshot", "torchsnapshot", packages.by_torchsnapshot, "plain"),
-    ("fairscale", "fairscale", packages.by_fairscale, ""),
 ]
 
 
@@ -84,7 +79,3 @@ def test_dcp_load(name: str, library: str, producer: Producer, place: str, produ
     path = produce(producer).root / place
     assert ckptkit.open(path).format == name
     check(path)
-
-
-def test_dcp_load_of_llm_c(tmp_path: Path) -> None:
-    check(write_model(tmp_path / "model_00001000.bin", random(torch.float32)))

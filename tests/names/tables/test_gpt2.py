@@ -1,4 +1,4 @@
-"""nanoGPT's and llm.c's models in transformers: equal logits, masks left out, padded rows refused."""
+"""nanoGPT's models in transformers: equal logits, masks left out, padded rows refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import Mismatch
-from tests.formats.llmc.test_llmc import write_model
 from tests.names.tables.gpt_model import GPT, Widths
 
 transformers = pytest.importorskip("transformers")
@@ -107,40 +106,3 @@ def test_a_gpt2_of_the_hub_is_none_of_nanogpts(tmp_path: Path) -> None:
     ckptkit.consolidate(tmp_path / "model.pt", tmp_path / "out", base=tmp_path / "base")
     made = ckptkit.open(tmp_path / "out")
     assert torch.equal(made["transformer.h.0.attn.c_attn.weight"].torch(), model.transformer.h[0].attn.c_attn.weight)
-
-
-def test_llmc(tmp_path: Path) -> None:
-    """All layers in one tensor, and a padded vocabulary, against logits by the model that the numbers are of."""
-    of = Widths(n_layer=3, n_head=2, n_embd=8, block_size=6, vocab_size=16)
-    torch.manual_seed(0)
-    model = GPT(of).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3)
-    state = model.state_dict()
-
-    def stacked(name: str) -> Tensor:
-        return torch.stack([state[f"transformer.h.{layer}.{name}"] for layer in range(of.n_layer)])
-
-    layered = {
-        "ln1": "ln_1",
-        "qkv": "attn.c_attn",
-        "attproj": "attn.c_proj",
-        "ln2": "ln_2",
-        "fc": "mlp.c_fc",
-        "fcproj": "mlp.c_proj",
-    }
-    tensors = {"wte": state["transformer.wte.weight"], "wpe": state["transformer.wpe.weight"]}
-    for own, hub in layered.items():
-        tensors |= {f"{own}w": stacked(f"{hub}.weight"), f"{own}b": stacked(f"{hub}.bias")}
-    tensors |= {"lnfw": state["transformer.ln_f.weight"], "lnfb": state["transformer.ln_f.bias"]}
-    path = write_model(tmp_path / "model_00000010.bin", tensors)
-    sizes = {"n_layer": 3, "n_head": 2, "n_embd": 8, "n_positions": 6, "vocab_size": 11}
-    config(**sizes, bos_token_id=10, eos_token_id=10).save_pretrained(tmp_path / "base")
-    with pytest.raises(Mismatch, match=r"expected 11 rows \(vocab_size in config\.json\), found 16"):
-        ckptkit.consolidate(path, tmp_path / "out", base=tmp_path / "base")
-    ckptkit.consolidate(path, tmp_path / "out", base=tmp_path / "base", vocab_size=11)
-    tokens = torch.arange(10).view(2, 5)
-    with torch.no_grad():
-        wanted = model(tokens)[..., :11]
-    assert torch.allclose(logits_of(tmp_path / "out", tokens), wanted, atol=1e-5)

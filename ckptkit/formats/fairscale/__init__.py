@@ -1,1 +1,0 @@
-"""The shards of fairscale's FullyShardedDataParallel: flat parameters with a list of their parts."""
