@@ -26,13 +26,12 @@ if TYPE_CHECKING:
     from ckptkit.ops.convert import convert
     from ckptkit.ops.cp import CopiedFiles, cp
     from ckptkit.ops.delta import WrittenDelta, delta
-    from ckptkit.ops.delta_version import WrittenVersion, delta_version
     from ckptkit.ops.diff import diff
     from ckptkit.ops.doctor import Diagnosis, doctor
     from ckptkit.ops.explain import explain
     from ckptkit.ops.finalize import finalize
     from ckptkit.ops.inspect import Inspected, inspect
-    from ckptkit.ops.inspect_delta import InspectedByteDelta, InspectedDelta, inspect_delta
+    from ckptkit.ops.inspect_delta import InspectedDelta, inspect_delta
     from ckptkit.ops.ls import Listing, ls
     from ckptkit.ops.ls import list_run as list_run
     from ckptkit.ops.manifest import make_manifest
@@ -64,7 +63,6 @@ __all__ = [
     "Estimated",
     "Finding",
     "Inspected",
-    "InspectedByteDelta",
     "InspectedDelta",
     "LazyCheckpoint",
     "LazyTensor",
@@ -81,7 +79,6 @@ __all__ = [
     "Verified",
     "Watched",
     "WrittenDelta",
-    "WrittenVersion",
     "__version__",
     "apply",
     "apply_in_place",
@@ -90,7 +87,6 @@ __all__ = [
     "convert",
     "cp",
     "delta",
-    "delta_version",
     "diff",
     "doctor",
     "estimate",
@@ -132,7 +128,6 @@ _HOMES = {
     "Estimated": "ckptkit.estimates.estimate",
     "Finding": "ckptkit.diagnosis.finding",
     "Inspected": "ckptkit.ops.inspect",
-    "InspectedByteDelta": "ckptkit.ops.inspect_delta",
     "InspectedDelta": "ckptkit.ops.inspect_delta",
     "LazyCheckpoint": "ckptkit.ops.open",
     "LazyTensor": "ckptkit.ops.open",
@@ -149,7 +144,6 @@ _HOMES = {
     "Verified": "ckptkit.ops.verify",
     "Watched": "ckptkit.watching.watch",
     "WrittenDelta": "ckptkit.ops.delta",
-    "WrittenVersion": "ckptkit.ops.delta_version",
     "apply": "ckptkit.ops.apply",
     "apply_in_place": "ckptkit.ops.apply_in_place",
     "average": "ckptkit.ops.average",
@@ -157,7 +151,6 @@ _HOMES = {
     "convert": "ckptkit.ops.convert",
     "cp": "ckptkit.ops.cp",
     "delta": "ckptkit.ops.delta",
-    "delta_version": "ckptkit.ops.delta_version",
     "diff": "ckptkit.ops.diff",
     "doctor": "ckptkit.ops.doctor",
     "estimate": "ckptkit.estimates.estimate",

@@ -46,7 +46,6 @@ FLOORS = (
     ("engine", "engine.*"),
     ("formats.json_text", "formats.each_file", "formats.protocols"),
     ("formats.indices", "formats.safetensors_headers"),
-    ("formats.change_marks",),
     ("formats.pickles", "formats.pickles.*"),
     ("formats.archives", "formats.archives.*"),
     ("formats.shards", "formats.shards.*"),
@@ -148,7 +147,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats": {"deepspeed", "megatron", "orbax"},  # the table
     "formats.orbax*": {"orbax"},
     "trainers.foreign": {"nemo", "skyrl"},  # archives of theirs
-    "formats.change_marks": {"skyrl"},  # whose deltas it recognizes
+    "formats.hf.format": {"skyrl", "slime"},  # whose weight updates it refuses
     "formats.ranks.write_files": {"skyrl"},  # an entry of its
     "formats.pt.format": {"megatron"},  # a file name of its
     "formats.dcp.model_space": {"megatron"},
@@ -166,9 +165,6 @@ WRITTEN_BY: dict[str, set[str]] = {
     "training.smoke*": {"peft"},
     "ops.merge": {"peft"},
     "conversion.options": {"peft"},  # a layout of adapters has its name
-    "deltas*": {"skyrl", "slime"},  # whose deltas are formats
-    "cli.delta": {"slime"},
-    "ops.delta_version": {"slime"},
     "deltas.nan": {"vllm"},  # which refuses it
     "quantized*": {"vllm"},  # which loads what is quantized
     "integrations.lightning": {"lightning"},

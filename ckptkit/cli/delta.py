@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync
-from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_table, progress_bar, say
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.destinations.stores import to_destination
-from ckptkit.errors import Usage
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes, per_cent
 
 if TYPE_CHECKING:
     from ckptkit.ops.delta import WrittenDelta
-    from ckptkit.ops.delta_version import WrittenVersion
     from ckptkit.ops.inspect_delta import InspectedDelta
 
-DeltaFormat = Literal["ckptkit-delta", "disk-delta"]
-Encoding = Literal["xor", "overwrite"]
 Base = Annotated[
     Path,
     typer.Argument(
@@ -41,16 +37,6 @@ def delta(
     dtype: Annotated[
         list[str] | None,
         typer.Option(metavar="DTYPE", help="Cast both first, as consolidate does; by default to BASE's dtypes."),
-    ] = None,
-    to: Annotated[
-        DeltaFormat,
-        typer.Option("--format", help="ckptkit-delta, or disk-delta for slime and miles: OUT/weight_v000001 and up."),
-    ] = "ckptkit-delta",
-    encoding: Annotated[
-        Encoding | None, typer.Option(help="For disk-delta: xor, or overwrite, which is safe to apply twice. [xor]")
-    ] = None,
-    version: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="For disk-delta: the number of the first version.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write the delta even if it is larger than 60 % of the model.")
@@ -75,26 +61,6 @@ def delta(
     Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, the two do not belong to one model, or too much changed; 4
     an I/O failure; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    if to == "disk-delta":
-        if dry_run or jobs is not None:
-            raise Usage("--format disk-delta does not take --dry-run or --jobs", hint="drop them")
-        with progress_bar("comparing") as progress:
-            more = {"encoding": encoding} if encoding else {}
-            write_version(
-                base,
-                new,
-                out,
-                json=json,
-                version=version,
-                dtype=dtype or (),
-                force=force,
-                sync=not no_sync,
-                progress=progress,
-                **more,
-            )
-        return
-    if encoding is not None or version is not None:
-        raise Usage("--encoding and --version are for --format disk-delta", hint="pass this format, or drop them")
     from ckptkit.ops.delta import delta as run
 
     with progress_bar("comparing") as progress:
@@ -115,19 +81,7 @@ def delta(
         report(done)
 
 
-def write_version(base: Path, new: Path, root: Path, *, json: bool, **options: Any) -> None:
-    """Write a version for engines, and print what was written."""
-    from ckptkit.ops.delta_version import delta_version
-
-    done = delta_version(base, new, root, **options)
-    if json:
-        names = ("base", "new", "output", "version", "encoding", "checksum", "tensors", "changed_bytes", "nbytes")
-        print_json(pick(done, *names, "whole_nbytes", "seconds"))
-        return
-    show_files(done)
-
-
-def show_files(done: WrittenDelta | WrittenVersion) -> None:
+def show_files(done: WrittenDelta) -> None:
     """Print the result, and the files that were written."""
     first, *others = done.summary()
     say(first)
@@ -163,18 +117,15 @@ def report(done: WrittenDelta) -> None:
 
 def show_delta(path: Path, *, tensors: bool, json: bool) -> None:
     """Print what a delta is, for `ckptkit inspect`."""
-    from ckptkit.ops.inspect_delta import InspectedByteDelta, inspect_delta
+    from ckptkit.ops.inspect_delta import inspect_delta
 
     found = inspect_delta(path)
     if json:
-        print_json(plain(found) if isinstance(found, InspectedByteDelta) else delta_json(found))
+        print_json(delta_json(found))
         return
     for line in found.summary():
         say(line)
-    if tensors and isinstance(found, InspectedByteDelta):
-        print_table([(name,) for name in found.tensors], ("tensor",))
-    elif tensors:
-        assert not isinstance(found, InspectedByteDelta)
+    if tensors:
         rows = [
             (f"{tensor.changed:,}", per_cent(tensor.changed / tensor.spec.numel), str(tensor.spec), name)
             for name, tensor in found.record.tensors.items()

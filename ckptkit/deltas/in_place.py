@@ -24,13 +24,12 @@ from ckptkit.deltas.patched_blocks import put_into
 from ckptkit.deltas.payload import WHOLE
 from ckptkit.deltas.record import DeltaRecord
 from ckptkit.deltas.redo_log import write_log
-from ckptkit.destinations.allocation import write_file
 from ckptkit.destinations.exchange import lock_path
-from ckptkit.destinations.staging import clear_dead, publish
+from ckptkit.destinations.staging import clear_dead
 from ckptkit.engine.compare import fingerprints
 from ckptkit.engine.scan import sum_file
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Mismatch, translate_os_errors
-from ckptkit.files.file import OpenFiles, file_size, is_there, read_at, read_small
+from ckptkit.files.file import OpenFiles, file_size, is_there, read_at
 from ckptkit.files.locks import acquire, release
 from ckptkit.files.system import again
 from ckptkit.files.trees import remove, sync_path, sync_tree
@@ -39,7 +38,6 @@ from ckptkit.formats.protocols import JOURNAL
 from ckptkit.layout import Chunk, Extent, Layout, edits
 
 _NEW, _OLD = f"{JOURNAL}.new", f"{JOURNAL}.old"
-_AFTER = "after.json"  # in the journal: a file of the model that is to change with it
 _PIECE = 1 << 18  # bytes that are read, changed and written at once
 
 
@@ -60,28 +58,19 @@ def has_journal(local: Path) -> bool:
     return is_there(local / JOURNAL)
 
 
-def clear(local: Path, after: str | None = None) -> None:
-    """Remove what calls that died have left, also beside the file `after` of the model, but not a journal."""
+def clear(local: Path) -> None:
+    """Remove what interrupted calls left, except for a journal."""
     with translate_os_errors(local):
         for name in (_NEW, _OLD):
             remove(local / name)
     clear_dead(local)
-    if after is not None and is_there((local / after).parent):
-        clear_dead((local / after).parent)
 
 
-def change(
-    local: Path, base: Layout, sums: Mapping[str, int], successor: Successor, after: bytes | None = None
-) -> DeltaRecord:
-    """Write the journal of what the model is to become.
-
-    `after` is the content of a file of it that is to change with it.
-    """
+def change(local: Path, base: Layout, sums: Mapping[str, int], successor: Successor) -> DeltaRecord:
+    """Write the journal of a change from `base` to `successor`."""
     made = local / _NEW
     try:
         record = write_log(made, base, sums, successor)
-        if after is not None:
-            write_file(made / _AFTER, after)
         with translate_os_errors(local):
             sync_tree(made)
             again(os.rename, made, local / JOURNAL)
@@ -93,7 +82,7 @@ def change(
     return record
 
 
-def complete(local: Path, after: str | None = None) -> Delta:
+def complete(local: Path) -> Delta:
     """Do what the journal says, and remove it. Return what was changed.
 
     Raises `Corrupt`, and leaves the journal, if the model then is not what the journal says it should be.
@@ -113,15 +102,10 @@ def complete(local: Path, after: str | None = None) -> Delta:
         sync_path(local / file)
     check_result(local, layout, log.record)
     renew_manifest(local, layout, log.record, touched)
-    if after is not None and is_there(log.path / _AFTER):
-        with translate_os_errors(local):
-            (local / after).parent.mkdir(exist_ok=True)
-            sync_path(local)  # so that the file outlives a power cut before the journal goes
-        publish(local / after, read_small(log.path / _AFTER, 1 << 20), overwrite=True)
     with translate_os_errors(local):
         again(os.rename, local / JOURNAL, local / _OLD)
         sync_path(local)
-    clear(local, after)
+    clear(local)
     return log
 
 

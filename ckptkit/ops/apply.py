@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
@@ -16,7 +14,6 @@ from ckptkit.conversion.draft import Conversion, Draft
 from ckptkit.conversion.options import Keywords
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, complete, report
-from ckptkit.deltas.find import is_any_byte_delta, is_delta
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import to_path
@@ -61,39 +58,17 @@ def apply(
         asked["dtype"] = dtype
     opened = as_consolidated(base, asked, output)
     require_separate_destination(opened.checkpoint, output, opened.draft.writer)
-    with ExitStack() as stack:
-        found = [to_path(one) for one in given]
-        own = found if all(map(is_own, found)) else [as_own_delta(opened, found, jobs, stack)]
-        chain = open_chain(own)
-        conversion = draft_apply(opened, chain, jobs)
-        prospect = report(conversion, time.perf_counter() - began)
-        if dry_run:
-            return prospect
-        try:
-            written = write(conversion)
-        except Corrupt as error:  # a tensor did not become what the deltas say
-            is_changed = error.tensor in chain.specs
-            raise error.blame(path=chain.file_of(str(error.tensor)) if is_changed else opened.path) from error.__cause__
-        return complete(conversion, prospect, written, time.perf_counter() - began)
-
-
-def is_own(path: Path) -> bool:
-    """Return whether a delta is not one of the formats that hold bytes."""
-    return is_delta(path) or not is_any_byte_delta(path)
-
-
-def as_own_delta(base: ConsolidatedView, deltas: Sequence[Path], jobs: int | None, stack: ExitStack) -> Path:
-    """Return what deltas of bytes make of a base, written as a delta of ckptkit's own, which goes with the stack."""
-    from ckptkit.deltas.byte_delta import ByteSuccessor, check_versions
-    from ckptkit.deltas.identity import sums_of
-    from ckptkit.deltas.open_bytes import open_byte_delta
-    from ckptkit.deltas.redo_log import write_log
-
-    opened = [open_byte_delta(path) for path in deltas]
-    check_versions(opened)
-    room = Path(stack.enter_context(TemporaryDirectory(prefix="ckptkit-")), deltas[-1].name)
-    write_log(room, base.layout, sums_of(base.layout, jobs=jobs), ByteSuccessor(base.layout, opened))
-    return room
+    chain = open_chain([to_path(one) for one in given])
+    conversion = draft_apply(opened, chain, jobs)
+    prospect = report(conversion, time.perf_counter() - began)
+    if dry_run:
+        return prospect
+    try:
+        written = write(conversion)
+    except Corrupt as error:  # a tensor did not become what the deltas say
+        is_changed = error.tensor in chain.specs
+        raise error.blame(path=chain.file_of(str(error.tensor)) if is_changed else opened.path) from error.__cause__
+    return complete(conversion, prospect, written, time.perf_counter() - began)
 
 
 def open_chain(deltas: Sequence[Path]) -> DeltaChain:

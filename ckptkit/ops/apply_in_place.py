@@ -1,27 +1,24 @@
-"""Bring a Hugging Face model up to date in place, by the deltas that a trainer has published since."""
+"""Bring a Hugging Face model up to date in place, by the deltas that follow its state."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.deltas import disk_delta, in_place, manifest_delta
-from ckptkit.deltas.byte_delta import ByteDelta, ByteSuccessor, check_versions
+from ckptkit.deltas import in_place
 from ckptkit.deltas.chain import DeltaChain, short
 from ckptkit.deltas.check_delta import check_delta
-from ckptkit.deltas.find import RECORD, is_byte_delta, is_delta, is_manifest_delta, is_unfinished
+from ckptkit.deltas.find import RECORD, is_delta, is_unfinished
 from ckptkit.deltas.identity import identify, sums_of
 from ckptkit.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.deltas.open_delta import Delta, open_delta
-from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
-from ckptkit.files.file import is_there, names_in, read_small
+from ckptkit.errors import Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.files.file import names_in
 from ckptkit.files.path import to_local, to_path
 from ckptkit.formats import locate
-from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Layout
 from ckptkit.ops.as_consolidated import as_consolidated
 from ckptkit.pictures.words import count
@@ -57,18 +54,17 @@ class ChangedInPlace(Summarized):
 
 
 class Update(NamedTuple):
-    """What a model is to become, by these deltas, and the content of the file that says its version."""
+    """The deltas to apply to a model, in order, and the model that they make of it."""
 
     deltas: tuple[Path, ...]
     successor: Successor
-    state: bytes | None = None
     unfinished: tuple[Path, ...] = ()
 
 
 def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
     """Apply to the Hugging Face model in `local` the deltas in `root` that continue from its state.
 
-    `root` is a delta, or a directory of deltas or versions. A journal in `local` makes this safe: after a crash the
+    `root` is a delta, or a directory of deltas. A journal in `local` makes this safe: after a crash the
     model is old or new, or the same call completes it. A server that has mapped the files sees a mixture meanwhile.
     Raises `Mismatch` if no delta is for this model, and the errors of a bad delta, before it changes anything.
     """
@@ -76,17 +72,17 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
     if not path.is_dir():
         raise NotACheckpoint("expected a directory with a Hugging Face model", path=path)
     with in_place.locked(path):
-        in_place.clear(path, disk_delta.STATE)
+        in_place.clear(path)
         is_completed = in_place.has_journal(path)
         if is_completed:
-            in_place.complete(path, disk_delta.STATE)
+            in_place.complete(path)
         model = open_plain(path)
         sums = sums_of(model)
         update = find_update(model, sums, source)
         if not update.deltas:
             return ChangedInPlace(path, (), is_completed=is_completed, unfinished=update.unfinished)
-        record = in_place.change(path, model, sums, update.successor, update.state)
-        in_place.complete(path, disk_delta.STATE)
+        record = in_place.change(path, model, sums, update.successor)
+        in_place.complete(path)
     return ChangedInPlace(path, update.deltas, len(record.tensors), record.changed, is_completed, update.unfinished)
 
 
@@ -106,13 +102,6 @@ def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
         raise NotACheckpoint("expected a directory with deltas", path=root)
     if is_delta(root) or is_unfinished(root):
         return update_by_deltas(model, sums, [root], root)
-    versions = disk_delta.versions_in(root)
-    if versions:
-        return update_by_versions(model, root, versions)
-    published = {number: place for number, place in manifest_delta.deltas_in(root).items() if is_manifest_delta(place)}
-    if published:
-        deltas = [manifest_delta.open_manifest_delta(place) for place in published.values()]
-        return update_by_bytes(model, [delta for delta in deltas if delta.version > version_of(model.root)])
     places = [root / name for name in sorted(names_in(root))]
     found = [place for place in places if is_delta(place)]
     if not found:
@@ -122,7 +111,7 @@ def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
 
 
 def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], root: Path) -> Update:
-    """Return what deltas of ckptkit's own format make of a model: those that follow its state, whatever their names."""
+    """Return the update of a model by those deltas that follow its state, in any order of names."""
     require_as_consolidated(model)
     by_base: dict[str, Delta] = {}
     deltas = [open_delta(path) for path in found]
@@ -156,49 +145,3 @@ def require_as_consolidated(model: Layout) -> None:
             message = f"`consolidate` would write {wanted.get(name, 'no such tensor')}, found {model.specs.get(name)}"
             hint = "run `ckptkit apply BASE DELTA OUT`, which writes the result elsewhere"
             raise Unsupported(message, path=model.root, tensor=name, hint=hint)
-
-
-def version_of(local: Path) -> int:
-    """Return the version that a model says it is; 0 for the one that the training began with."""
-    path = local / disk_delta.STATE
-    if not is_there(path):
-        return 0
-    value = parse_json(read_small(path, 1 << 16), path)
-    try:
-        return int(value["version"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"expected a version ({error!r})", path=path) from error
-
-
-def update_by_versions(model: Layout, root: Path, versions: Mapping[int, Path]) -> Update:
-    """Return what the versions after a model's own make of it: the last whole one among them, and deltas after that."""
-    at = version_of(model.root)
-    later = {number: path for number, path in versions.items() if number > at}
-    wholes = [number for number, path in later.items() if not is_byte_delta(path)]
-    start = wholes[-1] if wholes else at
-    seed = open_plain(later[start]) if wholes else None
-    deltas = [disk_delta.open_version(path) for number, path in later.items() if number > start]
-    if deltas and deltas[0].base_version != start:
-        message = f"expected a delta of version {start}, found one of version {deltas[0].base_version}"
-        raise Mismatch(message, path=deltas[0].path, hint=f"a version is missing in {root}")
-    found = [*([later[start]] if wholes else []), *(delta.path for delta in deltas)]
-    return update_by_bytes(model, deltas, seed, start, tuple(found))
-
-
-def update_by_bytes(
-    model: Layout,
-    deltas: list[ByteDelta],
-    seed: Layout | None = None,
-    start: int | None = None,
-    found: tuple[Path, ...] | None = None,
-) -> Update:
-    """Return what deltas of bytes make of a model, or of a whole version in its place."""
-    at = version_of(model.root) if start is None else start
-    if deltas and deltas[0].base_version != at:
-        message = f"expected a delta of version {at}, found one of version {deltas[0].base_version}"
-        raise Mismatch(message, path=deltas[0].path, hint="a version is missing")
-    check_versions(deltas)
-    last = deltas[-1].version if deltas else at
-    state = json.dumps({"version": f"{last:06d}"}).encode()
-    paths = tuple(delta.path for delta in deltas) if found is None else found
-    return Update(paths, ByteSuccessor(model, deltas, seed), state)

@@ -10,21 +10,19 @@ from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.seal import sum_files
-from ckptkit.deltas.byte_delta import ByteDelta, ByteSuccessor, check_frames
 from ckptkit.deltas.chain import DeltaChain
 from ckptkit.deltas.check_delta import check_delta
-from ckptkit.deltas.find import RECORD, is_any_byte_delta
+from ckptkit.deltas.find import RECORD
 from ckptkit.deltas.identity import sums_of
 from ckptkit.deltas.nan import say_nan
 from ckptkit.deltas.new_blocks import ChainSuccessor, Successor
-from ckptkit.deltas.open_bytes import open_byte_delta
 from ckptkit.deltas.open_delta import Delta, open_delta
 from ckptkit.deltas.record import FORMAT
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.files.crc32 import RESTORE
 from ckptkit.files.file import absent, file_size
 from ckptkit.files.path import to_path
-from ckptkit.ops.as_consolidated import ConsolidatedView, as_consolidated
+from ckptkit.ops.as_consolidated import as_consolidated
 from ckptkit.ops.verify import Verified
 
 
@@ -44,9 +42,6 @@ def verify_delta(
     problems = Problems()
     found = Verified(root, FORMAT)
     try:
-        if is_any_byte_delta(root):
-            found = verify_bytes(open_byte_delta(root), opened, problems)
-            return replace(found, problems=problems.list())
         delta = open_delta(root)
         found = look_into(delta, problems)
         if opened is not None:
@@ -75,26 +70,6 @@ def look_into(delta: Delta, problems: Problems) -> Verified:
         checked_bytes=checked.checked_bytes,
         unchecked_bytes=checked.unchecked_bytes,
         has_manifest=manifest is not None,
-        looked_at=frozenset(delta.path / name for name in files),
-    )
-
-
-def verify_bytes(delta: ByteDelta, base: ConsolidatedView | None, problems: Problems) -> Verified:
-    """Read all of a delta of bytes. With a base compare the digest of each tensor that it makes."""
-    if base is None:
-        check_frames(delta)
-    else:
-        check_blocks(ByteSuccessor(base.layout, [delta]), problems)
-    files = {tensor.chunk.path for tensor in delta.tensors.values()}
-    return Verified(
-        delta.path,
-        delta.format,
-        notes=() if base else ("only a base can tell whether the values are right: pass --base",),
-        files=len(files),
-        tensors=len(delta.tensors),
-        nbytes=sum(file_size(delta.path / name) for name in files),
-        checked_bytes=delta.nbytes if base else 0,
-        unchecked_bytes=0 if base else delta.nbytes,
         looked_at=frozenset(delta.path / name for name in files),
     )
 

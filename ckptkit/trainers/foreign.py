@@ -26,6 +26,13 @@ FOREIGN = {
         "tensors of CoreWeave's tensorizer", "load them with `TensorDeserializer`, and save them as safetensors"
     ),
     r".*\.(engine|plan)": Unread("an engine of TensorRT, built for one GPU", "take the model that it was built from"),
+    r"\.snapshot_metadata": Unread(
+        "a snapshot of torchsnapshot, which ckptkit stopped reading in 0.1",
+        "load it with torchsnapshot, and save it again with torch.distributed.checkpoint",
+    ),
+    r"model_[0-9]{8}\.bin": Unread(
+        "a model of llm.c, which ckptkit stopped reading in 0.1", "convert it with llm.c's dev/eval/export_hf.py"
+    ),
     r".*\.(tar|tar\.gz|tgz)": Unread(
         "an archive, such as a Tinker server keeps", "run `tar xf` on it, and pass the directory"
     ),

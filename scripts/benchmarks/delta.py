@@ -55,7 +55,6 @@ def contenders_of(percent: float, base: Path, new: Path) -> list[Contender]:
     floor = f"cat of both, {percent} %"
     commands = {
         "delta": f"ckptkit delta {{src}} {new} {{out}}/d --force",
-        "delta, disk-delta": f"ckptkit delta {{src}} {new} {{out}}/d --format disk-delta --force",
         "zstd --patch-from": for_each("zstd -q --long=31 --patch-from=$f $new -o $out", new),
     }
     if shutil.which("xdelta3"):
@@ -75,11 +74,8 @@ def for_each(command: str, new: Path) -> str:
 def appliers(base: Path, new: Path, home: Path) -> Iterator[Contender]:
     """Yield a copy of a model, and `apply` of deltas to it, which this writes first."""
     ckptkit("delta", base, new, home / "delta")
-    ckptkit("delta", base, new, home / "root", "--format", "disk-delta")
     yield Contender("cp", "cp -r {src} {out}/o && sync {out}/o/*", base)
     yield Contender(f"apply, {_APPLIED} %", f"ckptkit apply {{src}} {home / 'delta'} {{out}}/o", base, "cp")
-    version = home / "root" / "weight_v000001"
-    yield Contender(f"apply of a disk-delta, {_APPLIED} %", f"ckptkit apply {{src}} {version} {{out}}/o", base, "cp")
 
 
 def made_by(contender: Contender, out: Path) -> str:

@@ -107,7 +107,6 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
 SOURCELESS = {
     "apply",
     "apply_in_place",
-    "delta_version",
     "inspect_delta",
     "verify_delta",
     "estimate",

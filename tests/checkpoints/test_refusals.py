@@ -83,6 +83,8 @@ FOREIGN_FILES = [
     ("model.weights.h5", b"\x89HDF\r\n\x1a\n", "weights of Keras", "as safetensors"),
     ("model.tensors", b"|TZR|\0", "CoreWeave's tensorizer", "TensorDeserializer"),
     ("rank0.engine", b"ftrt", "an engine of TensorRT", "that it was built from"),
+    (".snapshot_metadata", b'{"version": "0.1.0"}', "a snapshot of torchsnapshot, which", "save it again"),
+    ("model_00001000.bin", (20240326).to_bytes(4, "little"), "a model of llm.c, which", "export_hf.py"),
     ("0.tar.gz", b"\x1f\x8b\x08", "a Tinker server", "tar xf"),
 ]
 

@@ -63,31 +63,12 @@ def test_json(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert files(pair[0]) == files(tmp_path / "out")
 
 
-def test_versions(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    done = ckptkit("delta", *pair, root, "--format", "disk-delta", "--encoding", "overwrite", "--force")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"wrote {root}/weight_v000001" in done.stdout
-    looked = ckptkit("inspect", root / "weight_v000001").stdout
-    assert "disk-delta, from version 0 to 1" in looked
-    assert ckptkit("verify", root / "weight_v000001", "--base", pair[0]).returncode == 0
-    assert "pass --base" in ckptkit("verify", root / "weight_v000001").stderr
-    done = ckptkit("apply", pair[0], root, "--in-place")
-    assert done.stdout.splitlines()[0] == f"{pair[0]}: changed in place by weight_v000001"
-    assert contents(pair[0]) == raws(step(policy()))
-    done = ckptkit("apply", pair[0], root, "--in-place")
-    assert done.stdout == f"{pair[0]}: up to date, nothing changed\n"
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (("apply", "a", "b"), "expected BASE, at least one DELTA, and OUT, found 2"),
         (("apply", "a", "b", "c", "--in-place"), "--in-place: expected LOCAL and ROOT, found 3 paths"),
         (("apply", "a", "b", "--in-place", "--overwrite"), "--in-place takes no other options"),
-        (("delta", "a", "b", "c", "--encoding", "xor"), "--encoding and --version are for --format disk-delta"),
-        (("delta", "a", "b", "c", "--format", "disk-delta", "--dry-run"), "does not take --dry-run or --jobs"),
-        (("delta", "a", "b", "c", "--format", "zip"), "zip"),
         (("verify", ".", "--base", "."), "--base is for deltas: . is not one"),
     ],
 )
@@ -124,17 +105,15 @@ def test_exit_codes(pair: tuple[Path, Path], tmp_path: Path, harm: Callable[[Pat
     assert {path.name for path in base.iterdir()} == {"model.safetensors"}
 
 
-@pytest.mark.parametrize("form", ["ckptkit-delta", "disk-delta"])
-def test_much_changed(pair: tuple[Path, Path], tmp_path: Path, form: str) -> None:
+def test_much_changed(pair: tuple[Path, Path], tmp_path: Path) -> None:
     new = as_hf(tmp_path / "other", policy(seed=5))
-    done = ckptkit("delta", pair[0], new, tmp_path / "out", "--format", form)
+    done = ckptkit("delta", pair[0], new, tmp_path / "out")
     assert (done.returncode, "% of the model" in done.stderr, "--force" in done.stderr) == (3, True, True)
     assert not list(tmp_path.glob("out/*"))
-    if form == "ckptkit-delta":
-        tried = ckptkit("delta", pair[0], new, tmp_path / "out", "--dry-run")
-        assert (tried.returncode, tried.stdout, tried.stderr) == (3, "", done.stderr)
-        tried = ckptkit("delta", pair[0], new, tmp_path / "out", "--dry-run", "--force")
-        assert (tried.returncode, len(tried.stdout.splitlines())) == (0, 3)
+    tried = ckptkit("delta", pair[0], new, tmp_path / "out", "--dry-run")
+    assert (tried.returncode, tried.stdout, tried.stderr) == (3, "", done.stderr)
+    tried = ckptkit("delta", pair[0], new, tmp_path / "out", "--dry-run", "--force")
+    assert (tried.returncode, len(tried.stdout.splitlines())) == (0, 3)
 
 
 def test_a_directory_of_deltas(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,11 +27,6 @@ from tests.faults.stage import serve
 from tests.faults.verdicts import Verdict, judge_error
 
 _FEW, _MANY = 2, 40  # points of a kind of trouble: in the fast share, and of those that leave the process alive
-KINDS = {
-    "deltas": (),
-    "versions, xor": ("--format", "disk-delta", "--encoding", "xor"),
-    "versions, overwrite": ("--format", "disk-delta", "--encoding", "overwrite"),
-}
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,6 @@ class Change:
     """A model `place/local` of two shards and a manifest in directory `home`, and two deltas that follow it."""
 
     home: Path
-    words: tuple[str, ...]  # of `ckptkit delta`
 
     @property
     def place(self) -> Path:
@@ -53,8 +47,9 @@ class Change:
             states.append(step(states[-1], seed))
         saved = [as_hf(self.home / f"policy-{i}", state) for i, state in enumerate(states)]
         for i, (base, new) in enumerate(pairwise(saved)):
-            out = self.home / "deltas" if self.words else self.home / "deltas" / str(i)
-            ended = serve().run("ckptkit", ["delta", str(base), str(new), str(out), "--force", *self.words])
+            ended = serve().run(
+                "ckptkit", ["delta", str(base), str(new), str(self.home / "deltas" / str(i)), "--force"]
+            )
             assert ended.code == 0, ended
         ckptkit.consolidate(saved[0], self.place / "local", max_shard_size=2600)
         return read_tree(self.place)
@@ -102,7 +97,7 @@ class Change:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a path is of a journal, of a version's notes, or of what a call that died leaves behind."""
+    """Return whether a path belongs to a journal, or to a call that died."""
     return any(part.startswith(".") for part in name.split("/"))
 
 
@@ -111,13 +106,10 @@ def model_in(tree: Tree) -> Tree:
     return {name: content for name, content in tree.items() if not is_hidden(name)}
 
 
-def try_changing(words: tuple[str, ...], some: tuple[Trouble, ...], place: Path, whole: bool) -> Iterator[Seen]:
-    """Let crashes come to every call of a change, errors to some, and let the power go after some of its writes.
-
-    In the fast share only `some` of the troubles come.
-    """
-    change = Change(place, words)
-    for trouble in TROUBLES if whole else some:
+def try_changing(place: Path, whole: bool) -> Iterator[Seen]:
+    """Let crashes come to every call of a change, errors to some, and let the power go after some of its writes."""
+    change = Change(place)
+    for trouble in TROUBLES:
         many = None if trouble.crashes else _MANY
         yield from try_trouble(change, trouble, many if whole else _FEW)
     lefts = list(outages(change))
@@ -173,7 +165,4 @@ def outages(change: Change) -> Iterator[Tree]:
                 yield left
 
 
-CASES = tuple(
-    Case("64", "in-place", f"failing calls, crashes and power loss: {kind}", partial(try_changing, words, some))
-    for (kind, words), some in zip(KINDS.items(), (TROUBLES[i :: len(KINDS)] for i in range(len(KINDS))), strict=True)
-)
+CASES = (Case("64", "in-place", "failing calls, crashes and power loss", try_changing),)

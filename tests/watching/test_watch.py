@@ -67,7 +67,7 @@ def test_the_one_before(run: Path, tmp_path: Path) -> None:
     """`{prev}` is the last that was handled, in this watch or an earlier one; the first has none."""
     told: list[str] = []
     root, log = tmp_path / "root", tmp_path / "log"
-    do = f"delta {{prev}} {{ckpt}} {root} --format disk-delta --force --quiet"
+    do = f"delta {{prev}} {{ckpt}} {root}/{{name}} --force --quiet"
     say = [shell(f'echo "$CKPTKIT_NAME $(basename "$CKPTKIT_PREV")" >> "{log}"')]
 
     def tell(event: Event) -> None:
@@ -76,10 +76,10 @@ def test_the_one_before(run: Path, tmp_path: Path) -> None:
     save(run, 10, 2.0)
     assert watch(run, do=do, exec=say, every=SOON, once=True, tell=tell).is_ok
     assert sum("skipped, no checkpoint was handled before: delta {prev}" in message for message in told) == 1
-    assert {path.name for path in root.iterdir()} == {"weight_v000001"}
+    assert {path.name for path in root.iterdir()} == {"ckpt-10"}
     save(run, 12, 3.0)
     assert watch(run, do=do, exec=say, every=SOON, once=True).is_ok
-    assert {path.name for path in root.iterdir()} == {"weight_v000001", "weight_v000002"}
+    assert {path.name for path in root.iterdir()} == {"ckpt-10", "ckpt-12"}
     assert log.read_text() == "ckpt-9 \nckpt-10 ckpt-9\nckpt-12 ckpt-10\n"
 
 

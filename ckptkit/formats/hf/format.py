@@ -13,10 +13,10 @@ from itertools import count
 from pathlib import Path
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.files.file import names_in
+from ckptkit.files.file import is_there, names_in, read_small
 from ckptkit.files.ranges import read_ahead
-from ckptkit.formats.change_marks import ENCODING, index_has_changes, manifest_has_changes
 from ckptkit.formats.indices import make_index, read_index
+from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import JOURNAL, FormatWriter
 from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_cover
@@ -27,6 +27,8 @@ _SUFFIX = ".safetensors"
 _NUMBERED = re.compile(r"model-([0-9]+)-of-([0-9]+)\.safetensors")
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")  # rank and part, from 1
 _DELTA = re.compile(r"delta-[0-9]{5}-of-[0-9]{5}\.safetensors")  # what changed, and no model
+_ENCODING = "delta_encoding"  # in the index of a version that slime or miles published
+_MANIFEST = 1 << 28  # bytes; a larger `manifest.json` is refused
 _HEAD = 1 << 16  # bytes; most headers are shorter
 
 
@@ -142,9 +144,9 @@ class IndexedFiles:
 def find_files(path: Path, report: Report) -> IndexedFiles:
     """Return the files that make the checkpoint at `path`; report missing ones. Two possible meanings are refused."""
     if not path.is_dir():
-        is_version = _NUMBERED.fullmatch(path.name) and index_has_changes(path.parent)
-        if _DELTA.fullmatch(path.name) or is_version or manifest_has_changes(path.parent):
+        if _DELTA.fullmatch(path.name):
             raise of_delta(path.parent)
+        check_is_model(path.parent)
         if _SHARD.fullmatch(path.name):
             raise Unsupported(
                 "this file is the shard of one rank", path=path, hint="pass the directory that has all shards"
@@ -157,9 +159,10 @@ def find_files(path: Path, report: Report) -> IndexedFiles:
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
     if shards:
         return find_shards(path, shards, present)
+    check_is_model(path)
     if INDEX in present:
         return find_indexed(path, present, report)
-    if any(map(_DELTA.fullmatch, present)) or manifest_has_changes(path):
+    if any(map(_DELTA.fullmatch, present)):
         raise of_delta(path)
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
     if numbered:
@@ -231,11 +234,27 @@ def of_delta(path: Path) -> Unsupported:
     return Unsupported("expected a checkpoint, found a delta", path=path, hint=hint)
 
 
+def check_is_model(folder: Path) -> None:
+    """Raise `Unsupported` if the safetensors in a directory are compressed weight updates of an RL trainer.
+
+    Sources: `disk_delta.py` of slime and miles, whose index names an encoding; `delta_checkpoint.py` of SkyRL, which
+    writes a `manifest.json`.
+    """
+    manifest = folder / "manifest.json"
+    value = parse_json(read_small(manifest, _MANIFEST), manifest) if is_there(manifest) else None
+    if isinstance(value, dict) and {"base_version", "tensors"} <= value.keys():
+        trainer = "SkyRL"
+    elif is_there(folder / INDEX) and _ENCODING in read_index(folder / INDEX)[1]:
+        trainer = "slime or miles"
+    else:
+        return
+    message = f"weight updates of {trainer}, which ckptkit stopped reading in 0.1"
+    raise Unsupported(message, path=folder, hint=f"apply them with {trainer}, and pass the model")
+
+
 def find_indexed(path: Path, present: set[str], report: Report) -> IndexedFiles:
     """Return the files that the index names, and report missing ones; a single file beside them is ambiguous."""
-    index, metadata = read_index(path / INDEX)
-    if ENCODING in metadata:
-        raise of_delta(path)
+    index, _ = read_index(path / INDEX)
     names = sorted(set(index.values()))
     if SINGLE in present and SINGLE not in names:
         raise of_two_exports(path, INDEX)
