@@ -59,9 +59,9 @@ def test_generators_of_composer(tmp_path: Path) -> None:
 
 
 def test_what_each_rank_had_of_its_own_is_named(tmp_path: Path) -> None:
-    FORMATS["fairscale"].make(tmp_path / "in", {"disc": {"w": counted(7)}, "sampler": {"seen": counted(3)}})
+    FORMATS["megatron"].make(tmp_path / "in", {"disc": {"w": counted(7)}, "sampler": {"seen": counted(3)}})
     done = reshard(tmp_path / "in", tmp_path / "out", to=3)
-    assert done.notes == ["dropped `own_state` (disc, sampler): state of 2 ranks, which 3 cannot use"]
+    assert done.notes == ["dropped `rank_state` (disc, sampler): state of 2 ranks, which 3 cannot use"]
 
 
 def test_a_generator_of_all_ranks_is_kept(tmp_path: Path) -> None:

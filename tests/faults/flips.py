@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from struct import unpack_from
 
-from tests.faults.bad_inputs import CHECKED, DESCRIBED, INDEX, METADATA, RAW, SAVED, UNCHECKED, Files
+from tests.faults.bad_inputs import CHECKED, DESCRIBED, INDEX, METADATA, SAVED, UNCHECKED, Files
 from tests.faults.cases import Case, Seen
 from tests.faults.damage import flip
 from tests.faults.originals import original
@@ -85,11 +85,6 @@ def in_data(place: Path, whole: bool) -> Iterator[Seen]:
 def in_files_of_ranks(place: Path, whole: bool) -> Iterator[Seen]:
     """Flips anywhere in trainers' files that have checksums, and in what lies about the storages in them."""
     yield from in_each_of([*SAVED, *DESCRIBED[:-2]], place, whole)
-
-
-def in_raw_files(place: Path, whole: bool) -> Iterator[Seen]:
-    """The same in those that have none, and in what describes them."""
-    yield from in_each_of([*RAW, *DESCRIBED[-2:]], place, whole)
 
 
 def in_each_of(files: Files, place: Path, whole: bool) -> Iterator[Seen]:
@@ -173,5 +168,4 @@ CASES: tuple[Case, ...] = (
     Case("9", "flips", "a bit of every byte of a manifest", in_a_manifest),
     Case("9", "flips", "a bit of every byte of metadata, index and header", in_descriptions),
     Case("8", UNTOLD, "random bits of safetensors, without a manifest", in_unchecked),
-    Case("8, 9", UNTOLD, "bits of raw bytes and of what describes them, without a manifest", in_raw_files),
 )
