@@ -24,8 +24,7 @@ from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.storage.ranks import Ranks, translate
-from ckptkit.storage.ties import identify, local_part
-from ckptkit.training.saving.scatter import local_parts
+from ckptkit.storage.ties import identify, local_part, local_parts
 from ckptkit.training.saving.trees import Tree, map_tensors
 
 ADAPTER = "adapter"

@@ -31,7 +31,8 @@ class Network(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(ROWS, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        layers = [nn.Linear(6, 6) for _ in range(2)]
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.BatchNorm1d(6)
         self.frozen = nn.Linear(6, 3)
         self.frozen.requires_grad_(False)
@@ -42,7 +43,7 @@ class Network(nn.Module):
             self.unused = nn.Linear(6, 5)
         if with_adapters:
             self.requires_grad_(False)
-            self.layers = nn.ModuleList(LoraLinear(layer, Lora(rank=2, alpha=4)) for layer in self.layers)
+            self.layers = nn.ModuleList(LoraLinear(layer, Lora(rank=2, alpha=4)) for layer in layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
