@@ -55,7 +55,7 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
         said: dict[str, Any] = json.loads(inner.to_json_string(use_diff=True))
     if inner is known:
         raise Usage(f"expected a vision-language model, found type `{model_type}`", hint="drop --text-only")
-    classes = transformers.AutoModelForCausalLM._model_mapping
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     same = _SAME_AS.get(inner.model_type, {"model_type": inner.model_type})
     kind = transformers.CONFIG_MAPPING[same["model_type"]]
     if kind not in classes or inner.is_encoder_decoder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -32,9 +32,9 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings"),
 )
-_AUTO = (
-    *("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"),
-    "AutoModel",
+_MAPPINGS = (
+    *("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"),
+    *("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING", "MODEL_MAPPING"),
 )
 
 
@@ -103,6 +103,7 @@ def build(text: str) -> MetaModel:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         reason = f"transformers {transformers.__version__} cannot build a model of type `{model_type}`: {first}"
         raise NotBuilt(reason) from error
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return MetaModel(
         model=model,
         shapes=shapes,
@@ -110,8 +111,8 @@ def build(text: str) -> MetaModel:
         tied={target: source for target, source in ties_of(model).items() if target in shapes and source in shapes},
         unsaved=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()),
         in_fp32={
-            "bfloat16": pattern_of(model, "_keep_in_fp32_modules_strict"),
-            "float16": pattern_of(model, "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"),
+            "bfloat16": pattern_of(strict),
+            "float16": pattern_of([*strict, *(getattr(model, "_keep_in_fp32_modules", None) or ())]),
         },
     )
 
@@ -148,7 +149,7 @@ def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
     kind = kind_of(transformers, str(config.get("model_type")))
     if found := first_model(transformers, named, modeling_of(kind)):
         return found
-    mappings = [getattr(transformers, name)._model_mapping for name in _AUTO]
+    mappings = [getattr(transformers, name) for name in _MAPPINGS]
     classes = [mapping[kind] for mapping in mappings if kind in mapping]
     if named or not classes:
         raise UnknownType(f"class `{named[0]}`" if named else f"model for the config of a `{config['model_type']}`")
@@ -175,13 +176,12 @@ def ties_of(model: Any) -> dict[str, str]:
     return dict(tied) if isinstance(tied, Mapping) else {}
 
 
-def pattern_of(model: Any, *attributes: str) -> re.Pattern[str] | None:
-    """Return the pattern of names that a model has in some of its attributes, None if there are none.
+def pattern_of(globs: Collection[str]) -> re.Pattern[str] | None:
+    """Return the pattern of names that match one of the globs, None if there are none.
 
     Source: transformers/core_model_loading.py, `build_glob_alternation`.
     """
-    globs = [glob for attribute in attributes for glob in sorted(getattr(model, attribute, None) or ())]
-    return re.compile("|".join(glob.replace("*", ".*") for glob in globs)) if globs else None
+    return re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs))) if globs else None
 
 
 def linear_modules(meta: MetaModel) -> dict[str, bool]:

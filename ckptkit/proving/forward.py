@@ -167,9 +167,9 @@ def has_own(module: nn.Module) -> bool:
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of a module itself, and its buffers that are saved."""
-    yield from ((name, one) for name, one in module._parameters.items() if one is not None)
-    saved = module._buffers.keys() - module._non_persistent_buffers_set
-    yield from ((name, one) for name, one in module._buffers.items() if one is not None and name in saved)
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    yield from ((name, one) for name, one in buffers if name not in module._non_persistent_buffers_set)
 
 
 def places_in(name: str, module: nn.Module, *, deep: bool) -> Iterator[tuple[str, nn.Module, str]]:
@@ -182,10 +182,7 @@ def places_in(name: str, module: nn.Module, *, deep: bool) -> Iterator[tuple[str
 def fill(owner: nn.Module, name: str, stored: Tensor) -> None:
     """Put a tensor into its place in a module, floats as float32."""
     tensor = pages(stored.shape, torch.float32 if stored.is_floating_point() else stored.dtype).copy_(stored)
-    if name in owner._parameters:
-        owner._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-    else:
-        owner._buffers[name] = tensor
+    replace(owner, name, tensor)
 
 
 def pages(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -201,11 +198,13 @@ def pages(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 def empty(owner: nn.Module, name: str) -> None:
     """Take a tensor out of its place in a module again."""
-    places: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
-    for place in places:
-        if place.get(name) is not None:
-            gone = place[name].to("meta")
-            place[name] = nn.Parameter(gone, requires_grad=False) if place is owner._parameters else gone
+    replace(owner, name, getattr(owner, name).to("meta"))
+
+
+def replace(owner: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter of a module, which is a parameter again, or a buffer."""
+    is_parameter = isinstance(getattr(owner, name), nn.Parameter)
+    setattr(owner, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
 def compute_buffers(model: Any, source: Runnable) -> None:
@@ -214,16 +213,15 @@ def compute_buffers(model: Any, source: Runnable) -> None:
     Source: transformers/modeling_utils.py, `_move_missing_keys_from_meta_to_device` and `_initialize_missing_keys`.
     Raises `Unsupported` for one of which its code does not say what it holds.
     """
-    unset: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
+    for module in model.modules():
         for own in sorted(module._non_persistent_buffers_set):
-            before = module._buffers[own]
+            before = getattr(module, own)
             if before is not None:
-                module._buffers[own] = unset[f"{name}.{own}"] = nothing_like(before)
+                setattr(module, own, nothing_like(before))
     model.initialize_weights()
     for name, module in model.named_modules():
         for own in module._non_persistent_buffers_set:
-            buffer = module._buffers[own]
+            buffer = getattr(module, own)
             can_tell = buffer is not None and buffer.numel() and buffer.dtype != torch.bool
             if can_tell and is_same_bits(buffer, nothing_like(buffer)):
                 message = (

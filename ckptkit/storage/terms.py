@@ -14,16 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
-from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import Mismatch, Usage, and_more
 from ckptkit.layout import KeyPath, Spec
 from ckptkit.optimizers.missing_states import FIRST_ZERO
 from ckptkit.pictures.words import count
+from ckptkit.storage.ties import local_parts
 
 ERROR, KEEP, ZERO, ALLOW, WARN, IGNORE = "error", "keep", "zero", "allow", "warn", "ignore"
 _MOST = 8  # names in a message
@@ -157,9 +156,5 @@ def hint_on(names: Sequence[str]) -> str:
 
 def fill_with_zeros(tensor: Tensor) -> None:
     """Make all elements of a tensor zero that this rank has."""
-    if isinstance(tensor, ShardedTensor):
-        parts = [shard.tensor for shard in tensor.local_shards()]
-    else:
-        parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
-    for part in parts:
+    for part in local_parts(tensor):
         part.detach().zero_()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import Mismatch
@@ -30,6 +31,13 @@ def identify(tensor: Tensor) -> object:
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the shards of a tensor that this rank has."""
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [local_part(tensor)]
 
 
 def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: Path) -> None:

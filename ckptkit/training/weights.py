@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ckptkit import storage
 from ckptkit.adapters.names import read_entry
@@ -67,15 +66,16 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
 
 def sum_of_rows(tensor: Tensor) -> Tensor:
     """Return what this rank adds to the sum of a tensor's rows, as bits, each times its number, modulo a prime."""
-    local, first, is_mine = tensor, 0, dist.get_rank() == 0
+    local, is_mine = tensor, dist.get_rank() == 0
+    numbers = torch.arange(1, 1 + (tensor.shape or (1,))[0], device=tensor.device)
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
         local, place = tensor.to_local(), mesh.get_coordinate() or ()
-        _, (first, *_) = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        # src_data_rank=None: every rank cuts its own copy, nothing is sent
+        numbers = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()
         is_mine = not any(at for at, how in zip(place, placements, strict=True) if isinstance(how, Replicate))
     bits = local.reshape(local.shape or (1,)).to(torch.bfloat16).view(torch.int16)
     rows = bits.reshape(len(bits), math.prod(bits.shape[1:]))
-    numbers = torch.arange(first + 1, first + 1 + len(rows), device=rows.device)
     sums = rows.sum(1, dtype=torch.int64) % _PRIME * numbers % _PRIME
     total: Tensor = sums.sum() * is_mine % _PRIME
     return total

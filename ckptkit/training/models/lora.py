@@ -47,7 +47,7 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)  # not Linear's, which would make another weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         for name in ("weight", "bias"):
-            self.register_parameter(name, linear._parameters[name])
+            self.register_parameter(name, getattr(linear, name))
         self.lora_A = nn.ModuleDict({DEFAULT: LoraMatrix(self.in_features, lora.rank, bias=False)})
         self.lora_B = nn.ModuleDict({DEFAULT: LoraMatrix(lora.rank, self.out_features, bias=False)})
         self.scaling = lora.alpha / lora.rank

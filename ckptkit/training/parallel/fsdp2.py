@@ -41,7 +41,7 @@ class Fsdp2:
         model.to_empty(device="cpu" if self.config.cpu_offload else device)
         for buffer_owner in model.modules():
             for name, buffer in buffer_owner.named_buffers(recurse=False):
-                buffer_owner._buffers[name] = buffer.to(device)
+                setattr(buffer_owner, name, buffer.to(device))
         blueprint.tie(model)
         initialize(blueprint, model, self.seed)
         return model

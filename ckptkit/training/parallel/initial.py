@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -43,17 +43,21 @@ def initialize_module(blueprint: Blueprint, name: str, module: nn.Module, seed: 
 @contextmanager
 def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Give the module plain parameters on the CPU, in fp32, in place of its own, inside the block."""
-    own = dict(module._parameters)
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     whole = {
         key: nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="cpu"), requires_grad=False)
         for key, parameter in own.items()
-        if parameter is not None
     }
-    module._parameters.update(whole)
+    put(module, whole)
     try:
         yield dict(whole)
     finally:
-        module._parameters.update(own)
+        put(module, own)
+
+
+def put(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        setattr(module, name, parameter)
 
 
 def has_own_values(module: nn.Module) -> bool:

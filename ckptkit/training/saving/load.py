@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, clone
 from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict_loader
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
+from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.layout import Spec
 from ckptkit.ops.verify import verify_part
 from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, translate
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap
-from ckptkit.training.saving.trees import Tree, map_tensors, outlined
+from ckptkit.training.saving.trees import Tree, flatten, map_tensors, outlined
 
 FILE = "state.pt"
 
@@ -57,10 +57,9 @@ class Stored:
         """Read into `wanted`, which is all or some of the outline, every rank its own shards."""
         state = {name: part for name, part in wanted.items() if name not in self._in_file}
         inside = {name: part for name, part in wanted.items() if name in self._in_file and name in IN_PARTS}
-        tensors = {name: part for name, part in flatten_state_dict(inside)[0].items() if isinstance(part, Tensor)}
         # Otherwise a rank without a shard of one of FSDP1's tensors takes the checkpoint for one of torch 2.3 (2.13).
         planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
-        every = tensors | state
+        every = dict(flatten(inside)) | state
         try:
             state_dict_loader.load(every, storage_reader=self._reader, planner=planner, process_group=self._ranks.group)
         except CheckpointException as error:
@@ -86,7 +85,8 @@ def read_outline(reader: Reader) -> Tree:
         keys |= layout.keys
     if not keys:
         raise Unsupported("saved without the names of its nested entries", path=reader.path)
-    return unflatten_state_dict(leaves, keys)
+    outline: Tree = unflatten(leaves, keys.__getitem__, leaves.__getitem__)
+    return outline
 
 
 def without_data(spec: Spec) -> Tensor:

@@ -18,15 +18,13 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.storage.ranks import Ranks, translate
-from ckptkit.storage.ties import identify, local_part
-from ckptkit.training.saving.scatter import local_parts
+from ckptkit.storage.ties import identify, local_part, local_parts
 from ckptkit.training.saving.trees import Tree, map_tensors
 
 ADAPTER = "adapter"
@@ -60,14 +58,6 @@ class Saver:
         self.format = FORMATS[state_dict]
         config = files.get(CONFIG) if state_dict == "hf" else None
         self._drops_head = config is not None and is_tied(json.loads(config))
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=torch.cuda.is_available(),  # and kept for the next copy, since pinning is slow
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
 
     def hold(self, state: Tree, *, copy: bool) -> PendingState:
         """Return the state as it will be written; with `copy` in memory on the CPU that the training never touches."""
@@ -82,18 +72,10 @@ class Saver:
         if self.format == "pt":
             parts = keep_empty(parts)
         if copy:
-            parts = map_tensors(self._copy, parts)
+            parts = copy_to_cpu(parts)
         if self._ranks.rank == 0:
             parts |= {name: wrap(part) for name, part in state.items() if name not in IN_PARTS}
         return PendingState(parts, tied)
-
-    def _copy(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, ShardedTensor):  # of FSDP1 without a device mesh: the stager does not know it
-            on_cpu = tensor.cpu()
-            return on_cpu if on_cpu is not tensor else tensor.clone()
-        staged = self._stager.stage({"": tensor})
-        assert isinstance(staged, dict)
-        return staged[""]
 
     def write(self, writer: StorageWriter, held: PendingState, path: Path) -> None:
         """Write what `hold` gave to `path`, every rank its own shards; an error on any is raised on all."""
@@ -102,6 +84,35 @@ class Saver:
             state_dict_saver.save(held.state, storage_writer=writer, planner=planner, process_group=self._ranks.group)
         except CheckpointException as error:
             raise translate(error, path, "save") from error
+
+
+@torch.no_grad()
+def copy_to_cpu(state: Tree) -> Tree:
+    """Return a copy of a state in CPU memory. Tensors that share memory share it in the copy.
+
+    Tensors of a GPU are copied to pinned memory and waited for once. Pinning is slow, but torch keeps freed pinned
+    memory, so the next copy finds it pinned.
+    """
+    copies: dict[object, Tensor] = {}
+    streams: set[torch.cuda.Stream] = set()
+
+    def copy(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ShardedTensor):  # of FSDP1 without a device mesh
+            on_cpu: Tensor = tensor.cpu()
+            return on_cpu if on_cpu is not tensor else tensor.clone()
+        key = identify(tensor) if local_part(tensor).numel() else object()  # an empty shard has no address
+        if key not in copies:
+            # Not DTensor.from_local, which would move a copy on the CPU back to the GPU of its mesh.
+            copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            local_part(copies[key]).copy_(local_part(tensor), non_blocking=tensor.is_cuda)
+            if tensor.is_cuda:
+                streams.add(torch.cuda.current_stream(tensor.device))
+        return copies[key]
+
+    copied: Tree = map_tensors(copy, state)
+    for stream in streams:
+        stream.synchronize()
+    return copied
 
 
 class PlainPlanner(DefaultSavePlanner):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -18,10 +17,3 @@ def scatter(whole: Tensor, tensor: Tensor) -> None:
         )
     else:
         tensor.copy_(whole)
-
-
-def local_parts(tensor: Tensor) -> list[Tensor]:
-    """Return what this rank has of a tensor."""
-    if isinstance(tensor, ShardedTensor):
-        return [shard.tensor for shard in tensor.local_shards()]
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]

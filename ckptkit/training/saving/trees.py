@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,15 @@ def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, list):
         return [map_tensors(change, value) for value in tree]
     return tree
+
+
+def flatten(tree: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a tree, each with the keys that lead to it, joined by points as torch joins them."""
+    if isinstance(tree, Tensor):
+        yield key, tree
+    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for step, value in inside:
+        yield from flatten(value, f"{key}.{step}" if key else str(step))
 
 
 def outlined(tree: Any) -> Any:

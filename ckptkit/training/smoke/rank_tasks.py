@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptkit.storage.ties import local_parts
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import Report
 from ckptkit.training.loop import Asked, advance
 from ckptkit.training.metrics import Log, StepMetrics
 from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.saving.scatter import local_parts
 from ckptkit.training.start import start
 from ckptkit.training.trainer import Trainer
 

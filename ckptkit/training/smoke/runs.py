@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -22,6 +21,7 @@ from ckptkit.training.launch import launch
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
+from ckptkit.training.saving.trees import flatten
 from ckptkit.training.smoke.rank_tasks import RankAccount, load_and_save, step_from_each, train_and_report
 
 STEPS, SAVED = 8, 4
@@ -179,12 +179,3 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     with warnings.catch_warnings(action="ignore"):
         state_dict_loader.load(tensors, checkpoint_id=checkpoint, no_dist=True)
     return tensors
-
-
-def flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested dicts, each with the keys that lead to it."""
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, Tensor):
-            yield f"{prefix}{key}", value

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from ckptkit.training.models.lora import Lora, LoraLinear
+
 ROWS = 11  # not to be divided by any number of ranks
 CPU = torch.device("cpu")
 Tensors = dict[str, Tensor]
@@ -25,11 +27,12 @@ Tensors = dict[str, Tensor]
 class Network(nn.Module):
     """Tied, frozen and integer tensors, buffers, and fewer rows than some numbers of ranks."""
 
-    def __init__(self, seed: int, *, with_unused: bool = False) -> None:
+    def __init__(self, seed: int, *, with_unused: bool = False, with_adapters: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(ROWS, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        layers = [nn.Linear(6, 6) for _ in range(2)]
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.BatchNorm1d(6)
         self.frozen = nn.Linear(6, 3)
         self.frozen.requires_grad_(False)
@@ -38,6 +41,9 @@ class Network(nn.Module):
         self.head.weight = self.embed.weight
         if with_unused:
             self.unused = nn.Linear(6, 5)
+        if with_adapters:
+            self.requires_grad_(False)
+            self.layers = nn.ModuleList(LoraLinear(layer, Lora(rank=2, alpha=4)) for layer in layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
@@ -58,14 +64,14 @@ class Trainee:
     place: dict[Any, Any]
 
     @classmethod
-    def make(cls, wrapper: str, seed: int, *, with_unused: bool = False) -> Trainee:
-        model = wrap(Network(seed, with_unused=with_unused), wrapper)
+    def make(cls, wrapper: str, seed: int, **options: bool) -> Trainee:
+        model = wrap(Network(seed, **options), wrapper)
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         groups = [
             {"params": [parameter for name, parameter in named if name.endswith("weight")], "weight_decay": 0.1},
             {"params": [parameter for name, parameter in named if not name.endswith("weight")], "weight_decay": 0.0},
         ]
-        optimizer = AdamW(groups, lr=0.01 * (seed + 1))
+        optimizer = AdamW([group for group in groups if group["params"]], lr=0.01 * (seed + 1))
         return cls(model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step)), {})
 
     def learn(self, steps: int) -> list[float]:
@@ -115,11 +121,18 @@ class Trainee:
                 found = {name: value.detach().clone() for name, value in everything(self.model)}
         else:
             found = {name: whole(value) for name, value in everything(self.model)}
-        state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"] if self.optimizer.state else {}
+        state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"] if self._has_stepped() else {}
         return {
             **{name.replace("_fsdp_wrapped_module.", ""): value for name, value in found.items()},
             **{f"{key} of {name}": whole(value) for name, entry in state.items() for key, value in entry.items()},
         }
+
+    def _has_stepped(self) -> bool:
+        """Whether the optimizer of any rank has a state: that of a rank is empty if its shards of FSDP1 are."""
+        count = torch.tensor(len(self.optimizer.state))
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        return bool(count)
 
 
 def everything(model: nn.Module) -> list[tuple[str, Tensor]]:

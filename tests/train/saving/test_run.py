@@ -1,7 +1,6 @@
-"""What is saved comes back to the bit: both forms, every wrapper, other numbers of ranks, in the background."""
+"""What is saved comes back to the bit: every form, every wrapper, other numbers of ranks."""
 
 import json
-import threading
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +31,6 @@ ON_ONE = ("fsdp2", "fsdp1 FULL_SHARD")
 ON_TWO = ("fsdp2", "fsdp1 FULL_SHARD", "fsdp1 FULL_SHARD bare", "fsdp1 SHARD_GRAD_OP", "fsdp1 NO_SHARD", "plain")
 ON_THREE = ("fsdp2", "fsdp1 FULL_SHARD", "fsdp1 FULL_SHARD bare")
 ON_FOUR = ("hsdp2", "fsdp1 HYBRID_SHARD", "fsdp1 FULL_SHARD")
-BEHIND = ("fsdp2", "fsdp1 FULL_SHARD", "fsdp1 FULL_SHARD bare", "plain")
 
 Heard = list[tuple[str, list[str]]]
 
@@ -134,46 +132,6 @@ def test_others_open_the_checkpoints(saved_by_two: tuple[Path, Heard], tmp_path:
     whole = torch.load(saved_by_two[0] / "fsdp1 FULL_SHARD full" / f"ckpt-{STEPS}" / "state.pt", weights_only=True)
     assert differing(whole["model"], plain.state_dict()) == []
     assert whole["step"] == STEPS
-
-
-def save_behind(root: Path, place: RankPlace, report: Report) -> None:
-    """Save in the background, and change everything before a byte is written."""
-    warnings.simplefilter("error")
-    with process_group(place, "cpu"):
-        plain = trained("plain")
-        for wrapper, form in pairs(BEHIND):
-            ours, other = trained(wrapper), Trainee.make(wrapper, seed=1)
-            with Run(root / f"{wrapper} {form}", state_dict=form, background=True, keep_last=1) as run:
-                gate = hold_back(run)
-                run.save(STEPS, ours.model, ours.optimizer, **ours.state())
-                ours.learn(2)
-                ours.place.clear()
-                early = run.latest()
-                gate.set()
-                run.wait()
-                run.load(other.model, other.optimizer, **other.state())
-                wrong = plain.compare(other)
-                for step in range(STEPS, STEPS + 2):  # one after the other, into the same memory
-                    run.save(step + 1, other.model, other.optimizer, **other.state())
-                    other.learn(1)
-            again = Trainee.make(wrapper, seed=2)
-            assert run.load(again.model, again.optimizer, **again.state()) == STEPS + 2
-            assert [found.step for found in run.checkpoints()] == [STEPS + 2]
-            report((f"{wrapper} {form}", [*wrong, *["early"] * (early is not None)]))
-
-
-def hold_back(run: Run) -> threading.Event:
-    """Let the thread of a run do nothing before the event."""
-    gate = threading.Event()
-    assert run._thread is not None
-    run._thread.submit(gate.wait)
-    return gate
-
-
-def test_in_the_background_the_state_of_the_moment_is_saved(tmp_path: Path) -> None:
-    heard: Heard = []
-    launch(partial(save_behind, tmp_path), 2, heard.append)
-    assert_equal(heard, 2 * len(pairs(BEHIND)))
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -25,7 +25,8 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
 from tests.train.saving.networks import Network, Trainee, differing
-from tests.train.saving.test_run import FORMS, hold_back
+from tests.train.saving.test_background import hold_back
+from tests.train.saving.test_run import FORMS
 
 each_form = pytest.mark.parametrize("form", FORMS)
 
