@@ -38,6 +38,11 @@ def fill_part(page: str, name: str, content: str) -> str:
     return f"{before}{begin}\n{content.strip()}\n\n{end}{rest.split(end)[1]}"
 
 
+def read_part(path: Path, name: str) -> str:
+    """Return the part `name` of the page at `path`."""
+    return path.read_text().partition(f"<!-- {name} -->\n")[2].partition(f"<!-- end of {name} -->")[0]
+
+
 def write_part(path: Path, name: str, content: str) -> None:
     """Write `content` as the part `name` of the page at `path`."""
     path.write_text(fill_part(path.read_text(), name, content))

@@ -1,7 +1,8 @@
-"""Try the wheel of HEAD with each Python and torch: `scripts/matrix` prints a table, `--write` puts it into a page.
+"""Run the tests of scripts/check with each Python and torch, and with the oldest and the newest packages.
 
-Each pair gets an environment of its own, where the repository is not, and gives its room back. By default the oldest
-Python is tried with each minor version of torch, and every other with the oldest and the newest.
+Each case gets its own environment, which is deleted before the next one is made. The oldest Python runs with every
+minor version of torch, the others with the oldest and the newest. Two more cases have the oldest and the newest version
+of every direct dependency. `--write` updates the rows in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -14,153 +15,178 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import product
 from pathlib import Path
 
-from scripts.markdown import ROOT, paragraph, table, write_part
+from scripts.markdown import ROOT, paragraph, read_part, table, write_part
 
 PAGE = ROOT / "CONTRIBUTING.md"
 PART = "matrix"
-OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 10)
-TESTS = ("tests/formats/dcp", "tests/formats/pt")
-NEEDED = ("accelerate", "hypothesis", "pytest", "zstandard")
+CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
+TESTED, OLDEST, NEWEST = "tested", "oldest", "newest"  # what other packages a case has
+SLOW = ("tests/train/saving",)  # start ranks, so scripts/check leaves them out; torch's versions differ most there
+SUITES = ("check_suite", f"suite -m 'slow and not nightly' {' '.join(SLOW)}")  # functions of scripts/suite
+VERSIONS = "import platform, importlib.metadata as m; print(platform.python_version(), m.version('torch'))"
 
-Version = tuple[int, ...]
+Ended = subprocess.CompletedProcess[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A Python, by its full version, and a torch."""
+class Case:
+    """Minor versions of Python and torch, such as 3.11 and 2.10, and how the other packages are chosen."""
 
     python: str
     torch: str
+    packages: str
+
+
+Row = list[str]  # versions of Python and torch, packages, result, date
 
 
 def main() -> None:
-    """Parse the command line, try each pair, and show or write what came of them. Exits with 1 if one failed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all is cleared away
+    """Parse the command line, try each case, and show or write the table. Exits with 1 if a case failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is deleted
     parser = argparse.ArgumentParser(prog="scripts/matrix", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--python", action="append", help="only this version of pyenv, as 3.12.1; several times")
-    parser.add_argument("--torch", action="append", help="only this version, as 2.10.0; several times")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)} after each pair")
+    parser.add_argument("--python", action="append", help="only this minor version, such as 3.12; repeatable")
+    parser.add_argument("--torch", action="append", help="only this minor version, such as 2.10; repeatable")
+    parser.add_argument("--packages", action="append", choices=(TESTED, OLDEST, NEWEST), help="only these; repeatable")
+    parser.add_argument("--write", action="store_true", help=f"update {PAGE.relative_to(ROOT)} after each case")
     options = parser.parse_args()
-    results: dict[Pair, str] = {}
+    every = cases()
+    chosen = [
+        case
+        for case in every
+        if case.python in (options.python or [case.python])
+        and case.torch in (options.torch or [case.torch])
+        and case.packages in (options.packages or [case.packages])
+    ]
+    rows = known_rows(read_part(PAGE, PART), every) if options.write else {}
     with tempfile.TemporaryDirectory(prefix="matrix-") as home:
-        wheel, suite = prepare(Path(home))
-        for pair in choose(options.python, options.torch):
-            results[pair] = attempt(pair, wheel, suite, Path(home, "pair"))
-            print(f"Python {pair.python}, torch {pair.torch}: {results[pair]}", file=sys.stderr)
+        source, without_torch = prepare(Path(home))
+        for case in chosen:
+            rows[case] = attempt(case, source, without_torch, Path(home, "case"))
+            print(*rows[case], sep=", ", file=sys.stderr)
             if options.write:
-                write_part(PAGE, PART, describe(results))
+                write_part(PAGE, PART, describe(rows, every))
     if not options.write:
-        print(describe(results))
-    sys.exit(any(result != "passed" for result in results.values()))
+        print(describe(rows, chosen))
+    sys.exit(any("failed" in rows[case][3] for case in chosen))
 
 
-def choose(pythons: Sequence[str] | None, torches: Sequence[str] | None) -> Iterator[Pair]:
-    """Yield the pairs to try: those asked for, or some of what pyenv and the package index have."""
-    if torches:
-        yield from map(Pair, *zip(*product(pythons or installed_pythons(), torches), strict=True))
-        return
-    for number, python in enumerate(pythons or installed_pythons()):
-        found = published_torches(python)
-        yield from (Pair(python, torch) for torch in (found if number == 0 else [found[0], found[-1]]))
+def cases() -> list[Case]:
+    """Return all cases, for the Pythons of pyproject.toml's classifiers and the published versions of torch."""
+    project = (ROOT / "pyproject.toml").read_text()
+    pythons = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
+    (first,) = re.findall(r'"torch>=2\.(\d+)"', project)
+    torches = [f"2.{minor}" for minor in published_torches() if minor >= int(first)]
+    pairs = [(pythons[0], torch) for torch in torches]
+    pairs += [(python, torch) for python in pythons[1:] for torch in (torches[0], torches[-1])]
+    tested = [Case(*pair, TESTED) for pair in pairs]
+    return [*tested, Case(pythons[0], torches[0], OLDEST), Case(pythons[-1], torches[-1], NEWEST)]
 
 
-def parsed(version: str) -> Version:
-    """Return a version as numbers: (3, 12, 1)."""
-    return tuple(map(int, version.split(".")))
-
-
-def newest_of_each_minor(versions: Sequence[str], oldest: Version) -> list[str]:
-    """Return the newest release of each minor version that is not older than `oldest`, in order."""
-    releases = [parsed(version) for version in versions if re.fullmatch(r"\d+\.\d+\.\d+", version)]
-    newest = {release[:2]: release for release in sorted(releases) if release >= oldest}
-    return [".".join(map(str, release)) for release in newest.values()]
-
-
-def pyenv() -> Path:
-    """Return the directory in which pyenv keeps its versions."""
-    return Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-
-
-def installed_pythons() -> list[str]:
-    """Return the newest version of each Python that pyenv has."""
-    return newest_of_each_minor([path.name for path in pyenv().iterdir()], OLDEST_PYTHON)
-
-
-def published_torches(python: str) -> list[str]:
-    """Return the newest release of each minor version of torch that pip finds for a Python."""
-    command: list[str | Path] = [pyenv() / python / "bin" / "python", "-m", "pip", "index", "versions", "torch"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return newest_of_each_minor(re.findall(r"[\d.]+\d", said.partition("Available versions:")[2]), OLDEST_TORCH)
+def published_torches() -> list[int]:
+    """Return the minor versions of torch 2 that pip finds, in order."""
+    found = run(sys.executable, "-m", "pip", "index", "versions", "torch").stdout
+    return sorted({int(minor) for minor in re.findall(r"\b2\.(\d+)\.\d+", found)})
 
 
 def prepare(home: Path) -> tuple[Path, Path]:
-    """Build the wheel of HEAD, and lay out its tests without its package. Returns both."""
-    archive, source, suite = home / "source.zip", home / "source", home / "suite"
-    subprocess.run(["git", "archive", "--output", archive, "HEAD"], cwd=ROOT, check=True)
-    shutil.unpack_archive(archive, source)
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        home,
-        source,
-    ]
-    subprocess.run(command, check=True)
-    suite.mkdir()
-    for name in ("tests", "scripts", "pyproject.toml"):  # some tests use the scripts
-        shutil.move(source / name, suite / name)
-    (wheel,) = home.glob("*.whl")
-    return wheel, suite
+    """Return a clone of HEAD, and the Python of an environment that the README's command made without torch."""
+    source, environment = home / "source", home / "without-torch"
+    run("git", "clone", "--quiet", "--shared", ROOT, source).check_returncode()
+    run("uv", "venv", "--quiet", "--no-project", "--seed", environment).check_returncode()
+    (command,) = re.findall(r"pip install .* && pip install --no-deps .*", (ROOT / "README.md").read_text())
+    run("bash", "-c", command, cwd=source, env=activated(environment)).check_returncode()
+    return source, environment / "bin" / "python"
 
 
-def attempt(pair: Pair, wheel: Path, suite: Path, home: Path) -> str:
-    """Install the wheel in an environment of its own and use it. Returns `passed`, or the step that failed."""
-    work = home / "work"
+def attempt(case: Case, source: Path, without_torch: Path, home: Path) -> Row:
+    """Return the row of a case. Makes its environment, and runs the README's first commands and the tests there."""
+    environment, work = home / "environment", home / "work"
     work.mkdir(parents=True)
-    python = home / "venv" / "bin" / "python"
-    tests = [suite / one for one in TESTS]
-    steps: list[tuple[str, Path, list[str | Path]]] = [
-        ("install", work, [pyenv() / pair.python / "bin" / "python", "-m", "venv", home / "venv"]),
-        ("install", work, [python, "-m", "pip", "install", "--quiet", f"torch=={pair.torch}", wheel, *NEEDED]),
-        ("first commands", work, [ROOT / "scripts" / "first"]),
-        ("tests", suite, [python, "-m", "pytest", "-q", *tests]),
-    ]
+    found = [case.python, case.torch]
     try:
-        failed = next((name for name, cwd, command in steps if not succeeds(command, python.parent, cwd)), None)
+        if install(case, source, environment).returncode:
+            result = "failed: install"
+        else:
+            env = {**activated(environment), "CKPTKIT_WITHOUT_TORCH": str(without_torch)}
+            found = run("python", "-c", VERSIONS, env=env).stdout.split()
+            first = run(ROOT / "scripts" / "first", cwd=work, env=env)
+            ends = [run("bash", "-c", f"source scripts/suite; {suite}", cwd=source, env=env) for suite in SUITES]
+            result = "failed: the README's first commands" if first.returncode else counted(ends)
     finally:
         shutil.rmtree(home)
-    return f"failed: {failed}" if failed else "passed"
+    return [*found, case.packages, result, f"{datetime.now(UTC):%Y-%m-%d}"]
 
 
-def succeeds(command: Sequence[str | Path], programs: Path, cwd: Path) -> bool:
-    """Run a command with the programs of an environment, and show what it prints if it fails."""
+def install(case: Case, source: Path, environment: Path) -> Ended:
+    """Install ckptkit and what scripts/check needs into a new environment."""
+    asked: list[str | Path] = ["--editable", f"{source}[check]"]
+    if case.packages == TESTED:
+        tested = environment.parent / "constraints.txt"
+        tested.write_text(
+            "".join(line for line in CONSTRAINTS.read_text().splitlines(True) if not line.startswith("torch=="))
+        )
+        asked += [f"torch=={case.torch}.*", "--constraint", tested]
+    if case.packages == OLDEST:
+        asked += ["--resolution", "lowest-direct"]
+    run("uv", "venv", "--quiet", "--no-project", "--python", case.python, environment).check_returncode()
+    return run("uv", "pip", "install", "--quiet", "--python", environment / "bin" / "python", *asked)
+
+
+def activated(environment: Path) -> dict[str, str]:
+    """Return the variables of a shell in which an environment is active."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env["PATH"] = f"{programs}{os.pathsep}{env['PATH']}"
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-    return done.returncode == 0
+    return {**env, "PATH": f"{environment / 'bin'}{os.pathsep}{env['PATH']}"}
 
 
-def describe(results: dict[Pair, str]) -> str:
-    """Return the table of what was tried, in Markdown."""
-    pythons = sorted({pair.python for pair in results}, key=parsed)
-    torches = sorted({pair.torch for pair in results}, key=parsed)
-    rows = [[python, *(results.get(Pair(python, torch), "not tried") for torch in torches)] for python in pythons]
-    tests = ", ".join(f"`{test}`" for test in TESTS)
-    head = f"""Tried on {datetime.now(UTC):%Y-%m-%d} without a GPU. Each environment has the wheel, torch, what both
-        require, and {", ".join(NEEDED)}. The README's first commands ran in it, then {tests}."""
-    return f"{paragraph(head)}\n{table([['Python', *(f'torch {torch}' for torch in torches)], *rows])}"
+def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> Ended:
+    """Run a command to its end, and show what it printed if it failed."""
+    ended = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        print(*command, ended.stdout, ended.stderr, sep="\n", file=sys.stderr)
+    return ended
+
+
+def counted(ends: Sequence[Ended]) -> str:
+    """Return how many tests passed, failed and were skipped, from the last lines of pytest."""
+    total: Counter[str] = Counter()
+    for ended in ends:
+        last = ended.stdout.strip().rpartition("\n")[2]
+        for number, outcome in re.findall(r"(\d+) (failed|error|passed|skipped)", last):
+            total[outcome] += int(number)
+    counts = ", ".join(
+        f"{total[outcome]:,} {outcome}" for outcome in ("failed", "error", "passed", "skipped") if total[outcome]
+    )
+    return counts if not any(ended.returncode for ended in ends) else f"failed: {counts or 'pytest'}"
+
+
+def known_rows(part: str, every: Sequence[Case]) -> dict[Case, Row]:
+    """Return the rows of the page by their cases."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| 3.")
+    ]
+    known = {(minor(row[0]), minor(row[1]), row[2]): row for row in rows}
+    return {case: known[key] for case in every if (key := (case.python, case.torch, case.packages)) in known}
+
+
+def minor(version: str) -> str:
+    """Return `3.11` of `3.11.7`."""
+    return ".".join(version.split(".")[:2])
+
+
+def describe(rows: Mapping[Case, Row], every: Sequence[Case]) -> str:
+    """Return the table in Markdown; a case without a row was not run."""
+    text = f"""Each environment ran the README's first commands, the tests of `scripts/check`, and the tests in
+        {", ".join(f"`{folder}`" for folder in SLOW)} that start ranks, without a GPU. The other packages are those of
+        `scripts/constraints.txt` ({TESTED}), or the oldest or newest version of every direct dependency that
+        `pyproject.toml` allows. The tests without torch ran in an environment made by the README's command."""
+    body = [rows.get(case, [case.python, case.torch, case.packages, "not run", ""]) for case in every]
+    return f"{paragraph(text)}\n{table([['Python', 'torch', 'other packages', 'result', 'date'], *body])}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import warnings
 from types import FrameType
 from typing import Any, NoReturn
 
-from ckptkit.errors import CkptError, IOFailure
+from ckptkit.errors import CkptError, IOFailure, Usage
 from ckptkit.files.system import PromiseLost
 from ckptkit.version import __version__
 
@@ -48,8 +48,17 @@ def is_want_of_memory(error: BaseException) -> bool:
     return is_unloaded or isinstance(error, MemoryError | SystemError)
 
 
-def translate(error: Exception) -> IOFailure:
-    """Return what the system refused us, wherever that was. Raises an error that says something else."""
+def missing_package(error: Exception) -> str | None:
+    """Return the package that an import did not find; None for a module of ours or of Python's library."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    package = (name or "").partition(".")[0]
+    return None if package in {"", "ckptkit", *sys.stdlib_module_names} else package
+
+
+def translate(error: Exception) -> CkptError:
+    """Return a missing package, or what the system refused us, as an error of ours. Raises an error of another kind."""
+    if package := missing_package(error):
+        return Usage(f"{package} is not installed", hint=f"run `pip install {package}`")
     if is_want_of_memory(error):
         return IOFailure("not enough memory", hint="use fewer --jobs, or a machine or a limit with more memory")
     if not isinstance(error, OSError):

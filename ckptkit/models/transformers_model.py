@@ -43,7 +43,7 @@ class UnknownType(Unsupported):
 
 
 class NotInstalled(Unsupported):
-    """transformers is missing, is too old, or cannot be imported."""
+    """transformers or torch is missing, or transformers is too old or cannot be imported."""
 
 
 class NotBuilt(Unsupported):
@@ -118,9 +118,9 @@ def build(text: str) -> MetaModel:
 
 
 def import_transformers() -> Any:
-    """Return the module transformers. Raises `NotInstalled` if it is missing, too old, or cannot be imported."""
-    if not is_installed():
-        raise NotInstalled("transformers is not installed", hint="pip install 'ckptkit-fsdp[hf]'")
+    """Return the module transformers. Raises `NotInstalled` if it cannot be used, or torch is missing."""
+    if missing := missing_package():
+        raise NotInstalled(f"{missing} is not installed", hint="pip install 'ckptkit-fsdp[hf]'")
     upgrade = "pip install --upgrade 'ckptkit-fsdp[hf]'"
     try:
         import transformers
@@ -261,6 +261,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def is_installed() -> bool:
-    """Return whether transformers can be asked."""
-    return find_spec("transformers") is not None
+def missing_package() -> str | None:
+    """Return the name of the package that is missing to build models: transformers or torch."""
+    return next((package for package in ("transformers", "torch") if find_spec(package) is None), None)

@@ -12,7 +12,7 @@ from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.files.file import read_small
 from ckptkit.files.path import remarks_on_id
 from ckptkit.models.companions import Companions, find_companions
-from ckptkit.models.transformers_model import is_installed
+from ckptkit.models.transformers_model import missing_package
 from ckptkit.ops.diff import prove as compare_tensors
 from ckptkit.progress import Progress
 from ckptkit.proving.logits import Logits
@@ -70,9 +70,9 @@ def prove(
     Hub id, or one that lies by the checkpoint, or else the same. Raises `Unsupported` without transformers, and for
     models that it does not know, `Mismatch` for a config.json that calls for tensors that are not there.
     """
-    if not is_installed():
-        hint = "pip install transformers, or compare only the tensors with `ckptkit verify OUT --against SRC`"
-        raise Unsupported("prove runs models with transformers, which is not installed", hint=hint)
+    if missing := missing_package():
+        hint = f"pip install {missing}, or compare only the tensors with `ckptkit verify OUT --against SRC`"
+        raise Unsupported(f"prove runs models with {missing}, which is not installed", hint=hint)
     ours, theirs = Checkpoint.open(out), Checkpoint.open(against)
     here, there = companions_of(ours), companions_of(theirs, None if base is None else str(base))
     if here.config is None:
