@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -162,6 +163,14 @@ def test_messages_are_those_of_the_program(message: str) -> None:
     for fixed in message.split("…"):
         piece = fixed.strip(" `'")
         assert any(piece in text for text in said()), f"nothing says `{piece}`"
+
+
+def test_extras_that_are_named_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = "\n".join([*said(), *(page.read_text() for page in PAGES)])
+    named = re.findall(r"ckptkit-fsdp\[([\w,]+)\]", text) + re.findall(r"[Tt]he extras? `(\w+)`", text)
+    assert set(named) - {"scheme"} <= project["optional-dependencies"].keys()
+    assert len(set(named)) > 3
 
 
 def shown_in(page: Path) -> Iterator[tuple[str, list[str]]]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
+from ckptkit.cli.settings import name_options
 from ckptkit.cli.values import PlainCommand, PlainGroup
 from ckptkit.errors import Usage
 from ckptkit.version import __version__
@@ -48,8 +49,13 @@ COMMANDS = {name: module for group in GROUPS.values() for name, module in group.
 def load(name: str) -> Any:
     """Return a command, made out of its function."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, cls=PlainCommand)(getattr(import_module(f"ckptkit.cli.{COMMANDS[name]}"), name))
-    return get_command(app)
+    function = getattr(import_module(f"ckptkit.cli.{COMMANDS[name]}"), name)
+    app.command(name, cls=PlainCommand)(name_options(function))
+    command: Any = get_command(app)
+    for argument in command.params:
+        if argument.param_type_name == "argument":
+            argument.display_type_rich = lambda ctx: None  # noqa: ARG005 - typer 0.29 would print `SRC <Path>`
+    return command
 
 
 class Commands(PlainGroup):

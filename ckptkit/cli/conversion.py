@@ -57,10 +57,10 @@ OF_ONE = (
 )
 Include = Annotated[list[str] | None, described(OPTIONS["include"])]
 Exclude = Annotated[list[str] | None, described(OPTIONS["exclude"])]
-AllowUnmatched = Annotated[bool, described(OPTIONS["allow_unmatched"], "--allow-unmatched")]
-Overwrite = Annotated[bool, described(OPTIONS["overwrite"], "--overwrite")]
+AllowUnmatched = Annotated[bool, described(OPTIONS["allow_unmatched"])]
+Overwrite = Annotated[bool, described(OPTIONS["overwrite"])]
 Jobs = Annotated[int | None, described(OPTIONS["jobs"])]
-NoSync = Annotated[bool, described(OPTIONS["sync"], "--no-sync")]
+NoSync = Annotated[bool, described(OPTIONS["sync"])]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -34,7 +34,8 @@ def estimate(
     model: Annotated[
         str,
         typer.Argument(
-            help="A size such as 8b (see `ckptkit train --model`), a config.json, its directory or a Hub id."
+            metavar="MODEL",
+            help="A size such as 8b (see `ckptkit train --model`), a config.json, its directory or a Hub id.",
         ),
     ],
     world_size: Annotated[int, typer.Option("--world-size", help="The total number of GPUs.")],

@@ -20,7 +20,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Argument(parser=to_local, metavar="[OUT.html]", help="The file to write; by default RUN/report.html."),
+        typer.Argument(parser=to_local, metavar="OUT.html", help="The file to write; by default RUN/report.html."),
     ] = None,
     also: Also = None,
     fast: Annotated[bool, typer.Option("--fast", help="Read no tensors: leave out the norms by layer.")] = False,

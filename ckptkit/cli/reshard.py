@@ -28,14 +28,14 @@ def reshard(
         Path | None,
         typer.Argument(
             parser=to_path,
-            metavar="[SRC]",
+            metavar="SRC",
             help="A checkpoint or a run; by default run/, or else the current directory.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Argument(
-            parser=to_destination, metavar="[OUT]", help="The directory to write, or a URL; by default SRC-toN."
+            parser=to_destination, metavar="OUT", help="The directory to write, or a URL; by default SRC-toN."
         ),
     ] = None,
     also: Also = None,

@@ -1,14 +1,16 @@
-"""Make options of a command out of the fields of a dataclass. Runs nothing."""
+"""Make options of a command out of the fields of a dataclass, and name the options of every command."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
 from ckptkit.cli.output import parse_bytes
 from ckptkit.files.path import to_path
@@ -16,6 +18,7 @@ from ckptkit.settings import Setting
 
 Command = Callable[..., None]
 _SIZE = "SIZE"  # the placeholder of a number of bytes
+_PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 def with_options(
@@ -33,36 +36,71 @@ def with_options(
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         at = next(i for i, parameter in enumerate(own) if parameter.name == "quiet")
         every = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
-        parameters = [*every[:at], *options, *every[at:]]
-        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
+        return declare(command, [*every[:at], *options, *every[at:]])
 
     return change
+
+
+def declare(command: Command, parameters: Sequence[inspect.Parameter]) -> Command:
+    """Return the command; typer sees these parameters instead of its own."""
+    command.__signature__ = inspect.signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def name_options(command: Command) -> Command:
+    """Return the command; the name of each option is written out, and so is its placeholder.
+
+    Versions of typer derive both differently: 0.27 names an option `--DTYPE` if `DTYPE` is its placeholder.
+    """
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    return declare(command, [name_option(parameter) for parameter in parameters])
+
+
+def name_option(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return the parameter. If it is an option, `dry_run` is named `--dry-run`.
+
+    A flag that may also be None, so that a file can set it, is `--dry-run/--no-dry-run`.
+    """
+    kind, about = get_args(parameter.annotation)
+    if not isinstance(about, OptionInfo):
+        return parameter
+    about = copy(about)  # several commands share it
+    if about.default is ...:  # where typer keeps the first name of an option that an annotation describes
+        name = parameter.name.replace("_", "-")
+        about.default = f"--{name}/--no-{name}" if kind == bool | None else f"--{name}"
+    about.metavar = about.metavar or placeholder_of(kind)
+    return parameter.replace(annotation=Annotated[kind, about])
+
+
+def placeholder_of(kind: Any) -> str | None:
+    """Return the placeholder of an option of this type, or of a list of it; None for a flag."""
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    return _PLACEHOLDERS.get(kind) or next(filter(None, map(placeholder_of, get_args(kind))), None)
 
 
 def option(name: str, setting: Setting) -> inspect.Parameter:
     """Return the option of a setting: `--dry-run` for `dry_run`, and `--no-sync` for a `sync` that is on by default."""
     default: Any = None if setting.default in (MISSING, ()) else setting.default
     if setting.kind is bool:
-        name = f"no_{name}" if setting.default else name
-        return parameter(name, bool, False, described(setting, f"--{name.replace('_', '-')}"))
+        return parameter(f"no_{name}" if setting.default else name, bool, False, described(setting))
     if setting.placeholder == _SIZE:
         return parameter(name, int, spell_bytes(default), described(setting, parser=parse_bytes))
     kind = kind_of(setting)
     return parameter(name, kind if default is not None else kind | None, default, described(setting))
 
 
-def described(setting: Setting, *names: str, **more: Any) -> Any:
-    """Return what typer is told of a setting, to be an option of these `names`."""
-    return typer.Option(*names, help=setting.text, metavar=setting.placeholder, min=setting.least, **more)
+def described(setting: Setting, **more: Any) -> Any:
+    """Return the option of a setting as typer wants it described."""
+    return typer.Option(help=setting.text, metavar=setting.placeholder, min=setting.least, **more)
 
 
 def overriding(name: str, setting: Setting) -> inspect.Parameter:
     """Return the option of a setting that a file may have too."""
     is_given = setting.default not in (MISSING, None, ())
     text = f"{setting.text} [{spell(setting.default)}]" if is_given else setting.text
-    place: dict[str, Any] = {"parser": to_path, "metavar": "PATH"} if setting.kind is Path else {}
+    place: dict[str, Any] = {"parser": to_path} if setting.kind is Path else {}
     return parameter(name, kind_of(setting) | None, None, typer.Option(help=text, show_default=False, **place))
 
 

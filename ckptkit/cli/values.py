@@ -23,6 +23,15 @@ class PlainCommand(TyperCommand):
         take_over(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        """Return the words of the usage: `SRC`, `SRC...` for one or more, `[OUT]` for what may be left out."""
+        pieces = ["[OPTIONS]"]
+        for argument in self.params:
+            if isinstance(argument, TyperArgument):
+                name = f"{argument.metavar}{'...' if argument.nargs == -1 else ''}"
+                pieces.append(name if argument.required else f"[{name}]")
+        return pieces
+
 
 class PlainGroup(TyperGroup):
     """A group of commands that does so with the options that it has beside them."""

@@ -189,5 +189,5 @@ def test_without_the_package_it_is_named_once(command: list[str], packed: Path, 
     arguments = [sys.executable, "-c", code, verb, *options, *map(str, paths)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode
-    assert (done.stdout + done.stderr).count("install the package `zstandard`") == 1
+    assert (done.stdout + done.stderr).count("pip install 'ckptkit-fsdp[zstd]'") == 1
     assert "Traceback" not in done.stderr

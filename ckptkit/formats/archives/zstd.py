@@ -111,7 +111,7 @@ def make_decompressor(root: Path) -> ZstdDecompressor:
     try:
         from zstandard import ZstdDecompressor
     except ImportError as error:
-        hint = "install the package `zstandard`"
+        hint = "run `pip install 'ckptkit-fsdp[zstd]'`"
         raise Unsupported(f"stored through the transform `{ZSTD}`", path=root, hint=hint) from error
     return ZstdDecompressor(max_window_size=_WINDOW)
 

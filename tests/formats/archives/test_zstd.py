@@ -141,4 +141,4 @@ def test_the_package_is_named_if_it_is_missing(produce: Produce) -> None:
     )
     root = produce(producers.zstd).root
     done = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{root} install the package `zstandard`\n"
+    assert done.stdout == f"{root} run `pip install 'ckptkit-fsdp[zstd]'`\n"

@@ -1,0 +1,51 @@
+"""The options of every command have the names that we give them, whatever the version of typer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from ckptkit.cli.commands import COMMANDS, app
+from ckptkit.conversion.options import ConvertOptions
+from ckptkit.settings import Setting, settings_of
+from ckptkit.training.config import settings as settings_of_training
+
+COMMAND: Any = get_command(app)
+
+
+def help_of(capsys: pytest.CaptureFixture[str], command: str, *options: str) -> str:
+    """The help of a command, given with other options. An option that the command does not have is an error."""
+    COMMAND.main([command, "--help", *options], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def options_in(text: str) -> dict[str, str]:
+    """The names of options in a help, each with its placeholder."""
+    lines = re.findall(r"^  ((?:-[\w-]+(?:, | / )?)+) ?(\S*)", text.partition("\nOptions:\n")[2], re.MULTILINE)
+    return {name: placeholder for names, placeholder in lines for name in re.split(", | / ", names)}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_that_the_help_shows_is_accepted(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, command)
+    options = options_in(text)
+    assert options.keys() >= {"-q", "--quiet", "-h", "--help"}
+    line = [word for name, placeholder in options.items() for word in [name, *["x"] * bool(placeholder)]]
+    assert help_of(capsys, command, *line) == text
+    assert not [name for name in options if name != name.lower()]  # as typer 0.27 makes of a placeholder
+    assert not re.search(r"<[\w\[\]]+>", text)  # a type of Python, as `list[Path]`
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"), [("convert", settings_of(ConvertOptions)), ("train", settings_of_training())]
+)
+def test_every_setting_is_an_option(
+    command: str, settings: Mapping[str, Setting], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = options_in(help_of(capsys, command)).keys()
+    names = [name.replace("_", "-") for name in settings]
+    assert not [name for name in names if not options & {f"--{name}", f"--no-{name}"}]
