@@ -42,7 +42,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 Truth = dict[str, Tensor]
 Producer = Callable[[Path], Truth]
 
-_TRANSFORMERS = "transformers.modeling_utils"  # which takes seconds to import, and is left out where it is missing
+# What the process has imported that ranks are forked from: else each rank of each test imports it anew, for a second.
+PRELOADED = [
+    "ckptkit.training.loop",
+    "tests.conftest",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",  # left out where it is missing
+]
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
@@ -50,9 +58,7 @@ _TRANSFORMERS = "transformers.modeling_utils"  # which takes seconds to import, 
 def spawn(world_size: int, function: Callable[..., None], *arguments: object, timeout: float = 120) -> None:
     """Run `function(*arguments)` as every rank of a gloo process group; end all ranks when one fails or time is up."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(
-        [__name__, "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", _TRANSFORMERS]
-    )
+    processes.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as meeting:
         ranks = [
             processes.Process(target=_be_rank, args=(rank, world_size, meeting, function, arguments), daemon=True)

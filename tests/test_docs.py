@@ -205,7 +205,7 @@ def follow(page: Path, home: Path) -> None:
         assert not missing, f"ckptkit {line}\nprinted\n{said}\nand not\n" + "\n".join(missing)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_quickstart_can_be_followed(tmp_path: Path) -> None:
     follow(ROOT / "docs" / "quickstart.md", tmp_path)
 

@@ -40,6 +40,7 @@ from tests.formats.contract import raw_bytes
 from tests.producers import Producer, Truth, counted
 from tests.raw import Files, Numbers, contents
 from tests.strategies import shapes, tilings
+from tests.tiers import pairs
 
 # of trainers, which hold a model with its optimizer; their own tests have their judges
 OF_TRAINERS = ("universal", "ranks")
@@ -170,6 +171,10 @@ def test_the_table_says_which_formats_are_written() -> None:
     assert tuple(name for name in FORMATS if isinstance(get_format(name), FormatWriter)) == writable_formats()
 
 
+def spell(value: Producer | str) -> str:
+    return value if isinstance(value, str) else value.__name__
+
+
 # -- the matrix --------------------------------------------------------------------------------------------------------
 
 
@@ -182,8 +187,7 @@ def write_as(form: str, wanted: Layout, root: Path, options: WriterOptions) -> L
     return locate(writer.read(root))
 
 
-@pytest.mark.parametrize("form", WRITERS)
-@pytest.mark.parametrize("producer", SOURCES, ids=lambda producer: producer.__name__)
+@pytest.mark.parametrize(("producer", "form"), pairs(SOURCES, WRITERS), ids=spell)
 def test_every_reader_with_every_writer(produce: Produce, tmp_path: Path, producer: Producer, form: str) -> None:
     made = produce(producer)
     source = locate(open_layout(made.root))
@@ -197,16 +201,16 @@ def test_every_reader_with_every_writer(produce: Produce, tmp_path: Path, produc
         assert_same(leaves(ORACLES[form](tmp_path / str(i))), expected)
 
 
-@pytest.mark.parametrize("form", NESTING)
-@pytest.mark.parametrize("producer", SOURCES, ids=lambda producer: producer.__name__)
+@pytest.mark.parametrize(("producer", "form"), pairs(SOURCES, NESTING), ids=spell)
 def test_what_convert_keeps(produce: Produce, tmp_path: Path, producer: Producer, form: str) -> None:
     made = produce(producer)
     convert(made.root, tmp_path / "out", to=form, sync=False)
     assert_same(leaves(ORACLES[form](tmp_path / "out")), state_of(made, producer))
 
 
-@pytest.mark.parametrize("first", WRITERS)
-@pytest.mark.parametrize("producer", [producers.fsdp2, torch_save, producers.hf_shards], ids=lambda made: made.__name__)
+@pytest.mark.parametrize(
+    ("producer", "first"), pairs([producers.fsdp2, torch_save, producers.hf_shards], WRITERS), ids=spell
+)
 def test_what_was_written_is_read_again(produce: Produce, tmp_path: Path, producer: Producer, first: str) -> None:
     made = produce(producer)
     expected = as_held(state_of(made, producer), first)

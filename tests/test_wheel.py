@@ -33,7 +33,7 @@ def see_packages_of_this_environment(site: Path) -> None:
     (site / "inherited.pth").write_text("".join(f"{path}\n" for path in inherited))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_wheel_works_by_itself(tmp_path: Path) -> None:
     wheels, room, work = tmp_path / "wheels", tmp_path / "venv", tmp_path / "work"
     work.mkdir()

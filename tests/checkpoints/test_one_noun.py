@@ -143,6 +143,7 @@ def test_every_public_function_is_among_them() -> None:
 # -- a folder of unrelated checkpoints ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_unrelated_checkpoints_are_listed_each(tmp_path: Path) -> None:
     save_alone({"model": {"w": torch.ones(4)}}, tmp_path / "folder" / "b")
     (tmp_path / "folder" / "a").mkdir()

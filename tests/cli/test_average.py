@@ -96,6 +96,7 @@ def run_and_die(how: str, *arguments: object) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("SIGKILL", -9), ("SIGINT", 130), ("SIGTERM", 143)])
 def test_what_is_killed_leaves_nothing_to_be_seen(how: str, code: int, run: Path, tmp_path: Path) -> None:
     arguments = ("average", run, tmp_path / "out", "--last", 3, "--jobs", 1)

@@ -26,6 +26,7 @@ from ckptkit.trainers.ckptkit import METRICS
 from tests import producers
 from tests.command import ckptkit
 from tests.conftest import Produce
+from tests.tiers import nightly_but
 
 
 def on_terminal(columns: int, *arguments: object) -> list[str]:
@@ -188,7 +189,7 @@ def complete(**environment: str) -> list[str]:
     ).stdout.split()
 
 
-@pytest.mark.parametrize("command", PATHS)
+@pytest.mark.parametrize("command", nightly_but(["inspect", "prune"], PATHS))
 def test_a_shell_completes_paths_where_paths_are_asked_for(command: str) -> None:
     """Bash completes files by itself where we offer nothing (`-o default`), and zsh is told to."""
     bash = complete(COMP_WORDS=f"ckptkit {command} ru", COMP_CWORD="2", _CKPTKIT_COMPLETE="complete_bash")

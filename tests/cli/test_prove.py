@@ -25,6 +25,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
+@pytest.mark.slow
 def test_proved(source: Path, tmp_path: Path) -> None:
     consolidate(source, tmp_path / "out", dtype="bf16")
     done = prove(tmp_path / "out", "--against", source.parent, "--tokens", "1,2,3")
@@ -36,6 +37,7 @@ def test_proved(source: Path, tmp_path: Path) -> None:
     assert "36 tensors were converted to be compared" in done.stderr
 
 
+@pytest.mark.slow
 def test_not_proved(source: Path, tmp_path: Path) -> None:
     consolidate(source, tmp_path / "out")
     (tmp_path / "out" / "ckptkit.json").unlink()

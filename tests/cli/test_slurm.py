@@ -111,14 +111,14 @@ def assert_exported(home: Path) -> None:
     assert diff(home / "run", home / "model").is_equal
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_exports_a_model(trained: Path) -> None:
     (trained / "export.sh").write_text(TORCHRUN)
     run_here(trained, "/bin/bash", "export.sh", "run", "model")
     assert_exported(trained)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_pods_of_a_job_export_a_model(trained: Path) -> None:
     command = POD.replace("/shared", str(trained))
     for index in range(2):
@@ -127,7 +127,7 @@ def test_the_pods_of_a_job_export_a_model(trained: Path) -> None:
     assert_exported(trained)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ray_exports_a_model(trained: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
     (trained / "export.py").write_text(RAY)
@@ -146,7 +146,7 @@ def test_a_job_trains_and_another_exports_its_model(stage: Path) -> None:
     assert exported.is_ok
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_that_ends_before_its_run_saves_and_is_put_back(stage: Path) -> None:
     with start(stage, "train.sbatch", "run", "--steps", "100000", "--save-every", "50000") as running:
         metrics = stage / "run" / "metrics.jsonl"

@@ -20,11 +20,15 @@ main()
 HEAVY = {"torch", "numpy", "pydantic", "rich", "tqdm", "asyncio", "ssl", "fsspec", "huggingface_hub", "safetensors"}
 
 
-def imported_by(*arguments: object) -> set[str]:
-    """The modules that `ckptkit` with these arguments imports."""
+def start(*arguments: object) -> tuple[str, set[str]]:
+    """What `ckptkit` with these arguments prints, and the modules that it imports."""
     command = [sys.executable, "-c", CODE, *map(str, arguments)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(ran.stderr.split())
+    return ran.stdout, set(ran.stderr.split())
+
+
+def imported_by(*arguments: object) -> set[str]:
+    return start(*arguments)[1]
 
 
 def test_the_version_needs_nothing() -> None:
@@ -34,8 +38,10 @@ def test_the_version_needs_nothing() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_is_loaded_without_the_others(command: str) -> None:
-    imported = imported_by(command, "--help")
+def test_help_has_an_example_and_exit_codes_and_loads_no_other_command(command: str) -> None:
+    printed, imported = start(command, "--help")
+    assert f"Example: ckptkit {command}" in printed
+    assert "Exit codes:" in printed
     own = f"ckptkit.cli.{COMMANDS[command]}"
     others = {f"ckptkit.cli.{module}" for module in COMMANDS.values()} - {own}
     assert own in imported

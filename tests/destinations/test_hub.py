@@ -30,6 +30,7 @@ from tests.hub_buckets import Bucket
 from tests.hub_server import Hub, start
 from tests.hub_server import ckptkit as command
 from tests.s3 import forget, serve_moto
+from tests.tiers import nightly_but
 
 CLAIM = ".ckptkit-upload.json"
 GIT = ".gitattributes"
@@ -149,6 +150,7 @@ def test_a_single_file(hub: Hub, source: Path, tmp_path: Path) -> None:
         ckptkit.convert(source, "hf://org/name.pt", to="pt")
 
 
+@pytest.mark.nightly
 def test_transformers_opens_what_the_hub_has(hub: Hub, tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
@@ -328,7 +330,11 @@ def test_marks_come_last_in_a_bucket(hub: Hub, source: Path) -> None:
     assert all(name.startswith("model-") for name in batches[1])
 
 
-@pytest.mark.parametrize(("way", "mark"), [("hf", "config.json"), ("dcp", ".metadata")])
+MARKS = [("hf", "config.json"), ("dcp", ".metadata")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "mark"), nightly_but([("hf", "config.json")], MARKS))
 def test_whatever_request_fails_a_bucket_has_no_mark_or_all(
     way: str, mark: str, hub: Hub, small: Path, some: Some, tmp_path: Path
 ) -> None:
@@ -338,7 +344,8 @@ def test_whatever_request_fails_a_bucket_has_no_mark_or_all(
     totals = {where: hub.fail(where, status=403, skip=_MANY) for where in ("buckets", _CHANGES)}
     convert(small, "hf://buckets/org/many/run/ckpt-5", **options)
     failures = 0
-    for where, skip in [(where, skip) for where, fault in totals.items() for skip in some(_MANY - fault.skip)]:
+    points = [(where, skip) for where, fault in totals.items() for skip in some(_MANY - fault.skip)]
+    for where, skip in points:
         hub.buckets.clear()
         hub.faults.clear()
         open_store.cache_clear()
@@ -351,7 +358,7 @@ def test_whatever_request_fails_a_bucket_has_no_mark_or_all(
             convert(small, "hf://buckets/org/many/run/ckpt-5", overwrite=mark in found, **options)
         assert in_bucket(hub) == expected
         failures += not fault.times
-    assert failures > 5
+    assert failures > len(points) // 2
 
 
 def test_a_killed_upload_to_a_bucket_is_resumed(hub: Hub, source: Path, small: Path) -> None:

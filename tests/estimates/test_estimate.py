@@ -359,7 +359,7 @@ def loss(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten(), reduction="sum")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_peaks_are_what_torchs_memory_tracker_finds() -> None:
     peaks: list[int] = []
     launch(track_peaks, 1, peaks.append)

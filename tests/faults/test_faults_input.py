@@ -29,6 +29,7 @@ from tests.faults.parsers import PARSERS, Parser, is_total
 from tests.faults.server import Ended
 from tests.faults.tables import UNTOLD, Tally, rows_of
 from tests.faults.verdicts import GOOD, Verdict, judge_error
+from tests.tiers import nightly_but
 
 MODULES = (
     *(bad_inputs, forged, hostile_pickles, hostile_paths, hostile_sizes, zips, flips, prunes, adapters, quantized),
@@ -38,7 +39,8 @@ EVERY: tuple[Case, ...] = tuple(case for module in MODULES for case in module.CA
 CASES = [case for case in EVERY if case.group != UNTOLD]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.numbers} {case.name}")
+@pytest.mark.slow
+@pytest.mark.parametrize("case", nightly_but(CASES[::8], CASES), ids=lambda case: f"{case.numbers} {case.name}")
 def test_nothing_is_wrong_in_silence(case: Case, tmp_path: Path) -> None:
     seen = list(case.run(tmp_path, False))
     if case.run is not hostile_paths.opened:  # which takes strace, and time
@@ -46,7 +48,8 @@ def test_nothing_is_wrong_in_silence(case: Case, tmp_path: Path) -> None:
     assert [one for one in seen if one.verdict not in GOOD] == []
 
 
-@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("parser", nightly_but(PARSERS[::5], PARSERS), ids=lambda parser: parser.name)
 def test_parsers_are_total(parser: Parser, tmp_path: Path) -> None:
     parser.lay(tmp_path)
     for data in parser.found:
@@ -60,6 +63,7 @@ def test_parsers_are_total(parser: Parser, tmp_path: Path) -> None:
     try_input()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "verdict"), [("6", Verdict.SILENT), ("22", Verdict.SILENT), ("31", Verdict.ACCEPTED)]
 )
@@ -68,6 +72,7 @@ def test_what_others_do_wrong_is_seen(number: str, verdict: Verdict, tmp_path: P
     assert any(one.subject.startswith("torch") and one.verdict is verdict for one in case.run(tmp_path, True))
 
 
+@pytest.mark.nightly
 def test_what_nothing_shows_is_seen_too(tmp_path: Path) -> None:
     case = next(case for case in EVERY if case.group == UNTOLD and case.numbers == "18")
     assert any(one.verdict is Verdict.SILENT for one in case.run(tmp_path, False))

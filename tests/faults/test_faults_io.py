@@ -17,6 +17,7 @@ from tests.faults.shim import Fault
 from tests.faults.stage import scenes
 from tests.faults.verdicts import GOOD, Verdict
 from tests.faults.writings import COMMANDS, PEERS
+from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -28,7 +29,8 @@ def name_of(case: Case) -> str:
     return f"{case.numbers} {case.name}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", nightly_but(CASES[::6], CASES), ids=name_of)
 def test_ckptkit_is_right_or_says_what_is_wrong(case: Case, tmp_path: Path) -> None:
     seen = [one for one in case.run(tmp_path, False) if one.subject.startswith("ckptkit")]
     assert [one for one in seen if one.verdict not in GOOD] == []
@@ -39,6 +41,7 @@ def scene() -> Scene:
     return next(scenes(COMMANDS[:1], [True]))
 
 
+@pytest.mark.slow
 def test_every_kind_of_fault_fires(scene: Scene) -> None:
     everything = Fault(str(scene.root), forever=True)
     scene.lay()
@@ -55,6 +58,7 @@ def test_every_kind_of_fault_fires(scene: Scene) -> None:
     assert (ended.code, ended.fired, scene.stands()) == (-9, 1, "new")
 
 
+@pytest.mark.slow
 def test_a_scene_tells_a_mixture_from_what_is_whole(scene: Scene) -> None:
     mixed = {**scene.new, "out/config.json": scene.old["out/config.json"]}
     for tree, expected in ((scene.old, "old"), (scene.new, "new"), (mixed, "neither")):
@@ -62,6 +66,7 @@ def test_a_scene_tells_a_mixture_from_what_is_whole(scene: Scene) -> None:
         assert scene.stands() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "lost"), [("exchange", "swap"), ("syncdir", "sync"), ("lock", "lock")])
 def test_a_promise_that_is_lost_is_named(scene: Scene, call: str, lost: str) -> None:
     scene.lay()
@@ -70,6 +75,7 @@ def test_a_promise_that_is_lost_is_named(scene: Scene, call: str, lost: str) -> 
     assert f"this file system cannot {lost}" in ended.err
 
 
+@pytest.mark.nightly
 def test_the_peers_lose_what_was_there() -> None:
     peer = next(scenes(PEERS[:1], [True]))
     peer.lay()
@@ -78,6 +84,7 @@ def test_the_peers_lose_what_was_there() -> None:
     assert peer.judge(ended)[0] is Verdict.LOST
 
 
+@pytest.mark.nightly
 def test_libraries_that_do_not_fit_are_want_of_memory() -> None:
     root = original("dcp").root
     said = set()

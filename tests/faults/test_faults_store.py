@@ -12,11 +12,12 @@ from tests.faults.store_scenes import StoreScene, stage
 from tests.faults.store_writings import COMMANDS
 from tests.faults.stores import judge_again
 from tests.faults.verdicts import GOOD, Verdict
+from tests.tiers import nightly_but
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
-@pytest.mark.parametrize("case", stores.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", nightly_but(stores.CASES[1::6], stores.CASES), ids=lambda case: case.name)
 def test_ckptkit_is_whole_or_absent_in_a_store(case: Case, tmp_path: Path) -> None:
     seen = list(case.run(tmp_path, False))
     assert any(one.verdict is not Verdict.UNFIRED for one in seen)
@@ -38,6 +39,7 @@ def test_a_half_output_is_seen() -> None:
         assert place.stands() == "absent"
 
 
+@pytest.mark.nightly
 def test_what_is_sent_twice_is_seen() -> None:
     scene = StoreScene(COMMANDS[0], False, stage())
     with scene.lay() as place:

@@ -9,6 +9,9 @@ import pytest
 from tests.faults.meaning import COMMANDS, Outcome, try_thing
 from tests.faults.meaning_sources import FORMATS
 from tests.faults.meaning_things import THINGS, Piece, thing_of
+from tests.tiers import nightly_but
+
+pytestmark = pytest.mark.slow
 
 WRITTEN = (
     ("second-model", "convert-pt", "dcp"),
@@ -41,17 +44,17 @@ def outcome_of(thing: str, command: str, kind: str) -> Outcome:
     return run.outcome
 
 
-@pytest.mark.parametrize(("thing", "command", "kind"), WRITTEN)
+@pytest.mark.parametrize(("thing", "command", "kind"), nightly_but(WRITTEN[:2], WRITTEN))
 def test_a_thing_is_written(thing: str, command: str, kind: str) -> None:
     assert outcome_of(thing, command, kind) is Outcome.WRITTEN
 
 
-@pytest.mark.parametrize(("thing", "command", "kind"), SAID)
+@pytest.mark.parametrize(("thing", "command", "kind"), nightly_but(SAID[:2], SAID))
 def test_a_thing_is_said(thing: str, command: str, kind: str) -> None:
     assert outcome_of(thing, command, kind) is Outcome.SAID
 
 
-@pytest.mark.parametrize(("thing", "command", "kind"), REFUSED)
+@pytest.mark.parametrize(("thing", "command", "kind"), nightly_but(REFUSED[:2], REFUSED))
 def test_a_thing_is_refused_by_name(thing: str, command: str, kind: str) -> None:
     assert outcome_of(thing, command, kind) is Outcome.REFUSED
 

@@ -24,6 +24,7 @@ from tests.faults.server import Server
 from tests.integrations.produced_models import KINDS, SHARDS, llama_of_zero, sharded_models
 from tests.producers import save_alone, spawn
 from tests.s3 import S3, forget, serve_s3
+from tests.tiers import nightly_but
 from tests.trainers.produced_megatron_models import megatron_models
 from tests.trainers.produced_peft import lora, tiny_llama
 
@@ -63,7 +64,7 @@ def consolidated(source: Path, out: Path, **options: Any) -> Any:
     return getattr(transformers, name).from_pretrained(out)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_but(["llama", "mixtral"], KINDS))
 def test_shards_of_each_family(produce: Produce, tmp_path: Path, kind: str) -> None:
     made = produce(sharded_models)
     model = load(made.root / kind)
@@ -72,13 +73,14 @@ def test_shards_of_each_family(produce: Produce, tmp_path: Path, kind: str) -> N
     assert model.name_or_path == str(made.root / kind / SHARDS)
 
 
-@pytest.mark.parametrize(("to", "options"), [
-    ("dcp", {"names": "torchtitan", "under": "model", "world_size": 3}),
-    ("dcp", {"names": "torchtune"}),
-    ("pt", {}),
-    ("ranks", {"world_size": 2, "under": "model"}),
+TITAN = ("dcp", {"names": "torchtitan", "under": "model", "world_size": 3})
+WAYS = [
+    *(TITAN, ("dcp", {"names": "torchtune"}), ("pt", {}), ("ranks", {"world_size": 2, "under": "model"})),
     ("hf", {"max_shard_size": 20_000}),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("to", "options"), nightly_but([TITAN], WAYS))
 def test_each_format(produce: Produce, tmp_path: Path, to: str, options: dict[str, Any]) -> None:
     source = tmp_path / "source"
     consolidate(produce(sharded_models).root / "llama", source)
@@ -87,7 +89,7 @@ def test_each_format(produce: Produce, tmp_path: Path, to: str, options: dict[st
     assert_same(load(tmp_path / "made"), consolidated(tmp_path / "made", tmp_path / "out"))
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@pytest.mark.parametrize("stage", nightly_but(["zero3"], ["zero1", "zero3"]))
 def test_deepspeed(produce: Produce, tmp_path: Path, stage: str) -> None:
     made = produce(llama_of_zero)
     model = load(made.root / stage)
@@ -98,6 +100,7 @@ def test_deepspeed(produce: Produce, tmp_path: Path, stage: str) -> None:
     assert torch.equal(rounded.lm_head.weight, model.lm_head.weight.bfloat16())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["llama/whole", "mixtral/whole"])
 def test_megatron(produce: Produce, tmp_path: Path, place: str) -> None:
     root = produce(megatron_models).root / place
@@ -192,8 +195,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel counts bytes on Linux")
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", nightly_but(["mixtral"], ["llama", "mixtral"]))
 def test_ranks_read_their_own_slices(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
@@ -225,6 +229,7 @@ def _load_sharded(source: Path, out: Path) -> None:
         assert torch.equal(local(tensor), local(others[name])), name
 
 
+@pytest.mark.nightly
 def test_fsdp_gets_its_shards(produce: Produce, tmp_path: Path) -> None:
     source = produce(sharded_models).root / "llama"
     consolidate(source, tmp_path / "out")
@@ -246,6 +251,7 @@ def _measure(whose: str, place: str, dtype: str) -> None:
     assert model.dtype == getattr(torch, dtype)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells the peak on Linux")
 def test_memory_beside_from_pretrained(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 8, "head_dim": 32}
@@ -333,7 +339,7 @@ def test_what_transformers_says_of_the_tensors_comes_along(llama: Path) -> None:
     assert not found["unexpected_keys"]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", nightly_but(["mixtral"], ["llama", "mixtral"]))
 def test_a_damaged_shard_is_named(produce: Produce, tmp_path: Path, kind: str) -> None:
     made = produce(sharded_models)
     shutil.copytree(made.root / kind / SHARDS, tmp_path / SHARDS)

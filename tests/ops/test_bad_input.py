@@ -141,6 +141,7 @@ def test_a_flipped_bit_in_any_chunk_is_an_error_that_names_it(checkpoint: Path, 
         flip(checkpoint / file, at)
 
 
+@pytest.mark.slow
 def test_random_bit_flips_are_never_wrong_in_silence(checkpoint: Path, tmp_path: Path) -> None:
     consolidate(checkpoint, tmp_path / "sound")
     expected = (tmp_path / "sound" / "model.safetensors").read_bytes()

@@ -93,6 +93,7 @@ def test_a_file_is_copied_to_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "copy.pt").read_bytes() == (tmp_path / "model.pt").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_copy_is_resumed(tmp_path: Path) -> None:
     root = tmp_path / "model"
     root.mkdir()

@@ -219,6 +219,7 @@ def test_the_newest_to_go_on_from_stays_where_a_newer_one_is_weights(tmp_path: P
     ]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_each_is_all_old_or_all_new(tmp_path: Path) -> None:
     """Killed as soon as one more name has appeared in the run, at one after the other of those that come and go."""
     root, kept = tmp_path / "run", tmp_path / "kept"

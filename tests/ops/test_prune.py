@@ -243,6 +243,7 @@ def test_requests_that_make_no_sense(run: Path, tmp_path: Path) -> None:
     assert names(tmp_path / "empty") == set()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_leaves_no_half_checkpoint(produce: Produce, tmp_path: Path) -> None:
     """Killed when it has removed some files, five times; each run goes on where the one before was ended."""
     run = tmp_path / "run"

@@ -29,6 +29,7 @@ from tests.ops.judges import (
 )
 from tests.producers import Producer, counted, save_alone
 from tests.test_matrix import assert_same, leaves, load_dcp
+from tests.tiers import nightly_but
 
 SOURCES: tuple[Producer, ...] = (
     *(producers.fsdp2, producers.hsdp, producers.fsdp1, producers.mesh, producers.tensor_parallel),
@@ -57,7 +58,8 @@ def chains(produce: Produce, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.mark.parametrize("world_size", LOADED)
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", nightly_but([1, 2, 3], LOADED))
 def test_every_rank_of_any_job_loads_its_shards(chains: Path, world_size: int) -> None:
     homes = [chains / producer.__name__ for producer in SOURCES]
     judge_shards(
@@ -87,7 +89,8 @@ def test_torch_turns_it_into_one_file(chains: Path, produce: Produce, tmp_path: 
     assert_same(leaves(found), leaves(load_dcp(produce(producers.fsdp2).root)))
 
 
-@pytest.mark.parametrize("world_size", [1, 5, 16])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", nightly_but([1, 5], [1, 5, 16]))
 def test_it_is_what_torch_writes_for_as_many_ranks(tmp_path: Path, world_size: int) -> None:
     """And a training that goes on from it takes the same steps as one that goes on from the original."""
     original, resharded, again = tmp_path / "original", tmp_path / "resharded", tmp_path / "again"

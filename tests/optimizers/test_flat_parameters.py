@@ -18,6 +18,7 @@ from ckptkit.optimizers.flat_parameters import Known, cut
 from ckptkit.tensors.dtypes import DTYPES
 from tests.conftest import Produce
 from tests.formats.ranks.test_ranks import assert_is, of
+from tests.tiers import nightly_but
 from tests.trainers import produced_ranks as produced
 
 KINDS = ("units", "orig")
@@ -55,7 +56,7 @@ def test_refuses_the_optimizer_of_another_model(produce: Produce, tmp_path: Path
         _ = Checkpoint.open(root).layout
 
 
-@pytest.mark.parametrize("place", produced.FLAT_MODELS)
+@pytest.mark.parametrize("place", nightly_but(["llama", "orig"], produced.FLAT_MODELS))
 def test_config_tells_what_they_are_made_of(produce: Produce, tmp_path: Path, place: str) -> None:
     made = produce(produced.flat_by_config)
     truth = of(place, made.truth)

@@ -139,6 +139,7 @@ def test_ranks_of_hf_shards_count_from_0(produce: Produce) -> None:
     assert drawn(shards, find(shards, "no_rows")) == ["(empty)     "]
 
 
+@pytest.mark.slow
 def test_a_thousand_tensors_of_512_ranks_fit_a_screen() -> None:
     shards = map_shards(cut_among(512, llama(160)))
     assert sum(row.repeats for row in shards.rows) == 961

@@ -36,6 +36,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command_line_uses_what_a_package_adds(installed: Path, checkpoint: Path) -> None:
     url = f"example:/{checkpoint.parent}/{checkpoint.name}"
     seen = execute("-m", "ckptkit", "inspect", url, paths=(ROOT, installed))

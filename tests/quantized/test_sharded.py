@@ -20,6 +20,7 @@ from tests.quantized.few_bits import Stored, deepseek_v4, integers, mlx, modelop
 from tests.quantized.quantized_models import written
 from tests.quantized.test_dequantize import assert_same, model, sizes  # noqa: F401
 from tests.test_matrix import load_dcp
+from tests.tiers import pairs
 
 RANKS = 3
 CASES: Mapping[str, Callable[[], Stored]] = {
@@ -60,8 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("sizes")
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "axis"), pairs([*CASES], (0, 1)))
 def test_shards_make_what_the_whole_makes(saved: Path, tmp_path: Path, case: str, axis: int) -> None:
     stored = CASES[case]()
     done = consolidate(saved / case / str(axis), tmp_path / "out", dtype="bf16", names="keep")

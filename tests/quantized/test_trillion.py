@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -51,12 +52,14 @@ def convert_one_expert(root: Path, out: Path) -> dict[str, Any]:
     return done
 
 
+@pytest.mark.slow
 def test_an_expert_is_what_compressed_tensors_makes(tmp_path: Path) -> None:
     write(tmp_path / "in", layers=2, experts=1)
     done = convert_one_expert(tmp_path / "in", tmp_path / "out")
     assert done["peak_rss_bytes"] < 600e6  # transformers, which is asked for the names, is most of it
 
 
+@pytest.mark.nightly
 def test_experts_of_every_layer_are_planned_in_bounded_memory(tmp_path: Path) -> None:
     write(tmp_path / "in", layers=4)
     plan = run("consolidate", tmp_path / "in", tmp_path / "out", "--dtype", "bf16", "--dry-run")
@@ -68,6 +71,7 @@ def test_experts_of_every_layer_are_planned_in_bounded_memory(tmp_path: Path) ->
     assert done["peak_rss_bytes"] < 700e6
 
 
+@pytest.mark.slow
 def test_holes_are_no_weights(tmp_path: Path) -> None:
     """A file whose data never arrived has scales of 0: an error, and no zeros in silence."""
     write(tmp_path / "in", layers=2, experts=1, filled=0)

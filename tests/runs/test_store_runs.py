@@ -28,6 +28,7 @@ from tests import producers
 from tests.conftest import Produce
 from tests.destinations.test_s3 import CLAIM, Place, make_place
 from tests.s3 import S3, forget, serve_moto, serve_s3
+from tests.tiers import nightly_but
 
 Fill = Callable[..., None]
 DELETE = r"POST .*\?delete"
@@ -201,7 +202,12 @@ def prune_apart(env: dict[str, str], url: str) -> None:
     prune(url, keep_last=1, yes=True)
 
 
-@pytest.mark.parametrize("producer", [producers.under_model, producers.accelerate], ids=["one part", "two parts"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "producer",
+    nightly_but([producers.under_model], [producers.under_model, producers.accelerate]),
+    ids=["one part", "two parts"],
+)
 def test_killed_at_any_request_it_leaves_nothing_half(
     place: Place, fill: Fill, producer: producers.Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from ckptkit.errors import CkptError
 from tests.conftest import Produce
 from tests.producers import Producer, Truth
 from tests.salvaging.damage import assert_truth, cut, flip, load_dcp
+from tests.tiers import nightly_but
 from tests.trainers import produced_megatron, produced_meta, produced_packages, produced_zero
 
 ITEMS = produced_packages.by_torch_checkpointing
@@ -38,7 +39,11 @@ def libraries() -> list[tuple[str, Producer, str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("library", "producer", "place", "pattern"), libraries())
+OF_EACH = {case[0]: case for case in libraries()}.values()  # the last of each library
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("library", "producer", "place", "pattern"), nightly_but(OF_EACH, libraries()))
 def test_all_else_is_kept_and_the_rest_filled(
     library: str, producer: Producer, place: str, pattern: str, produce: Produce, tmp_path: Path
 ) -> None:

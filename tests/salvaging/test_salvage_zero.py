@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ckptkit.errors import CkptError
 from tests.conftest import Produce
 from tests.producers import Truth
 from tests.salvaging.damage import assert_truth, bits, cut, flip, load_hf
+from tests.tiers import nightly_but
 from tests.trainers import produced_zero as zero
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -31,9 +33,11 @@ def states_of(root: Path, rank: int) -> Path:
     return next(root.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
 
 
-@pytest.mark.parametrize("how", ["missing", "cut", "empty"])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rank", "how"),
+    nightly_but([("zero1", 0, "missing"), ("zero2", 1, "cut")], product(ROUNDED, (0, 1), ("missing", "cut", "empty"))),
+)
 def test_the_16_bit_copy_fills_the_part_of_a_rank(
     kind: str, rank: int, how: str, produce: Produce, tmp_path: Path
 ) -> None:
@@ -64,8 +68,8 @@ def test_the_16_bit_copy_fills_the_part_of_a_rank(
         assert torch.equal(value, weights[name]) or bool(((value == weights[name]) | (value == rounded)).all()), name
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("kind", zero.ON_THREE)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rank"), nightly_but([], product(zero.ON_THREE, (0, 1, 2))))
 def test_moments_of_a_rank_are_lost(kind: str, rank: int, produce: Produce, tmp_path: Path) -> None:
     """Just the moments of which the rank had a part: the judge is which of the others' bytes change."""
     root, truth = copied(produce, kind, tmp_path, ranks=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,14 +241,14 @@ def ways_of(wrapper: str) -> list[Way]:
     return WAYS[number % 3 :: 3] if number else WAYS
 
 
-def train_and_swap(root: Path, place: RankPlace, report: Report) -> None:
+def train_and_swap(root: Path, wrappers: Sequence[str], place: RankPlace, report: Report) -> None:
     """Save model and optimizer by each writer, and load them by each reader that is its fellow."""
     warnings.simplefilter("ignore")
     with process_group(place, "cpu"):
         apart = dist.new_group(backend="gloo")  # for a thread, while the training's collectives go on
         expected = Trainee.make("plain", seed=0)
         expected.learn(2)
-        for wrapper in WRAPPERS:
+        for wrapper in wrappers:
             for way in ways_of(wrapper):
                 ours = Trainee.make(wrapper, seed=0)
                 ours.learn(2)
@@ -293,11 +293,13 @@ def load_elsewhere(root: Path, place: RankPlace, report: Report) -> None:
             load_into(path, partial(Reader, under=under), "fsdp2", expected, report)
 
 
-def test_model_and_optimizer_under_every_wrapper(tmp_path: Path) -> None:
-    saved = sum(len(ways_of(wrapper)) for wrapper in WRAPPERS)
-    for ranks, work in ((4, train_and_swap), (3, load_elsewhere)):
+@pytest.mark.slow
+@pytest.mark.parametrize("wrappers", [WRAPPERS[1:], pytest.param(WRAPPERS[:1], marks=pytest.mark.nightly)], ids=len)
+def test_model_and_optimizer_under_every_wrapper(tmp_path: Path, wrappers: Sequence[str]) -> None:
+    saved = sum(len(ways_of(wrapper)) for wrapper in wrappers)
+    for ranks, work in ((4, partial(train_and_swap, tmp_path, wrappers)), (3, partial(load_elsewhere, tmp_path))):
         heard: list[tuple[str, int, list[str]]] = []
-        launch(partial(work, tmp_path), ranks, heard.append)
+        launch(work, ranks, heard.append)
         assert [what for what in heard if what[1:] != (3, [])] == []
         assert len(heard) == ranks * saved
 

@@ -102,6 +102,7 @@ def test_a_save_behind_the_training(place: Place) -> None:
     assert torch.equal(found["w"], two_parts())
 
 
+@pytest.mark.nightly
 def test_whatever_request_fails_the_checkpoint_is_absent_or_whole(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

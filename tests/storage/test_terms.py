@@ -27,6 +27,7 @@ from ckptkit.storage import PartialLoad, Reader, find_cause, load_weights
 from tests.conftest import Produce
 from tests.producers import _on_ranks, counted
 from tests.storage.states import write_hf
+from tests.tiers import nightly_but
 from tests.trainers.produced_unused import LAST, SAVED, begin, train, unused, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -209,7 +210,7 @@ def load_states(root: Path, missing: str) -> dict[str, Tensor]:
     return whole(model) | {"step of spare": step}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", nightly_but([2], [1, 2]))
 def test_states_that_are_missing(world_size: int, produce: Produce) -> None:
     made = produce(unused)
     assert _on_ranks(world_size, load_states, made.root / "nested", "error").keys() == {"error"}

@@ -164,7 +164,10 @@ def load_on_ranks(sources: list[tuple[Path, Path]], shape: tuple[int, ...], plac
                 report(path.name)
 
 
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape", [*(pytest.param((ranks,), marks=pytest.mark.nightly) for ranks in (1, 3)), (2, 2)], ids=str
+)
 def test_every_rank_gets_its_part(shape: tuple[int, ...], produce: Produce, tmp_path: Path) -> None:
     """From checkpoints of 1, 3 and 4 ranks, sharded along one axis and along two, and from files of other formats."""
     kinds = every_kind() | {"large": torch.rand(LARGE), "rows": counted(7, 3), "deep": counted(3, 4, 5)}

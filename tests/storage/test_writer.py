@@ -271,7 +271,10 @@ def save_on_ranks(room: Path, shape: tuple[int, ...], place: RankPlace, report: 
                 report(f"{to}-behind")
 
 
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape", [*(pytest.param((ranks,), marks=pytest.mark.nightly) for ranks in (1, 3)), (2, 2)], ids=str
+)
 def test_every_rank_writes_its_part(shape: tuple[int, ...], tmp_path: Path) -> None:
     heard: list[str] = []
     launch(partial(save_on_ranks, tmp_path, shape), torch.Size(shape).numel(), heard.append)

@@ -37,6 +37,7 @@ def invoke(room: Path, *words: str) -> Result:
         return CliRunner().invoke(app, words)
 
 
+@pytest.mark.slow
 def test_train_under_torchrun_then_resume_on_processes_of_its_own(tmp_path: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     first = ckptkit(tmp_path, "train", "--steps", "2", *TINY, launcher=torchrun)
@@ -52,6 +53,7 @@ def test_train_under_torchrun_then_resume_on_processes_of_its_own(tmp_path: Path
     assert "nothing to do" in third.stderr
 
 
+@pytest.mark.slow
 def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mixtral.json").write_text('{"model_type": "mixtral"}')
@@ -75,6 +77,7 @@ def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path, monke
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text("steps = 2\nsequence_length = 32\ndevice = 'cpu'\nseed = 7\ncompile = true\n")
     words = ["train", "here", "--config", "train.toml", "--nproc", "1", "--steps", "1", "--no-compile"]
@@ -91,7 +94,11 @@ def test_every_setting_is_an_option_of_train(tmp_path: Path) -> None:
         assert f"--{name.replace('_', '-')}" in shown
 
 
-@pytest.mark.parametrize(("number", "code", "left"), [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "left"),
+    [(signal.SIGINT, 130, 0), pytest.param(signal.SIGTERM, 143, 1, marks=pytest.mark.nightly)],
+)
 def test_an_interrupted_train_ends_its_ranks(tmp_path: Path, number: signal.Signals, code: int, left: int) -> None:
     """Ctrl-C at once; a request to end with a checkpoint of where it was."""
     command = [sys.executable, "-m", "ckptkit", "train", "--steps", "100000", "--nproc", "2", *TINY]
@@ -111,6 +118,7 @@ def test_an_interrupted_train_ends_its_ranks(tmp_path: Path, number: signal.Sign
     assert len(RunFolder(tmp_path / "run").checkpoints()) == left
 
 
+@pytest.mark.nightly
 def test_smoke_exits_with_1_when_a_check_fails(tmp_path: Path) -> None:
     ranked = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "1")
     done = ckptkit(tmp_path, "smoke", **ranked)  # as under torchrun, where smoke cannot start processes of its own

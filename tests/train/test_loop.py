@@ -32,6 +32,7 @@ from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.ranks import RankPlace
 from ckptkit.training.smoke.runs import read_tensors
 from ckptkit.training.trainer import make_scheduler
+from tests.tiers import nightly_but
 
 STEPS, SAVED = 6, 3
 
@@ -136,7 +137,8 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("nproc", "all_ways"), [(1, WAYS[3:5]), (2, WAYS)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "all_ways"), [pytest.param(1, WAYS[3:5], marks=pytest.mark.nightly), (2, WAYS)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     config: TrainConfig, tmp_path: Path, nproc: int, all_ways: list[dict[str, Any]]
 ) -> None:
@@ -166,6 +168,7 @@ def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
     return load_file(checkpoint / "model.safetensors") | read_tensors(checkpoint / "training")
 
 
+@pytest.mark.nightly
 def test_what_changes_the_way_changes_no_number(config: TrainConfig, steps: list[StepMetrics], tmp_path: Path) -> None:
     """Seven sequences on two ranks: with one at a time, a rank has a micro-batch of nothing."""
     ways: list[dict[str, Any]] = [
@@ -185,6 +188,7 @@ def require_close(found: list[StepMetrics], expected: list[StepMetrics]) -> None
     assert [step.grad_norm for step in found] == pytest.approx([step.grad_norm for step in expected], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_two_to_four_to_three_ranks_with_the_same_batches(
     config: TrainConfig, steps: list[StepMetrics], tmp_path: Path
 ) -> None:
@@ -198,6 +202,7 @@ def test_a_run_goes_on_from_two_to_four_to_three_ranks_with_the_same_batches(
     assert [line["step"] for line in lines] == [4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_learns_at_the_rates_asked_for_now(
     config: TrainConfig, steps: list[StepMetrics], tmp_path: Path
 ) -> None:
@@ -205,6 +210,7 @@ def test_a_resumed_run_learns_at_the_rates_asked_for_now(
     assert [step.lr for step in go(slower, 1)] == pytest.approx([step.lr / 2 for step in steps[SAVED:]])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps")
 def test_starting_weights_come_from_an_export_or_any_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
     consolidate(config.run, tmp_path / "out")
@@ -218,6 +224,7 @@ def test_starting_weights_come_from_an_export_or_any_checkpoint(config: TrainCon
     assert raised.value.tensor == "lm_head.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps")
 def test_no_weight_is_left_out_in_silence(config: TrainConfig, tmp_path: Path) -> None:
     consolidate(config.run, tmp_path / "out")
@@ -240,6 +247,7 @@ def test_no_weight_is_left_out_in_silence(config: TrainConfig, tmp_path: Path) -
             assert raised.value.tensor == next(iter(more))
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_and_the_best_stays(config: TrainConfig, steps: list[StepMetrics], tmp_path: Path) -> None:
     kept = replace(config, run=tmp_path / "run", save_every=1, keep_last=1, keep_best="loss", background=True)
     found = go(kept, 1)
@@ -258,6 +266,7 @@ def terminate_after_two(config: TrainConfig, place: RankPlace, report: Report) -
     train(config, place, hear)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_end_saves_first(config: TrainConfig, steps: list[StepMetrics], tmp_path: Path) -> None:
     heard: list[Any] = []
     ended = replace(config, run=tmp_path / "run", background=True)
@@ -269,7 +278,8 @@ def test_a_run_that_is_asked_to_end_saves_first(config: TrainConfig, steps: list
     assert list(map(numbers, found)) == list(map(numbers, steps[SAVED:]))
 
 
-@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata"])
+@pytest.mark.slow
+@pytest.mark.parametrize("file", nightly_but(["__1_0.distcp"], ["__1_0.distcp", ".metadata"]))
 def test_a_damaged_newest_checkpoint_is_skipped(
     config: TrainConfig, steps: list[StepMetrics], tmp_path: Path, file: str
 ) -> None:
@@ -295,6 +305,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_metrics_of_steps_taken_again_are_forgotten(config: TrainConfig, tmp_path: Path) -> None:
     first = replace(config, run=tmp_path / "run", steps=2, save_every=0)
     before = go(first, 1)
@@ -316,6 +327,7 @@ def refuse(cases: list[tuple[TrainConfig, type[CkptError], str]], place: RankPla
         report((type(raised.value) is kind or kind is CkptError, said in str(raised.value), str(raised.value)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps")
 def test_what_cannot_be_trained_is_refused_before_it_starts(config: TrainConfig, tmp_path: Path) -> None:
     resumed = replace(config, run=tmp_path / "run", resume=str(config.run / "ckpt-3"))
@@ -348,6 +360,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(config: Tra
     assert [checkpoint.step for checkpoint in RunFolder(wild.run).checkpoints()] == [1]
 
 
+@pytest.mark.slow
 def test_metrics_go_to_tensorboard_too(config: TrainConfig, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = tmp_path / "run"

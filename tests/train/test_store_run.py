@@ -135,6 +135,7 @@ def steps_in(lines: str | bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_in_a_save_goes_on_elsewhere_and_is_exported(user: User, tmp_path: Path) -> None:
     train = ["train", user.run, *SIZE, "--steps", str(STEPS), "--save-every", str(EVERY)]
     user.type("train", str(tmp_path / "whole"), *train[2:], "--nproc", "2")
@@ -207,6 +208,7 @@ def require_same_model(user: User, out: Path) -> None:
         assert torch.equal(theirs(ids).logits, ours(ids))
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_sent_and_saves_when_asked_to_end(user: User) -> None:
     seen = threading.Event()
     user.place.server.fail(r"PUT .*ckpt-3/__0_0.distcp", first=lambda: seen.wait(120), times=100)
@@ -225,6 +227,7 @@ def test_training_goes_on_while_a_checkpoint_is_sent_and_saves_when_asked_to_end
     assert len(steps_in(user.read(METRICS))) == max(found)
 
 
+@pytest.mark.nightly
 def test_a_store_that_fails_ends_the_training_and_keeps_what_is_there(user: User) -> None:
     user.place.server.fail(r"PUT .*ckpt-2/__1_0.distcp", status=403, code="AccessDenied", times=100)
     command = ["train", user.run, *TINY, "--steps", "3", "--save-every", "1", "--background"]
@@ -256,6 +259,7 @@ def test_a_store_that_cannot_be_written_is_found_before_the_first_step(user: Use
         require_writable(to_destination(user.run))
 
 
+@pytest.mark.nightly
 def test_a_second_training_of_the_run_ends_the_first_and_leaves_whole_checkpoints(user: User) -> None:
     """The first is frozen in the middle of a save; what it had sent arrives when the second has ended."""
     frozen, go_on = threading.Event(), threading.Event()
@@ -299,6 +303,7 @@ def test_lines_of_two_writers_are_not_mixed(user: User) -> None:
     assert user.read(METRICS) == b"1\n2\n3\n"
 
 
+@pytest.mark.nightly
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(user: User) -> None:
     user.type("train", user.run, *TINY, "--steps", "2", "--save-every", "1")
     damaged = bytearray(user.read("ckpt-2/__1_0.distcp"))
@@ -328,6 +333,7 @@ def test_what_cannot_lie_in_a_store_is_refused_by_name(settings: dict[str, Any],
     assert raised.value.hint
 
 
+@pytest.mark.nightly
 def test_settings_weights_and_checkpoints_come_from_the_store(user: User, tmp_path: Path) -> None:
     user.type("train", user.run, *TINY, "--steps", "2", "--save-every", "1")
     settings = ["--config", f"{user.run}/train.toml", "--nproc", "1"]

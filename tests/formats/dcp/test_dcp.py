@@ -41,6 +41,7 @@ from tests import producers
 from tests.conftest import Produce
 from tests.formats.contract import WriterContract, assert_holds
 from tests.producers import ENCODED, READABLE, Producer
+from tests.tiers import nightly_but
 
 
 class TestDcp(WriterContract):
@@ -140,7 +141,7 @@ def same_but_root(layout: Layout, other: Layout) -> bool:
     return replace(layout, root=other.root) == other
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", nightly_but([2], [2, 3, 4, 5]))
 def test_any_protocol(checkpoint: Path, protocol: int) -> None:
     before = open_layout(checkpoint)
     save_metadata(checkpoint, load_metadata(checkpoint), protocol)

@@ -21,6 +21,7 @@ from tests.trainers import produced_auto_experts as auto
 from tests.trainers.produced_zero import WIDTH
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed with AutoEP is not installed")
+pytestmark = pytest.mark.nightly
 
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 FUSED = "layers.0.mlp.experts.w1"

@@ -52,6 +52,7 @@ def test_two_ranks(kind: str, produce: Produce) -> None:
     assert_holds(layout, truth_of(made.truth, "zero2-fp32" if kind == "round-robin" else kind))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [*zero.ON_THREE, zero.TINY])
 def test_three_ranks(kind: str, produce: Produce) -> None:
     made = produce(zero.on_three)
@@ -60,6 +61,7 @@ def test_three_ranks(kind: str, produce: Produce) -> None:
     assert_holds(layout, truth_of(made.truth, kind))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["plain", "tied"])
 def test_pipelines(kind: str, produce: Produce) -> None:
     made = produce(zero.pipelines)

@@ -20,6 +20,7 @@ from tests.formats.deepspeed.test_deepspeed import MODEL, OPTIMIZER, assert_hold
 from tests.trainers import produced_experts as experts
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+pytestmark = pytest.mark.nightly
 
 EXPERT, OF_EXPERTS = "layer_{}_expert_{}_mp_rank_00_model_states.pt", "expp_rank_{}_mp_rank_00_optim_states.pt"
 

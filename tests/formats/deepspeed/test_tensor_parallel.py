@@ -22,6 +22,7 @@ from tests.formats.deepspeed.test_deepspeed import MODEL, assert_holds, change, 
 from tests.trainers import produced_tensor_parallel as produced
 
 pytest.importorskip("deepspeed.checkpoint.affine", reason="DeepSpeed with maps of slices is not installed")
+pytestmark = pytest.mark.nightly
 
 KINDS = ("zero1", "zero2")
 UP = "^up\\.weight$"

@@ -23,6 +23,7 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, Record, columns, load, walk
 from tests import producers
 from tests.conftest import Produce
+from tests.tiers import nightly_but
 
 
 class Everything(Container[tuple[str, str]]):
@@ -181,7 +182,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", nightly_but([*BOMBS][::6], BOMBS))
 def test_a_bomb_is_a_value_or_an_error(name: str) -> None:
     """In 512 MiB and 20 seconds of processor time, far from what any of them would take."""
     child = subprocess.run(

@@ -28,6 +28,7 @@ from tests.conftest import Produce
 from tests.names.tables.produced_transformers import TRAINED, trained
 from tests.names.tiny_models import CONFIGS, EXPERTS, TEXT, class_of, make_model
 from tests.producers import Truth, flatten, save_alone
+from tests.tiers import nightly_but
 
 ROOT = Path(__file__).parents[3]
 WEIGHTS = "model.safetensors"
@@ -50,7 +51,7 @@ def assert_same(found: Truth, expected: Truth) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", nightly_but(["bert", "gemma3", "mixtral", "qwen2_vl", "t5"], CONFIGS))
 def test_a_model_is_what_save_pretrained_writes(model_type: str, tmp_path: Path) -> None:
     model = make_model(model_type)
     run = save_run(model, tmp_path / "run")
@@ -77,7 +78,7 @@ def test_a_known_type_with_another_head(tmp_path: Path) -> None:
     assert raised.value.tensor == "score.weight"
 
 
-@pytest.mark.parametrize("model_type", ["flint", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", nightly_but(["qwen3_moe"], ["flint", "qwen2_moe", "qwen3_moe"]))
 def test_experts_that_no_layer_has(model_type: str, tmp_path: Path) -> None:
     """A config counts experts, and keeps all layers dense: by `mlp_only_layers`, which flint has by default."""
     if model_type not in CONFIG_MAPPING:
@@ -90,7 +91,7 @@ def test_experts_that_no_layer_has(model_type: str, tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "ours" / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS))
 
 
-@pytest.mark.parametrize("model_type", OTHERWISE)
+@pytest.mark.parametrize("model_type", nightly_but(["gemma3", "mixtral"], OTHERWISE))
 def test_a_model_on_disk_stays_as_it_is(model_type: str, tmp_path: Path) -> None:
     make_model(model_type).save_pretrained(tmp_path / "theirs")
     done = consolidate(tmp_path / "theirs", tmp_path / "ours", strict=True)
@@ -98,7 +99,7 @@ def test_a_model_on_disk_stays_as_it_is(model_type: str, tmp_path: Path) -> None
     assert not any("became" in note for note in done.notes)
 
 
-@pytest.mark.parametrize("model_type", [*OTHERWISE, "gpt2", "t5", "whisper"])
+@pytest.mark.parametrize("model_type", nightly_but(["gpt2", "mixtral"], [*OTHERWISE, "gpt2", "t5", "whisper"]))
 def test_a_training_starts_from_the_disk(model_type: str, tmp_path: Path) -> None:
     model = make_model(model_type)
     model.save_pretrained(tmp_path / "hub")
@@ -118,7 +119,7 @@ def test_a_training_starts_from_the_disk(model_type: str, tmp_path: Path) -> Non
         assert_same(state["model"], model.state_dict())
 
 
-@pytest.mark.parametrize("model_type", [*OTHERWISE, "t5"])
+@pytest.mark.parametrize("model_type", nightly_but(["qwen3_moe", "t5"], [*OTHERWISE, "t5"]))
 def test_weights_are_loaded_by_either_names(model_type: str, tmp_path: Path) -> None:
     model = make_model(model_type)
     model.save_pretrained(tmp_path / "hub")
@@ -131,7 +132,7 @@ def test_weights_are_loaded_by_either_names(model_type: str, tmp_path: Path) -> 
         assert_same(fresh.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("model_type", TRAINED)
+@pytest.mark.parametrize("model_type", nightly_but(["mixtral"], TRAINED))
 def test_moments_follow_their_weights(model_type: str, produce: Produce, tmp_path: Path) -> None:
     """What transformers makes of a copy of the moments in the place of the weights is what they have to become."""
     made = produce(trained)
@@ -238,7 +239,7 @@ def test_a_config_that_no_model_can_be_built_of(tmp_path: Path) -> None:
 EYES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
 
-@pytest.mark.parametrize("model_type", ["dinov2", "beit", "dinov3_vit"])
+@pytest.mark.parametrize("model_type", nightly_but(["beit"], ["dinov2", "beit", "dinov3_vit"]))
 def test_stages_that_a_model_does_not_have(model_type: str, tmp_path: Path) -> None:
     config = CONFIG_MAPPING[model_type](**EYES, image_size=28, patch_size=14)
     model = transformers.AutoModel.from_config(config)
@@ -368,7 +369,7 @@ def test_dtypes_like_those_of_another_model(tmp_path: Path) -> None:
     assert load_file(tmp_path / "some" / WEIGHTS)["model.norm.weight"].dtype == torch.float16
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gemma3", "gpt_neox"])
+@pytest.mark.parametrize("model_type", nightly_but(["mixtral"], ["mixtral", "gemma3", "gpt_neox"]))
 def test_a_diff_sees_through_the_names(model_type: str, tmp_path: Path) -> None:
     model = make_model(model_type)
     run = save_run(model, tmp_path / "run")

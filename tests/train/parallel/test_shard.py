@@ -67,6 +67,11 @@ ON_FOUR = {
     "FSDP2 adapters hybrid": replace(RUN, lora_rank=3, strategy="hybrid_shard", replicas=2),
     "FSDP1 adapters hybrid": replace(RUN, lora_rank=3, fsdp="1", strategy="hybrid_shard", replicas=2),
 }
+FEW = {
+    name: (EVERYWHERE | ON_TWO)[name]
+    for name in ("FSDP2", "FSDP2 accumulating", "FSDP2 frozen", "FSDP2 adapters", "FSDP1", "FSDP1 adapters recompute")
+}
+HYBRID = {name: ON_FOUR[name] for name in ("FSDP2 hybrid accumulating", "FSDP1 hybrid", "FSDP2 adapters hybrid")}
 
 
 def blueprint_of(config: TrainConfig, shape: ModelConfig) -> Blueprint:
@@ -143,12 +148,15 @@ def plain(shape: ModelConfig, config: TrainConfig) -> tuple[Any, Any, list[tuple
 @pytest.mark.parametrize(
     ("world_size", "variants", "shape"),
     [
-        (1, ON_ONE, SHAPE),
-        (2, UNTIED, replace(SHAPE, tie_word_embeddings=False)),
-        (2, EVERYWHERE | ON_TWO, SHAPE),
-        (4, ON_FOUR, SHAPE),
+        pytest.param(1, ON_ONE, SHAPE, id="one rank", marks=pytest.mark.nightly),
+        pytest.param(2, FEW, SHAPE, id="two ranks, few"),
+        pytest.param(
+            2, UNTIED, replace(SHAPE, tie_word_embeddings=False), id="two ranks, untied", marks=pytest.mark.slow
+        ),
+        pytest.param(2, EVERYWHERE | ON_TWO, SHAPE, id="two ranks", marks=pytest.mark.nightly),
+        pytest.param(4, HYBRID, SHAPE, id="four ranks, hybrid", marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR, SHAPE, id="four ranks", marks=pytest.mark.nightly),
     ],
-    ids=["one rank", "two ranks, untied", "two ranks", "four ranks"],
 )
 def test_every_sharding_trains_like_the_plain_model(
     world_size: int, variants: dict[str, TrainConfig], shape: ModelConfig
@@ -181,7 +189,7 @@ def describe_compiled(compiled: dict[str, TrainConfig], shape: ModelConfig, plac
     describe(compiled, shape, place, report)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_blocks_train_the_same() -> None:
     shape = replace(SHAPE, num_hidden_layers=1)
     compiled = {

@@ -96,6 +96,7 @@ def test_two_ranks_load_what_they_saved(saved_by_two: tuple[Path, Heard]) -> Non
     assert_equal(saved_by_two[1], 2 * len(pairs(ON_TWO)))
 
 
+@pytest.mark.slow
 def test_three_ranks_load_what_two_saved(saved_by_two: tuple[Path, Heard]) -> None:
     heard: Heard = []
     launch(partial(load_across, saved_by_two[0], ON_THREE), 3, heard.append)
@@ -108,6 +109,7 @@ def test_one_process_without_a_group_loads_what_two_saved(saved_by_two: tuple[Pa
     assert_equal(heard, len(pairs(ON_TWO)))
 
 
+@pytest.mark.nightly
 def test_four_ranks_and_one(tmp_path: Path) -> None:
     for ranks, wrappers in ((4, ON_FOUR), (1, ON_ONE)):
         heard: Heard = []
