@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptkit.adapters.config import AdapterConfig
+from ckptkit.adapters.config import AdapterConfig, is_called
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Kind, expert_place, own_name
 from ckptkit.errors import CkptError, Mismatch
@@ -81,7 +81,7 @@ def without_copies(adapter: Adapter, config: AdapterConfig) -> Adapter:
 def check(adapter: Adapter, config: AdapterConfig) -> None:
     """Raise `Mismatch` if an adapter does not fit its config: another rank, a module that is no target, no magnitudes.
 
-    Experts have the rows of all of them in one matrix, which must be a multiple of the rank.
+    A parameter of experts has the rows of all of them in one matrix, which must be a multiple of the rank.
     """
     targets, changes = config.values.get("target_modules"), list(changes_of(adapter))
     has_tied = config.flag("ensure_weight_tying") and any(change.is_embedding for change in changes)  # none is listed
@@ -89,8 +89,10 @@ def check(adapter: Adapter, config: AdapterConfig) -> None:
         if config.method != "LORA":
             raise unfit(adapter, change.a, f"the matrices are LoRA's, but `{config.path}` says {config.method}")
         check_rank(adapter, config, change)
-        config.scaling_of(change.module)
-        if config.flag("use_dora") != (change.magnitude is not None) and not config.names("target_parameters"):
+        parameters = config.parameters_of(change.module)
+        for key in parameters or (change.module,):
+            config.scaling_of(key)
+        if config.flag("use_dora") != (change.magnitude is not None) and not parameters:
             has, says = ("no magnitudes", "DoRA") if change.magnitude is None else ("magnitudes", "no DoRA")
             raise unfit(adapter, change.a, f"`{change.module}` has {has}, but `{config.path}` says {says}")
         is_listed = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
@@ -120,8 +122,11 @@ def check_complete(adapter: Adapter, config: AdapterConfig) -> None:
 
 
 def is_saved_module(own: str, config: AdapterConfig) -> bool:
-    """Return whether a parameter is of a module that the config says is trained whole."""
-    return any(f".{module}." in f".{own}" for module in config.names("modules_to_save"))
+    """Return whether a parameter is of a module that the config says is trained whole.
+
+    PEFT compares the ends of names: `head` also means `lm_head`.
+    """
+    return any(f"{module}." in own for module in config.names("modules_to_save"))
 
 
 def is_in_layers(module: str, config: AdapterConfig) -> bool:
@@ -135,40 +140,26 @@ def is_in_layers(module: str, config: AdapterConfig) -> bool:
 def check_rank(adapter: Adapter, config: AdapterConfig, change: Change) -> None:
     """Raise `Mismatch` if the matrices are of another rank than the config gives, or do not fit each other."""
     a, b = (adapter.specs[name].shape for name in (change.a, change.b))
-    place = expert_place(change.module)
-    if place is not None and len(a) == 3:
-        columns = 2 if place.leaf else 1
-        if len(b) != 3 or a[1] != b[columns]:
-            raise unfit(adapter, change.b, f"shape {list(b)} does not fit {list(a)} of `{change.a}`")
-        if place.leaf and a[1] != (rank := config.rank_of(change.module)):
-            raise unfit(adapter, change.a, f"the rank is {a[1]} by its shape {list(a)}, and {rank} by `{config.path}`")
-        return
-    if len(a) < 2 or len(b) < 2 or a[0] != b[1]:
+    place, parameters = expert_place(change.module), config.parameters_of(change.module)
+    is_deep = place is not None and len(a) == 3  # a matrix for each expert
+    columns = 2 if is_deep and place is not None and place.leaf else 1
+    found = a[1 if is_deep else 0] if len(a) > 1 else 0
+    if len(b) < (3 if is_deep else 2) or found != b[columns]:
         raise unfit(adapter, change.b, f"expected a shape that fits {list(a)} of `{change.a}`, found {list(b)}")
-    is_of_parameter = bool(config.names("target_parameters")) and not is_module_target(change.module, config)
-    if not is_of_parameter:
-        rank = config.rank_of(change.module)
-        if a[0] != rank:
-            raise unfit(
-                adapter, change.a, f"expected rank {rank} as in `{config.path}`, found rank {a[0]} (shape {list(a)})"
-            )
+    ranks = sorted({config.rank_of(key) for key in parameters or (change.module,)})
+    is_stacked = bool(parameters) and not is_deep
+    if not any(found == rank or (is_stacked and found % rank == 0) for rank in ranks):
+        wanted = " or ".join(map(str, ranks))
+        message = f"expected rank {wanted} as in `{config.path}`, found rank {found} (shape {list(a)})"
+        raise unfit(adapter, change.a, message)
 
 
 def is_target(module: str, config: AdapterConfig) -> bool:
-    parameters = [name.rpartition(".")[0] for name in config.names("target_parameters")]
-    return is_module_target(module, config) or any(is_called(module, name) for name in parameters)
-
-
-def is_module_target(module: str, config: AdapterConfig) -> bool:
-    """Return whether a module is a target itself."""
+    """Return whether a module is a target itself, or has a parameter that is one."""
     targets = config.values.get("target_modules")
     if not isinstance(targets, list):
         return bool(targets)
-    return any(is_called(module, str(target)) for target in targets)
-
-
-def is_called(module: str, name: str) -> bool:
-    return module == name or module.endswith(f".{name}")
+    return any(is_called(module, str(target)) for target in targets) or bool(config.parameters_of(module))
 
 
 def unfit(adapter: Adapter, name: str, message: str) -> CkptError:

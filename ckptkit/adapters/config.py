@@ -1,7 +1,9 @@
 """Read what `adapter_config.json` says of an adapter: ranks, scalings, and methods that are not known here.
 
 A stranger may have written it: numbers are checked, and patterns of names matched only where that takes little.
-Source: peft/tuners/lora/config.py; `get_pattern_key` in peft/utils/other.py.
+PEFT looks up ranks and alphas by the name of a module, or by that of a parameter if the parameter itself is a target.
+Source: peft/tuners/lora/{config,model}.py; `_inject_parameters` in peft/tuners/tuners_utils.py; `get_pattern_key` and
+`_set_trainable` in peft/utils/other.py.
 """
 
 from __future__ import annotations
@@ -82,8 +84,13 @@ class AdapterConfig:
             raise Corrupt(f"`bias`: expected none, all or lora_only, found {found!r}", path=self.path)
         return str(found)
 
+    def parameters_of(self, module: str) -> tuple[str, ...]:
+        """Return the parameters of a module that `target_parameters` may mean: PEFT adapts these, not the module."""
+        targets = [target.rpartition(".") for target in self.names("target_parameters")]
+        return tuple(f"{module}.{leaf}" for above, _, leaf in targets if not above or is_called(module, above))
+
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module. Raises `Corrupt` if it is no positive number."""
+        """Return the rank of a module or of a target parameter. Raises `Corrupt` if it is no positive number."""
         found = self.of_module("rank_pattern", "r", module, 8)
         if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= _MOST_RANK:
             raise Corrupt(f"rank of `{module}`: expected 1 to {_MOST_RANK}, found {found!r}", path=self.path)
@@ -104,13 +111,13 @@ class AdapterConfig:
         for pattern, value in found.items():
             if matches(pattern, module, self.path):
                 return value
-        return self.values.get(key, default)
+        return found.get(module, self.values.get(key, default))
 
     def token_rows(self, module: str) -> tuple[int, ...]:
         """Return the rows of an embedding that were trained. Raises `Corrupt` if they are not said, or said twice."""
         found = self.values.get("trainable_token_indices")
         if isinstance(found, dict):
-            found = next((rows for name, rows in found.items() if module == name or module.endswith(f".{name}")), None)
+            found = next((rows for name, rows in found.items() if module.endswith(name)), None)
         if not isinstance(found, list) or not all(type(row) is int and row >= 0 for row in found):
             message = f"`trainable_token_indices` does not say which rows of `{module}` were trained"
             raise Corrupt(message, path=self.path)
@@ -190,6 +197,11 @@ def matches(pattern: str, module: str, path: Path) -> bool:
         return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
     except (re.error, OverflowError, RecursionError) as error:
         raise Corrupt(f"the pattern `{pattern[:60]}` is invalid: {error}", path=path) from error
+
+
+def is_called(module: str, name: str) -> bool:
+    """Return whether a module has this name, or one that ends with it."""
+    return module == name or module.endswith(f".{name}")
 
 
 def abridged(value: object) -> str:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.changes import check, is_called
-from ckptkit.adapters.config import AdapterConfig
+from ckptkit.adapters.changes import check
+from ckptkit.adapters.config import AdapterConfig, is_called
 from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, ExpertFacts, ExpertPair, find_form, read_pairs
 from ckptkit.adapters.experts import find_layout
 from ckptkit.adapters.find import Adapter

@@ -128,7 +128,7 @@ class Merging:
     def product_of(self, source: Source, change: Change) -> tuple[str, Product]:
         """Return the parameter that a change is of, and the product that it is."""
         own, key = f"{change.module}.weight", change.module
-        if own in self.tensors:
+        if own in self.tensors and own not in source.config.parameters_of(change.module):
             kind = self.kind_of(source, change, own)
         else:
             own, kind = self.parameter_of(source, change)
@@ -185,11 +185,10 @@ class Merging:
     def fitting(self, source: Source, change: Change) -> Iterator[tuple[str, Kind]]:
         """Yield the parameters of a module that a change has the shape of, and the ways."""
         a, b = source.shape(change.a), source.shape(change.b)
-        wanted = source.config.names("target_parameters")
+        wanted = source.config.parameters_of(change.module)
         for own, tensor in self.tensors.items():
             shape = tensor.spec.shape
-            is_wanted = not wanted or any(own == name or own.endswith(f".{name}") for name in wanted)
-            if own.rpartition(".")[0] != change.module or not is_wanted:
+            if own.rpartition(".")[0] != change.module or (wanted and own not in wanted):
                 continue
             rank = source.config.rank_of(own)
             if len(shape) == 2 and (a, b) == ((rank, shape[1]), (shape[0], rank)):

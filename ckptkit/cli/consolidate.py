@@ -11,7 +11,7 @@ from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
 
 
-@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "complete_optimizer"))
+@with_options(OPTIONS, leave_out=("world_size", "under", "optimizer_keys", "optimizer_order", "complete_optimizer"))
 def consolidate(
     src: Source,
     out: Out,

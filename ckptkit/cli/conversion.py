@@ -52,7 +52,7 @@ ToOrAdapter = Annotated[
 OPTIONS = settings_of(ConvertOptions)
 # options of a conversion of one checkpoint: those that make one model of several have them not
 OF_ONE = (
-    *("world_size", "under", "optimizer_keys", "complete_optimizer", "merge"),
+    *("world_size", "under", "optimizer_keys", "optimizer_order", "complete_optimizer", "merge"),
     *("from_base", "text_only", "quantize", "exclude_quantize", "salvage", "fill_from"),
 )
 Include = Annotated[list[str] | None, described(OPTIONS["include"])]

@@ -227,7 +227,8 @@ def own_keys(layout: Layout, found: Weights) -> dict[str, KeyPath]:
     for name in layout.names:
         if name not in keys:
             key = layout.key(name)
-            keys[name] = rename_in(key[len(above) :] if key[: len(above)] == above else key, clean, False)
+            inner = key[len(above) :] if key[: len(above)] == above else key
+            keys[name] = rename_in(inner, clean, False, found.came_from)
     return keys
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from ckptkit import trainers
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.completion import Completed, complete_optimizers
 from ckptkit.conversion.draft import Conversion, Draft, Entries
-from ckptkit.conversion.optimizers import by_name
+from ckptkit.conversion.optimizers import by_name, nest_optimizers
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.parts import with_other_files, without_copy
 from ckptkit.errors import Unsupported, Usage
@@ -30,6 +29,7 @@ from ckptkit.names.parameters import (
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.keys import find_optimizers
+from ckptkit.optimizers.owners import Order
 from ckptkit.tensors.dtypes import DTYPES, DType
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
@@ -44,10 +44,10 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
         raise Usage("this format keeps the dtypes of master weights and moments", hint="drop --dtype")
     if options.changes_names:
         raise Usage("this format keeps names and shapes", hint="convert to another format first")
-    whole, remarks = with_names_for_numbers(checkpoint)
+    whole, remarks = with_names_for_numbers(checkpoint, options.order)
     completed = Completed([whole])
     if options.complete_optimizer:
-        completed = complete_optimizers(checkpoint, [whole])
+        completed = complete_optimizers(checkpoint, [whole], options.order)
         (whole,) = completed.layouts
     options.edits.check_globs([whole])
     chosen = edits.select(whole, options.edits.admit)
@@ -77,16 +77,15 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     return without_copy(replace(conversion, copied_files=copied_files), checkpoint.path)
 
 
-def with_names_for_numbers(checkpoint: Checkpoint) -> tuple[Layout, list[str]]:
-    """Return the checkpoint with the names of parameters for an optimizer's numbers, and remarks on it.
+def with_names_for_numbers(checkpoint: Checkpoint, order: Order | None) -> tuple[Layout, list[str]]:
+    """Return the checkpoint with groups in each optimizer, and the names of parameters for numbers, and remarks on it.
 
     Raises `Unsupported` where they are not certain.
     """
-    layout = checkpoint.layout
-    remarks = []
+    layout, remarks = nest_optimizers(checkpoint, checkpoint.layout, order)
     for optimizer in find_optimizers(layout):
         if not optimizer.is_named:
-            rekeying = by_name(checkpoint, layout, optimizer, must=True)
+            rekeying = by_name(checkpoint, layout, optimizer, order, must=True)
             layout = rekeying.edit(layout)
             remarks.append(rekeying.remark)
     return layout, remarks
@@ -137,34 +136,7 @@ def with_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
     for name, blob in lists.items():
         names = [as_weight(str(one), weights, layout) for one in load_value(layout.root, blob)]
         lists[name] = with_value(blob, names)
-    return in_fp32(with_groups(replace(found, blobs={**found.blobs, **lists})))
-
-
-def with_groups(layout: Layout) -> Layout:
-    """Return an optimizer of which the hyperparameters lie with each parameter's name with groups of those alike."""
-    settings: dict[str, dict[str, str]] = defaultdict(dict)
-    for name in layout.blobs:
-        key = layout.key(name)
-        if key[:2] == (OPTIMIZER, GROUPS) and isinstance(key[2], str):
-            settings[key[2]][str(key[3])] = name
-    if not settings:
-        return layout
-    groups: dict[bytes, list[str]] = defaultdict(list)
-    for parameter, entries in settings.items():
-        values = {what: load_value(layout.root, layout.blobs[name]) for what, name in sorted(entries.items())}
-        groups[dump(values)].append(parameter)
-    blobs: dict[str, Blob] = {}
-    keys: dict[str, KeyPath] = {}
-    for i, names in enumerate(groups.values()):
-        first = {what: layout.blobs[name] for what, name in settings[names[0]].items()}
-        some = next(iter(first.values()))
-        for what, blob in {**first, "params": with_value(some, names)}.items():
-            key = (OPTIMIZER, GROUPS, i, what)
-            name = ".".join(map(str, key))
-            blobs[name], keys[name] = blob, key
-    apart = {name for entries in settings.values() for name in entries.values()}
-    kept = edits.select(layout, lambda name: name not in apart)
-    return replace(kept, blobs={**kept.blobs, **blobs}, keys={**kept.keys, **keys})
+    return in_fp32(replace(found, blobs={**found.blobs, **lists}))
 
 
 def in_fp32(layout: Layout) -> Layout:

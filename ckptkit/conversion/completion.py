@@ -12,6 +12,7 @@ from ckptkit.layout import Layout, StoredTensor
 from ckptkit.names.weights import find_weights
 from ckptkit.names.wrappers import own_name
 from ckptkit.optimizers.missing_states import States, complete_states, find_states
+from ckptkit.optimizers.owners import Order
 from ckptkit.optimizers.parameter_order import is_buffer, own_tensors
 from ckptkit.pictures.words import count
 
@@ -25,8 +26,8 @@ class Completed:
     remarks: Sequence[str] = ()
 
 
-def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout]) -> Completed:
-    """Complete the optimizers in the layouts of a checkpoint.
+def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], order: Order | None) -> Completed:
+    """Complete the optimizers in the layouts of a checkpoint; `order` is what the user says of a numbered one.
 
     Raises `Unsupported` where there is no optimizer with groups, or nothing that tells for certain what a state is
     like.
@@ -41,7 +42,7 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout]) -> Co
     for before, optimizers in zip(layouts, found, strict=True):
         layout = before
         for states in optimizers:
-            parameters = parameters_for(checkpoint, layout, states) if states.lacking else {}
+            parameters = parameters_for(checkpoint, layout, states, order) if states.lacking else {}
             layout, more = complete_states(layout, states, parameters)
             made |= {name: "0" if spec is None else str(spec) for name, spec in more.items()}
             remarks += say(checkpoint, states, parameters)
@@ -49,13 +50,15 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout]) -> Co
     return Completed(completed, made, remarks)
 
 
-def parameters_for(checkpoint: Checkpoint, layout: Layout, states: States) -> dict[str, StoredTensor]:
+def parameters_for(
+    checkpoint: Checkpoint, layout: Layout, states: States, order: Order | None
+) -> dict[str, StoredTensor]:
     """Return the model's parameters by what an optimizer calls them; those that it has by name, or by its numbers.
 
     Raises `Unsupported` where it is not certain which parameter a number is, `Mismatch` where there is no model.
     """
     if states.optimizer is not None and not states.optimizer.is_named:
-        found = names_in(checkpoint, layout, states.optimizer)
+        found = names_in(checkpoint, layout, states.optimizer, order)
         tensors = own_tensors(found.model.layout)
         return {str(number): tensors[name] for number, name in found.names.items()}
     names = {one for group in states.groups for one in group} | states.of.keys()

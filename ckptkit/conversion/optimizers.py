@@ -11,9 +11,20 @@ from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout
+from ckptkit.layout.recorded_names import bare
 from ckptkit.names.weights import find_model_key
+from ckptkit.optimizers.flattened import find_flattened, nest
 from ckptkit.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers, numbers_of, rekeyed
-from ckptkit.optimizers.owners import NamedNumbers, OneModel, find_models, find_names
+from ckptkit.optimizers.owners import (
+    ORDER,
+    ORDER_HINT,
+    NamedNumbers,
+    OneModel,
+    Order,
+    find_models,
+    find_names,
+    order_in_models,
+)
 from ckptkit.pictures.words import count
 from ckptkit.trainers import is_other_part
 
@@ -34,12 +45,47 @@ class Rekeying:
         return rekeyed(layout, self.optimizer, self.members) if self.members else layout
 
 
+def nest_optimizers(
+    checkpoint: Checkpoint, layout: Layout, order: Order | None, *, is_numbered: bool = False
+) -> tuple[Layout, list[str]]:
+    """Return a layout with groups for the optimizers that torch has flattened, and remarks on their order.
+
+    If their parameters become numbers, their order in the groups counts, else the order of the groups alone. Raises
+    `Unsupported` where that is not certain, `Mismatch` if the order that the user says does not fit.
+    """
+    remarks = []
+    for optimizer in find_flattened(layout):
+        names = list(optimizer.settings)
+        is_any = not is_numbered and len(optimizer.groups(layout, names)) == 1
+        if is_any or is_in_order(checkpoint, layout):
+            layout = nest(layout, optimizer, names)
+            continue
+        if order is None:
+            message = f"torch has flattened `{optimizer.name}` on several ranks: the order of its parameters is unknown"
+            raise Unsupported(message, path=layout.root, hint=ORDER_HINT)
+        listed = order.names or order_in_models(models_of(checkpoint), names, checkpoint.model_component.path)
+        called = {bare(name): name for name in names}
+        layout = nest(layout, optimizer, [called.get(bare(name), name) for name in listed])
+        remarks.append(f"`{optimizer.name}` got groups, each in the order that {ORDER} {order.text} says: assumed")
+    return layout, remarks
+
+
+def is_in_order(checkpoint: Checkpoint, layout: Layout) -> bool:
+    """Return whether the entries have the order in which torch wrote them: one process wrote, and nobody rewrote them.
+
+    Source: `create_default_global_save_plan` in torch/distributed/checkpoint/default_planner.py, which concatenates the
+    entries of all ranks.
+    """
+    is_rewritten = any(part.has_manifest for part in checkpoint.components)
+    return layout.format == "dcp" and layout.world_size in (None, 1) and not is_rewritten
+
+
 def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: ConvertOptions) -> list[list[Rekeying]]:
     """Return, for each layout, what becomes of the keys of its optimizers.
 
     Raises `Unsupported` where names were asked for and are not certain, or numbers of an optimizer without groups.
     """
-    wanted = options.optimizer_keys
+    wanted = options.wanted_keys
     if wanted is None:
         becomes_shards = options.writer.is_sharded
         wants = [NAMES if becomes_shards and not get_format(each.format).is_sharded else None for each in layouts]
@@ -48,7 +94,8 @@ def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: C
     found = [find_optimizers(layout) if want else [] for layout, want in zip(layouts, wants, strict=True)]
     if wanted is not None and not any(found):
         message = "found no optimizer with parameter groups, such as torch's own"
-        raise Unsupported(message, path=checkpoint.path, hint="drop --optimizer-keys")
+        option = "--optimizer-keys" if options.optimizer_keys else ORDER
+        raise Unsupported(message, path=checkpoint.path, hint=f"drop {option}")
     return [
         [rekeying for optimizer in optimizers if (rekeying := rekey(checkpoint, layout, optimizer, options))]
         for layout, optimizers in zip(layouts, found, strict=True)
@@ -59,35 +106,40 @@ def rekey(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options:
     """Return what becomes of the keys of an optimizer; None if it has those that are wanted."""
     if options.optimizer_keys == IDS:
         return None if optimizer.is_numbered else Rekeying(optimizer, numbers_of(layout, optimizer))
-    must = options.optimizer_keys == NAMES
     if optimizer.is_named:
         return None
-    return by_name(checkpoint, layout, optimizer, must=must)
+    must = options.wanted_keys == NAMES
+    return by_name(checkpoint, layout, optimizer, options.order, must=must)
 
 
-def by_name(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, *, must: bool) -> Rekeying:
+def by_name(
+    checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None, *, must: bool
+) -> Rekeying:
     """Return an optimizer with names for its numbers; with its numbers if no names are certain.
 
     Raises `Unsupported` or `Mismatch` for names that are not certain and `must` be.
     """
     try:
-        found = names_in(checkpoint, layout, optimizer)
+        found = names_in(checkpoint, layout, optimizer, order)
     except (Mismatch, Unsupported) as error:
         if must:
             raise
         why = f"{error.tensor}: {error.message}" if error.tensor else error.message
-        keeps = f"`{optimizer.name}` keeps its parameter numbers, because the names are not certain ({why})"
+        keeps = (
+            f"`{optimizer.name}` keeps its parameter numbers, because the names are not certain ({why}); see {ORDER}"
+        )
         return Rekeying(optimizer, {}, keeps)
     remark = f"`{optimizer.name}` got names for its {count(len(found.names), 'parameter')}: {found.proof}"
     return Rekeying(optimizer, {**found.names}, remark)
 
 
-def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer) -> NamedNumbers:
+def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None = None) -> NamedNumbers:
     """Return the names for the numbers of an optimizer in a layout, by the models of the checkpoint.
 
-    Raises `Unsupported` or `Mismatch` if they are not certain.
+    Raises `Unsupported` or `Mismatch` if they are not certain, or not in the `order` that the user says.
     """
-    return find_names(layout, optimizer, models_of(checkpoint), checkpoint.model_component.path)
+    path = checkpoint.model_component.path
+    return find_names(layout, optimizer, models_of(checkpoint), path, trainer=checkpoint.trainer, order=order)
 
 
 def models_of(checkpoint: Checkpoint) -> list[OneModel]:

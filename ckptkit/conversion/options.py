@@ -15,6 +15,7 @@ from ckptkit.names import FAMILIES, HUB, KEEP, check_names, get_family
 from ckptkit.names.custom import read_table
 from ckptkit.names.family import Family
 from ckptkit.optimizers.keys import IDS, NAMES
+from ckptkit.optimizers.owners import OF_MODEL, ORDER, Order, read_order
 from ckptkit.progress import Progress
 from ckptkit.settings import About
 
@@ -52,6 +53,14 @@ class ConvertOptions:
     under: Annotated[str, About("Put everything under this key, such as model.", "KEY")] = ""
     optimizer_keys: Annotated[
         str | None, About("Write the optimizer's parameters by name (names) or by number (ids).", "names|ids")
+    ] = None
+    optimizer_order: Annotated[
+        str | None,
+        About(
+            "The order in which the optimizer got its parameters: model, or a file with their names, one a line; "
+            "ckptkit cannot check it.",
+            "model|FILE",
+        ),
     ] = None
     complete_optimizer: Annotated[
         bool, About("Write zeros as the state of parameters that never received a gradient.")
@@ -187,6 +196,7 @@ class ConvertOptions:
             raise Usage(f"expected optimizer keys `{NAMES}` or `{IDS}`, found `{self.optimizer_keys}`")
         if self.optimizer_keys and writer.is_model_only:
             raise Usage("a Hugging Face model has no optimizer", hint="drop --optimizer-keys")
+        self.check_optimizer_order()
         if self.complete_optimizer and (writer.is_model_only or self.merge):
             raise Usage("the output is a model without an optimizer", hint="drop --complete-optimizer")
         self.check_shard_size()
@@ -198,6 +208,14 @@ class ConvertOptions:
         needs_config = writer.is_model_only or self.merge or self.changes_names
         if self.base is not None and not needs_config:
             raise Usage(f"ckptkit does not compare `{self.to}` with a config.json", hint="drop --base")
+
+    def check_optimizer_order(self) -> None:
+        """Raise `Usage` for an order of parameters that is not understood, or that nothing needs."""
+        if self.optimizer_order is None:
+            return
+        if self.writer.is_model_only:
+            raise Usage("a Hugging Face model has no optimizer", hint=f"drop {ORDER}")
+        _ = self.order
 
     def check_names_and_dtypes(self) -> None:
         """Raise `Usage` for a rule, a family or a table that is not understood."""
@@ -308,6 +326,17 @@ class ConvertOptions:
         return get_writer("hf" if self.to == ADAPTER else self.to)
 
     @property
+    def wanted_keys(self) -> str | None:
+        """Return whether optimizers are to have names or numbers; None if they stay as they are, or as shards need."""
+        needs_names = self.optimizer_order is not None and not self.complete_optimizer
+        return self.optimizer_keys or (NAMES if needs_names else None)
+
+    @property
+    def order(self) -> Order | None:
+        """Return the order of the optimizer's parameters that the user says. Raises `Usage` for an unknown one."""
+        return None if self.optimizer_order is None else read_order(self.optimizer_order)
+
+    @property
     def table(self) -> Family | None:
         """Return the table of names that was given, None if none was. Raises `Usage` for one that is not understood."""
         return None if self.map is None else read_table(Path(self.map))
@@ -383,7 +412,7 @@ def normalize(name: str, value: Any) -> Any:
         return tuple(normalize_like(str(rule)) for rule in rules)
     if name in _SEVERAL:
         return (value,) if isinstance(value, str) else tuple(value)
-    if name in ("map", "adapter_config") and value is not None:
+    if name in ("map", "adapter_config", "optimizer_order") and value not in (None, OF_MODEL):
         return str(Path(value).absolute())
     if name == "base" and value is not None:
         return str(Path(value).absolute()) if Path(value).is_dir() else str(value)

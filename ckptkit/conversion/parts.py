@@ -14,7 +14,7 @@ from ckptkit.checkpoints.evidence import gather
 from ckptkit.conversion.completion import Completed, complete_optimizers
 from ckptkit.conversion.directories import entry_at, files_beside, own_files
 from ckptkit.conversion.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_in
-from ckptkit.conversion.optimizers import Rekeying, key_optimizers
+from ckptkit.conversion.optimizers import Rekeying, key_optimizers, nest_optimizers
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.conversion.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
 from ckptkit.conversion.steps import WITH_FILES, require_files, require_plain
@@ -31,6 +31,7 @@ from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.names.parameters import parameters_in, rename_parameters
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import find_weights, has_weights
+from ckptkit.optimizers.keys import IDS
 from ckptkit.trainers import say_opaque, who_wrote
 
 CheckCasts = Callable[[Component, Mapping[str, str]], None]  # a part, and what becomes of dtypes by name
@@ -84,9 +85,14 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     origin = Origin.of(checkpoint.path)
     pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
     layouts = [piece.layout for piece in pieces]
+    nested: list[str] = []
+    if options.optimizer_keys == IDS:
+        found = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]
+        layouts, nested = [layout for layout, _ in found], [remark for _, remarks in found for remark in remarks]
+        pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
     completed = Completed(layouts)
     if options.complete_optimizer:
-        completed = complete_optimizers(checkpoint, layouts)
+        completed = complete_optimizers(checkpoint, layouts, options.order)
         layouts = list(completed.layouts)
         pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
     world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
@@ -96,7 +102,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     rekeyings = key_optimizers(checkpoint, layouts, options)
     drafts: list[Draft] = []
     entries: list[Entries] = []
-    notes = [*completed.remarks, *chain(*remarks)]
+    notes = [*nested, *completed.remarks, *chain(*remarks)]
     notes += [rekeying.remark for one in rekeyings for rekeying in one if rekeying.remark]
     for piece, one, optimizers in zip(pieces, chosen, rekeyings, strict=True):
         sources: Sequence[Layout] = ()

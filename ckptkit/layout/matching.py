@@ -1,14 +1,10 @@
-"""Match the numbers of an optimizer's parameters with the model's parameters, by order and sizes.
+"""Match the numbers of an optimizer's parameters with the model's parameters, by sizes alone or by order and sizes.
 
-torch's optimizers number their parameters, group by group. Which parameter a number means is certain if
-
-- each parameter has one number,
-- the parameters are in the order of the model's `parameters()`,
-- each group lists its parameters in that order, as every group does that is a selection of `named_parameters()`,
-- and there is one way only to deal the parameters out to the groups so that all sizes fit.
-
-That covers one group for all parameters, weights with decay before those without, and matrices before vectors. Two
-groups of equal layers have several ways. Then nothing is matched: a guess would swap two states in silence.
+torch's optimizers number their parameters, group by group, in the order in which the training script passed them.
+`match_by_size` assumes no order: it needs a size of its own for every parameter. `match` assumes that every group lists
+its parameters in the order of the model's `parameters()`. Sizes cannot prove that order, so call it only where the
+trainer's code fixes the order, or where the user vouches for it. There must be exactly one way to distribute the
+parameters to the groups so that all sizes fit: two groups of equal layers have several ways, and match nothing.
 
 A size is a shape, or a number of elements where states are flattened. Parameters go by any key, such as their names.
 """
@@ -61,6 +57,49 @@ def match_if_certain(
     """Return the parameter that each number means, as `match`; None where that is not certain."""
     try:
         return match(groups, sizes, parameters, may_hold)
+    except (Corrupt, Unsupported):
+        return None
+
+
+def match_by_size(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[int, Key]:
+    """Return the parameter that each number means if sizes allow exactly one assignment, in whatever order.
+
+    `sizes` and `parameters` are as for `match`; parameters without a number are frozen. Raises `Corrupt` for a number
+    that the groups list twice or not at all, `Unsupported` if no assignment fits, or several do.
+    """
+    check_numbers(groups, sizes)
+    numbers = list(chain.from_iterable(groups))
+    of_size: dict[Size, list[Key]] = {}
+    for key, size in parameters.items():
+        of_size.setdefault(size, []).append(key)
+    found: dict[int, Key] = {}
+    for size, states in Counter(sizes[number] for number in numbers if number in sizes).items():
+        keys = of_size.get(size, [])
+        if len(keys) < states:
+            message = f"expected at most {len(keys)} states of shape {as_text(size)} as in the model, found {states}"
+            raise Unsupported(message, hint=_HINT)
+        if len(keys) > 1:
+            message = (
+                f"it has the same shape {as_text(size)} as `{keys[1]!s}`, and no file says which state belongs to it"
+            )
+            raise Unsupported(message, tensor=str(keys[0]))
+        found[next(number for number in numbers if sizes.get(number) == size)] = keys[0]
+    unknown = [number for number in numbers if number not in sizes]
+    left = [key for key in parameters if key not in found.values()]
+    if len(unknown) > 1 or len(left) < len(unknown):
+        raise Unsupported(f"{count(len(unknown), 'parameter')} of the optimizer have no state that shows a shape")
+    if unknown and len(left) > 1:
+        message = f"it or `{left[1]!s}` is the parameter whose state shows no shape, and no file says which"
+        raise Unsupported(message, tensor=str(left[0]))
+    return found | dict(zip(unknown, left, strict=False))
+
+
+def match_by_size_if_certain(
+    groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]
+) -> dict[int, Key] | None:
+    """Return the parameter that each number means, as `match_by_size`; None where that is not certain."""
+    try:
+        return match_by_size(groups, sizes, parameters)
     except (Corrupt, Unsupported):
         return None
 

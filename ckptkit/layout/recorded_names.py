@@ -43,9 +43,12 @@ def read_recorded(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict
 
 
 def match_recorded(
-    recorded: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]
+    recorded: Mapping[int, str],
+    sizes: Mapping[int, Size],
+    parameters: Mapping[str, Size],
+    lister: str = f"`{PARAM_NAMES}`",
 ) -> dict[int, str]:
-    """Return the parameter that each number means, by its recorded name.
+    """Return the parameter that each number means, by the name that `lister` records for it.
 
     `sizes` are those of the states, where one shows it. Raises `Mismatch` for a name that the model does not have, and
     for a state of another size.
@@ -54,11 +57,11 @@ def match_recorded(
     wanted = {number: own_name(name, own) for number, name in recorded.items()}
     unknown = [name for name in wanted.values() if name not in own]
     if unknown:
-        message = f"`{PARAM_NAMES}` lists it, but the model does not have it ({len(unknown)} of {len(wanted)} names"
+        message = f"{lister} lists it, but the model does not have it ({len(unknown)} of {len(wanted)} names"
         raise Mismatch(f"{message} are unknown)", tensor=unknown[0], hint=KEEP_NUMBERS)
     found = {number: own[name] for number, name in wanted.items()}
     for wrong in find_unequal(found, sizes, parameters):
-        message = f"`{PARAM_NAMES}` gives this name to parameter {wrong}: expected a state of shape "
+        message = f"{lister} gives this name to parameter {wrong}: expected a state of shape "
         message += f"{as_text(parameters[found[wrong]])}, found {as_text(sizes[wrong])}"
         raise Mismatch(message, tensor=found[wrong], hint=KEEP_NUMBERS)
     return found

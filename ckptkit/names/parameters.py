@@ -1,14 +1,16 @@
 """Rename a model's parameters wherever they occur in a training checkpoint.
 
 A parameter's name is the last step of the way to it; below `state`, the step before the name of a moment, or after it,
-unless the optimizer only counts its parameters. Optimizers flattened by torch have both in one step,
-`state.<name>.exp_avg`. The groups of an optimizer list them as well.
+unless the optimizer only counts its parameters. A moment may be a list or a dict of tensors (`GG.0`, as in SOAP).
+Optimizers flattened by torch have the name and the moment in one step, `state.<name>.exp_avg`. The groups of an
+optimizer list them as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout, edits
@@ -19,6 +21,59 @@ from ckptkit.names.wrappers import own_name
 NewName = Callable[[str], str]
 FLATTENED = ("state.", "param_groups.")
 BY_PARAMETER = ("state", GROUP_MAP)
+
+
+class EntryPlace(NamedTuple):
+    """A key path at which each parameter has an entry of one kind, with the name of the parameter left out."""
+
+    before: KeyPath
+    text: str = "{}"
+    after: KeyPath = ()
+
+    def key(self, name: str) -> KeyPath:
+        """Return the way to the entry of a parameter."""
+        return (*self.before, self.text.format(name), *self.after)
+
+
+def find_entry(key: KeyPath, own: Container[str] = ()) -> tuple[EntryPlace, str] | None:
+    """Return the kind of an entry of an optimizer, and the parameter that it belongs to; None for any other entry.
+
+    `own` are the names of the model's parameters: they tell where the state of a parameter begins that is nested
+    deeper. The parameter is a number if the optimizer counts its parameters.
+    """
+    last = key[-1]
+    if isinstance(last, str) and last.startswith(FLATTENED):
+        kind, parameter, what = split_flattened(last, own)
+        return EntryPlace(key[:-1], f"{kind}.{{}}.{what}"), parameter
+    at = find_state(key, own)
+    if at is None:
+        return None
+    if is_own(last, own):  # the moment comes first
+        return EntryPlace(key[:-1]), str(last)
+    return EntryPlace(key[: at + 1], after=key[at + 2 :]), str(key[at + 1])
+
+
+def find_state(key: KeyPath, own: Container[str]) -> int | None:
+    """Return at which step of a key path the states of an optimizer begin; None for what is no state."""
+    if len(key) > 2 and key[-3] in BY_PARAMETER:
+        return len(key) - 3
+    deeper = range(len(key) - 4, -1, -1)
+    return next((at for at in deeper if key[at] in BY_PARAMETER and is_own(key[at + 1], own)), None)
+
+
+def is_own(step: object, own: Container[str]) -> bool:
+    return isinstance(step, str) and own_name(step, own) in own
+
+
+def split_flattened(step: str, own: Container[str] = ()) -> tuple[str, str, str]:
+    """Return `state` or `param_groups`, the parameter and the entry in a step that torch has flattened.
+
+    Names that are the model's `own` tell where the parameter ends and a nested state begins.
+    """
+    kind, _, rest = step.partition(".")
+    dots = [at for at, letter in enumerate(rest) if letter == "."]
+    at = next((at for at in reversed(dots) if is_own(rest[:at], own)), dots[-1] if dots else 0)
+    return kind, rest[:at], rest[at + 1 :]
 
 
 def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
@@ -43,18 +98,18 @@ def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
     trained: dict[KeyPath, set[str]] = {}
     beside: dict[KeyPath, set[str]] = {}
     own = {name: str(layout.key(name)[-1]) for name in weights}
+    mine = set(own.values())
     for name in layout.names if own else ():
         key = layout.key(name)
-        way = way_in_optimizer(key)
+        way = way_in_optimizer(key, mine)
         if way is None:
             if name not in own and name in layout.tensors:
                 beside.setdefault(key[:-1], set()).add(str(key[-1]))
             continue
-        above = key[:-1] if str(key[-1]).startswith(FLATTENED) else key[:-3]
+        above = key[:-1] if str(key[-1]).startswith(FLATTENED) else key[: -len(way)]
         entries.setdefault(above, set()).add(name)
         if way[0] == "state":
             trained.setdefault(above, set()).add(str(way[1]))
-    mine = set(own.values())
     others = [
         above
         for above, names in trained.items()
@@ -88,40 +143,34 @@ def parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
     """Return the names that `rename_parameters` replaces: those of the `weights`, and those in optimizers."""
     weights = set(weights)
     others = entries_of_other_models(layout, weights)
-    own = {layout.key(name)[-1] for name in weights}
-    ways = (way_in_optimizer(layout.key(name)) for name in layout.names if name not in others)
+    own = {str(layout.key(name)[-1]) for name in weights}
+    ways = (way_in_optimizer(layout.key(name), own) for name in layout.names if name not in others)
     return {name for name in (*own, *(way[1] for way in ways if way)) if isinstance(name, str)}
 
 
 def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[str] = ()) -> KeyPath:
     """Return a key path with the parameter's name in it replaced; `own` are the names of all parameters."""
-    last = key[-1]
     if is_weight:
-        return (*key[:-1], new_name(last)) if isinstance(last, str) else key
-    if isinstance(last, str) and last.startswith(FLATTENED):
-        kind, _, rest = last.partition(".")
-        name, _, what = rest.rpartition(".")
-        return (*key[:-1], f"{kind}.{new_name(name)}.{what}")
-    if len(key) > 2 and key[-3] in BY_PARAMETER and isinstance(key[-2], str) and not key[-2].isdecimal():
-        if isinstance(last, str) and last in own:
-            return (*key[:-1], new_name(last))
-        return (*key[:-2], new_name(key[-2]), last)
-    return key
+        return (*key[:-1], new_name(key[-1])) if isinstance(key[-1], str) else key
+    found = find_entry(key, own)
+    if found is None or found[1].isdecimal():
+        return key
+    place, parameter = found
+    return place.key(new_name(parameter))
 
 
-def way_in_optimizer(key: KeyPath) -> KeyPath | None:
+def way_in_optimizer(key: KeyPath, own: Container[str] = ()) -> KeyPath | None:
     """Return where an entry lies in an optimizer's state dict as torch nests it; None for what is of no optimizer.
 
-    Groups flattened by torch are given by the name of each parameter, not by number.
+    Groups flattened by torch are given by the name of each parameter, not by number. For `own` see `find_entry`.
     """
     last = key[-1]
     if isinstance(last, str) and last.startswith(FLATTENED):
-        kind, _, rest = last.partition(".")
-        name, _, what = rest.rpartition(".")
-        return (kind, name, what)
-    if len(key) > 2 and key[-3] in (*BY_PARAMETER, "param_groups"):
+        return split_flattened(last, own)
+    if len(key) > 2 and key[-3] == "param_groups":
         return key[-3:]
-    return None
+    at = find_state(key, own)
+    return None if at is None else key[at:]
 
 
 def is_list_of_parameters(key: KeyPath) -> bool:

@@ -1,7 +1,8 @@
 """Give a training's entries other names: the model's parameters, and all that optimizers have of each of them.
 
-A state that has the shape of its parameter is cut and joined as the parameter is. A number, such as the step, goes
-along with each part; where several parameters become one, theirs have to be equal.
+A state with one element for each of its parameter's is cut, joined and permuted as the parameter is. A number, such as
+the step, goes along with each part; where several parameters become one, theirs have to be equal. Any other state, such
+as a preconditioner, follows a parameter only to a new name.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any
 
 from ckptkit.engine.read import read
 from ckptkit.errors import Mismatch, Unsupported
@@ -17,25 +19,20 @@ from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.edits import check_ways
 from ckptkit.names.group_map import GROUP_MAP, HALVES
-from ckptkit.names.parameters import BY_PARAMETER, FLATTENED, is_list_of_names, is_list_of_parameters
+from ckptkit.names.parameters import BY_PARAMETER, EntryPlace, find_entry, is_list_of_names, is_list_of_parameters
 from ckptkit.names.translate import Translated, Turn
 from ckptkit.names.weights import Weights
 from ckptkit.names.wrappers import own_name
 from ckptkit.tensors.box import whole
 
+# states that have one element for each of their parameter's: those of torch/optim, and fp32 masters
+ELEMENTWISE = frozenset(
+    [
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg", "sum", "ax"),
+        *("momentum_buffer", "momentum", "prev", "step_size", "master_param", "fp32_param"),
+    ]
+)
 Origins = Mapping[str, tuple[str, ...]]  # the old names that each new one came from
-
-
-class EntryPlace(NamedTuple):
-    """A key path at which each parameter has an entry of one kind, with the name of the parameter left out."""
-
-    before: KeyPath
-    text: str = "{}"
-    after: KeyPath = ()
-
-    def key(self, name: str) -> KeyPath:
-        """Return the way to the entry of a parameter."""
-        return (*self.before, self.text.format(name), *self.after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +111,14 @@ def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
 
     Raises `Unsupported` for an optimizer that numbers its parameters.
     """
-    last = key[-1]
-    if isinstance(last, str) and last.startswith(FLATTENED):
-        kind, _, inner = last.partition(".")
-        parameter, _, what = inner.rpartition(".")
-        return choose(EntryPlace(key[:-1], f"{kind}.{{}}.{what}"), parameter, own)
-    if len(key) < 3 or key[-3] not in BY_PARAMETER:
+    found = find_entry(key, own)
+    if found is None:
         return None
-    if isinstance(last, str) and clean(last, own) is not None:
-        return choose(EntryPlace(key[:-1]), last, own)
-    if isinstance(key[-2], int) or str(key[-2]).isdecimal():
+    place, parameter = found
+    if parameter.isdecimal():
         hint = "pass --optimizer-keys names to name them first"
         raise Unsupported("expected parameter names in the optimizer, found numbers", tensor=dotted(key), hint=hint)
-    return choose(EntryPlace(key[:-2], "{}", key[-1:]), str(key[-2]), own)
+    return choose(place, parameter, own)
 
 
 def choose(place: EntryPlace, parameter: str, own: set[str]) -> tuple[EntryPlace, str] | None:
@@ -143,7 +135,7 @@ def follow(
     layout: Layout, entries: ParameterEntries, weights: Layout, translated: Translated, turn: Turn, place: EntryPlace
 ) -> Translated:
     """Return the states of one kind as their parameters became."""
-    shaped = {name: one for name, one in entries.tensors.items() if one.spec.shape == weights.tensors[name].spec.shape}
+    shaped = elementwise(entries, weights, place)
     made = turn(shaped)
     others = {name: one for name, one in entries.tensors.items() if name not in shaped}
     for new, olds in translated.came_from.items():
@@ -160,14 +152,37 @@ def follow(
                 require_equal(layout, found, place)
             made.tensors[new] = others[next(iter(found), there[0])]
         else:
-            shapes = (
-                f"expected shape {list(weights.tensors[there[0]].spec.shape)} of its parameter, found "
-                f"{list(one.spec.shape)}"
+            shapes = f"{list(weights.tensors[there[0]].spec.shape)}, this state {list(one.spec.shape)}"
+            message = (
+                f"its parameter has shape {shapes}: ckptkit reorders, joins or cuts the parameter, and the state "
+                "cannot follow, because it does not have one element for each of the parameter's"
             )
-            hint = "drop it with --exclude: the optimizer then starts anew"
-            message = f"{shapes}: ckptkit splits or joins the parameter, but cannot split or join this state"
+            above = dotted(place.before[:-1] if place.before[-1] in BY_PARAMETER else place.before) or "state"
+            hint = f"keep the names and rows, or drop the optimizer with --exclude '{above}.*'"
             raise Unsupported(message, path=layout.root, tensor=dotted(place.key(there[0])), hint=hint)
     return made
+
+
+def elementwise(entries: ParameterEntries, weights: Layout, place: EntryPlace) -> dict[str, StoredTensor]:
+    """Return the states of a kind if they have one element for each of their parameter's, otherwise {}.
+
+    A square matrix may also be a preconditioner of a square parameter: a kind whose other states tell nothing has to be
+    one that torch's optimizers have.
+    """
+    pairs = {name: (one.spec.shape, weights.tensors[name].spec.shape) for name, one in entries.tensors.items()}
+    shaped = {name: one for name, one in entries.tensors.items() if pairs[name][0] == pairs[name][1]}
+    if kind_of(place).rpartition(".")[2] in ELEMENTWISE:
+        return shaped
+    others = [found for found, own in pairs.values() if found != own and prod(found) != 1]
+    is_plain = any(found == own and len(set(found)) > 1 for found, own in pairs.values())
+    is_shown = is_plain or all(len(found) < 2 for found, _ in pairs.values())
+    return {} if others or not is_shown else shaped
+
+
+def kind_of(place: EntryPlace) -> str:
+    """Return what the entries at a place are called below their parameter, or above it: `exp_avg`, `GG.0`."""
+    flattened = place.text.partition("{}.")[2]
+    return flattened or ".".join(map(str, place.after or place.before[-1:]))
 
 
 def is_untouched(new: str, olds: Iterable[str], translated: Translated, weights: Layout) -> bool:

@@ -47,6 +47,7 @@ def convert(
     world_size: int | None = None,
     under: str = "",
     optimizer_keys: str | None = None,
+    optimizer_order: str | Path | None = None,
     complete_optimizer: bool = False,
     **options: Unpack[Keywords],
 ) -> Converted:
@@ -57,12 +58,13 @@ def convert(
     "adapter" only the adapter. `under`
     puts everything under a key, such as `model`. "dcp" is written for `world_size` ranks, by default as many as in the
     source. `optimizer_keys` writes the optimizer's parameters by "names" or "ids". By default, an optimizer in one file
-    gets names when it becomes shards, if the names are certain. With `complete_optimizer`, parameters without a state,
-    because they never received a gradient, get zeros. For the other options see `ConvertOptions`. Raises a `CkptError`,
-    and leaves `dst` unchanged, if anything does not fit or a checksum differs.
+    gets names when it becomes shards, if the names are certain. `optimizer_order` says in which order it got its
+    parameters where nothing proves their names: "model", or a file with one name a line. With `complete_optimizer`,
+    parameters without a state, because they never received a gradient, get zeros. For the other options see
+    `ConvertOptions`. Raises a `CkptError`, and leaves `dst` unchanged, if anything does not fit or a checksum differs.
     """
     own = {"to": to, "world_size": world_size, "under": under, "optimizer_keys": optimizer_keys}
-    own["complete_optimizer"] = complete_optimizer
+    own |= {"optimizer_order": optimizer_order, "complete_optimizer": complete_optimizer}
     return run_conversion([src], dst, ConvertOptions.of(options, **own))
 
 

@@ -22,6 +22,7 @@ def reshard(
     dst: str | Path | None = None,
     *,
     to: int,
+    optimizer_order: str | Path | None = None,
     complete_optimizer: bool = False,
     **options: Unpack[Keywords],
 ) -> Converted:
@@ -30,11 +31,11 @@ def reshard(
     Files by rank keep their format; every other format becomes DCP. `src` may be a run, by default `run/` or else the
     current directory; ckptkit reads its latest complete checkpoint. `dst` is by default `SRC-toN` next to it. Parts
     that do not depend on the number of ranks, such as safetensors with an optimizer in shards, are copied unchanged.
-    With `complete_optimizer`, parameters without an optimizer state get zeros. For the options and the errors, see
-    `convert`.
+    With `complete_optimizer`, parameters without an optimizer state get zeros. For `optimizer_order`, the other
+    options and the errors, see `convert`.
     """
     own = {"world_size": to, "only_sharded": True, "complete_optimizer": complete_optimizer}
-    asked = ConvertOptions.of(options, to="dcp", **own)
+    asked = ConvertOptions.of(options, to="dcp", optimizer_order=optimizer_order, **own)
     source = Checkpoint.open(src if src is not None else default_source())
     asked = replace(asked, to=own_format(source))
     return run_conversion([source], dst if dst is not None else default_output(source.path, to), asked)

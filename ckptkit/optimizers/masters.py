@@ -14,7 +14,8 @@ from contextlib import suppress
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
-from ckptkit.names.training import EntryPlace, find_place
+from ckptkit.names.parameters import EntryPlace
+from ckptkit.names.training import find_place
 from ckptkit.tensors.dtypes import DTYPES
 
 REMAINDERS, COMPLETED = DTYPES["int16"], DTYPES["bfloat16"]  # what an optimizer keeps, and the weights beside it

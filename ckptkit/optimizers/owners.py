@@ -1,35 +1,91 @@
 """Name the parameters of a numbered optimizer, by the one model of a checkpoint that it can belong to.
 
-A checkpoint may have several models: a generator and a discriminator, a student and a teacher, averaged weights. A
-number becomes a name where the optimizer has recorded it; or where one model has an order that fits, and the tensors of
-all other models cannot have these states. Tensors of the same names and shapes as the model's do not count, as their
-optimizer would get the same names. What the keys are called is no evidence: `opt_d` may be the optimizer of any model.
+A number becomes a name only where something proves it:
+
+- the optimizer has recorded the names (`param_names`);
+- the shapes of the states allow exactly one assignment to the parameters of all models in the checkpoint;
+- the trainer that wrote the checkpoint fills its parameter groups in the model's order, which its code fixes.
+
+Or the user says in which order the optimizer got its parameters (`--optimizer-order`). That is an assumption: it must
+not contradict a proof, and the report repeats it.
+
+A checkpoint may have several models: a generator and a discriminator, a student and a teacher, averaged weights. Where
+an order decides, no other model may have tensors of these shapes. Tensors of the same names and shapes as the model's
+do not count, as their optimizer would get the same names. What the keys are called is no evidence: `opt_d` may be the
+optimizer of any model.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptkit.errors import CkptError, Mismatch, SeveralModels, Unsupported
+from ckptkit.errors import CkptError, Mismatch, SeveralModels, Unsupported, Usage
 from ckptkit.layout import KeyPath, Layout, StoredTensor
-from ckptkit.layout.matching import KEEP_NUMBERS, match_trained
+from ckptkit.layout.matching import KEEP_NUMBERS, match_by_size, match_trained
 from ckptkit.layout.recorded_names import PARAM_NAMES, bare, match_recorded, match_with_prefix
 from ckptkit.models.companions import find_config
 from ckptkit.names.weights import find_model_key, names_of_training
 from ckptkit.optimizers.keys import Optimizer, known_sizes_of, recorded_names, sizes_of
-from ckptkit.optimizers.parameter_order import float_shapes, is_buffer, ordered_parameters, own_tensors
+from ckptkit.optimizers.parameter_order import (
+    float_shapes,
+    is_buffer,
+    ordered_parameters,
+    own_tensors,
+    without_ties,
+)
 from ckptkit.tensors.box import Shape
+from ckptkit.trainers import groups_in_order
 
 _HINT = (
     f"{KEEP_NUMBERS}; if you know the model, write it and its optimizer alone with "
     "`convert --to pt` and --include, and convert the result"
 )
+ORDER = "--optimizer-order"
+OF_MODEL = "model"  # the order of the model's own `parameters()`
+ORDER_HINT = (
+    f"pass {ORDER} {OF_MODEL} if each group of the optimizer was built in the model's order, or {ORDER} FILE with the "
+    "parameter names in the optimizer's order, one a line"
+)
 Names = dict[Any, str]  # of parameters, by their numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order in which an optimizer got its parameters, as the user says: the model's, or that of `names`."""
+
+    text: str
+    names: tuple[str, ...] = ()
+
+
+def read_order(text: str) -> Order:
+    """Return the order that `--optimizer-order` means: a file has one name a line, or is a JSON list of names.
+
+    Raises `Usage` for a file that has no names, or one twice.
+    """
+    if text == OF_MODEL:
+        return Order(text)
+    hint = f"pass {ORDER} {OF_MODEL}, or a file with one parameter name a line"
+    try:
+        content = Path(text).read_text()
+    except (OSError, UnicodeDecodeError):
+        raise Usage(f"{ORDER}: expected `{OF_MODEL}` or a text file, found `{text}`", hint=hint) from None
+    try:
+        names = json.loads(content)
+    except ValueError:
+        names = [line.strip() for line in content.splitlines() if line.strip()]
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise Usage(f"{ORDER}: expected names of parameters in `{text}`, found none", hint=hint)
+    twice = next((name for name, times in Counter(names).items() if times > 1), None)
+    if twice is not None:
+        raise Usage(f"{ORDER}: `{text}` lists `{twice}` twice", hint="list each parameter once")
+    return Order(text, tuple(names))
 
 
 @dataclass(frozen=True)
@@ -48,6 +104,22 @@ class OneModel:
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of its tensors of floats, as the keys call them."""
         return float_shapes(own_tensors(self.layout))
+
+    @cached_property
+    def parameters(self) -> dict[str, Shape]:
+        """Return the shapes of its parameters, tied ones once, as the keys call them."""
+        shapes = float_shapes(without_ties(own_tensors(self.layout)))
+        return {name: shape for name, shape in shapes.items() if not is_buffer(name)}
+
+
+class Candidate(NamedTuple):
+    """A parameter that a number may mean: models that have it alike, such as averages, give it the same name."""
+
+    name: str
+    shape: Shape
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +156,111 @@ def main_key(layout: Layout) -> KeyPath | None:
         return None
 
 
-def find_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path) -> NamedNumbers:
+def find_names(
+    layout: Layout,
+    optimizer: Optimizer,
+    models: Sequence[OneModel],
+    path: Path,
+    *,
+    trainer: str | None = None,
+    order: Order | None = None,
+) -> NamedNumbers:
     """Return the name for each number of an optimizer in a layout.
 
-    `models` are all of the checkpoint; config.json lies at `path`, or above it. Raises `Unsupported` or `Mismatch` if
-    the names are not certain.
+    `models` are all of the checkpoint, which `trainer` wrote; config.json lies at `path`, or above it. `order` is what
+    the user says of the optimizer. Raises `Unsupported` or `Mismatch` if the names are not certain, or contradict it.
     """
     try:
-        recorded = recorded_names(layout, optimizer)
-        if recorded:
-            sizes = known_sizes_of(layout, optimizer)
-            model, names = find_recorded(recorded, sizes, models, optimizer)
-            return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
-        return find_by_order(optimizer, sizes_of(layout, optimizer), models, find_config(path))
+        assumed = None if order is None else assume_names(layout, optimizer, models, path, order)
+        try:
+            proven = prove_names(layout, optimizer, models, path, trainer)
+        except (Mismatch, Unsupported):
+            if assumed is None:
+                raise
+            return assumed
+        if assumed is not None:
+            check_order(assumed, proven)
     except CkptError as error:
         raise error.blame(path=layout.root) from None
+    return proven
+
+
+def prove_names(
+    layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path, trainer: str | None
+) -> NamedNumbers:
+    """Return the names that the checkpoint proves. Raises `Unsupported` or `Mismatch` if it proves none."""
+    recorded = recorded_names(layout, optimizer)
+    if recorded:
+        model, names = find_recorded(recorded, known_sizes_of(layout, optimizer), models, optimizer)
+        return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
+    sizes = sizes_of(layout, optimizer)
+    try:
+        return find_by_shapes(optimizer, sizes, models)
+    except Unsupported as error:
+        if trainer is None or len(optimizer.groups) != groups_in_order(trainer):
+            error.hint = ORDER_HINT
+            raise
+    return find_by_order(optimizer, sizes, models, find_config(path), f"{trainer} keeps the model's order")
+
+
+def assume_names(
+    layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path, order: Order
+) -> NamedNumbers:
+    """Return the names in the order that the user says. Raises `Unsupported` or `Mismatch` if it does not fit."""
+    proof = f"assumed, as {ORDER} {order.text} says"
+    if not order.names:
+        return find_by_order(optimizer, sizes_of(layout, optimizer), models, find_config(path), proof)
+    numbers = list(chain.from_iterable(optimizer.groups))
+    if len(numbers) != len(order.names):
+        message = f"`{optimizer.name}` has {len(numbers)} parameters, but {ORDER} {order.text} lists {len(order.names)}"
+        raise Mismatch(message, hint="list each parameter of the optimizer once, group by group")
+    listed = dict(zip(numbers, order.names, strict=True))
+    sizes = known_sizes_of(layout, optimizer)
+    model, names = find_recorded(listed, sizes, models, optimizer, f"{ORDER} {order.text}")
+    return NamedNumbers(names, model, proof)
+
+
+def check_order(assumed: NamedNumbers, proven: NamedNumbers) -> None:
+    """Raise `Mismatch` if the order that the user says gives a parameter another name than it has."""
+    for number, name in proven.names.items():
+        if bare(assumed.names[number]) != bare(name):
+            message = f"{ORDER} names parameter {number} `{assumed.names[number]}`, but it is `{name}` ({proven.proof})"
+            raise Mismatch(message, hint=f"drop {ORDER}")
+
+
+def find_by_shapes(optimizer: Optimizer, sizes: Mapping[int, Shape], models: Sequence[OneModel]) -> NamedNumbers:
+    """Return the names if shapes allow only one assignment to the parameters of all models, and those are of one.
+
+    Raises `Unsupported` otherwise.
+    """
+    every = {Candidate(bare(name), shape): shape for model in models for name, shape in model.parameters.items()}
+    found = match_by_size(optimizer.groups, sizes, every)
+    for model in models:
+        own = {Candidate(bare(name), shape): name for name, shape in model.parameters.items()}
+        if own.keys() >= set(found.values()):
+            names = {number: own[candidate] for number, candidate in found.items()}
+            return NamedNumbers(names, model, "their shapes allow only one assignment")
+    raise Unsupported(f"its {len(found)} parameters belong to several models", hint=_HINT)
+
+
+def order_in_models(models: Sequence[OneModel], names: Collection[str], path: Path) -> list[str]:
+    """Return the parameters of an optimizer in the order of the first model that has them all, as the model calls them.
+
+    Raises `Mismatch` if no model has them, `Unsupported` if nothing tells its order.
+    """
+    wanted = set(map(bare, names))
+    for model in models:
+        if wanted <= set(map(bare, model.shapes)):
+            return [name for name in ordered_parameters(model.layout, find_config(path)) if bare(name) in wanted]
+    raise Mismatch("no model of the checkpoint has all parameters of the optimizer", tensor=next(iter(names), None))
 
 
 def find_by_order(
-    optimizer: Optimizer, sizes: Mapping[int, Shape], models: Sequence[OneModel], config: Mapping[str, Any] | None
+    optimizer: Optimizer,
+    sizes: Mapping[int, Shape],
+    models: Sequence[OneModel],
+    config: Mapping[str, Any] | None,
+    proof: str,
 ) -> NamedNumbers:
     """Return the names that one model gives by the order of its parameters. Raises `Unsupported` or `Mismatch`."""
 
@@ -112,19 +270,23 @@ def find_by_order(
     model, names = choose(models, fit, optimizer)
     others = [other for other in models if other is not model]
     check_others(optimizer, sizes, model, others)
-    owner = f" of `{model.name}`and of no other model" if others else ""
-    return NamedNumbers(names, model, f"one order fits all shapes{owner}")
+    owner = f" (of `{model.name}` and of no other model)" if others else ""
+    return NamedNumbers(names, model, f"{proof}{owner}")
 
 
 def find_recorded(
-    recorded: Mapping[Any, str], sizes: Mapping[int, Shape], models: Sequence[OneModel], optimizer: Optimizer
+    recorded: Mapping[Any, str],
+    sizes: Mapping[int, Shape],
+    models: Sequence[OneModel],
+    optimizer: Optimizer,
+    lister: str = f"`{PARAM_NAMES}`",
 ) -> tuple[OneModel, Names]:
-    """Return the model that has the recorded names, and its name for each number.
+    """Return the model that has the names that `lister` records, and its name for each number.
 
     Raises `Mismatch` or `Unsupported` where there is no such model, or several.
     """
     try:
-        return choose(models, lambda one: [match_recorded(recorded, sizes, one.shapes)], optimizer)
+        return choose(models, lambda one: [match_recorded(recorded, sizes, one.shapes, lister)], optimizer)
     except Mismatch:
         ways = [(one, names) for one in models for names in match_with_prefix(recorded, sizes, one.shapes)]
         if not ways:
@@ -133,7 +295,7 @@ def find_recorded(
     if not all(is_same(names, first[1]) for _, names in others):
         number, name = next(iter(recorded.items()))
         names = ", ".join(f"`{one}`" for one in dict.fromkeys(way[number] for _, way in ways))
-        raise Unsupported(f"`{PARAM_NAMES}` has `{name}`, which can be {names}", hint=_HINT)
+        raise Unsupported(f"{lister} has `{name}`, which can be {names}", hint=_HINT)
     return first
 
 

@@ -26,11 +26,7 @@ def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict
 
     Raises `Unsupported` if nothing tells the order.
     """
-    tensors = own_tensors(layout)
-    first: dict[object, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(place_of(name, tensor), name)
-    shapes = float_shapes({name: tensors[name] for name in first.values()})
+    shapes = float_shapes(without_ties(own_tensors(layout)))
     if layout.format in _IN_ORDER and is_order_of_modules(shapes):
         order: Iterable[str] = shapes
     else:
@@ -43,6 +39,14 @@ def own_tensors(layout: Layout) -> dict[str, StoredTensor]:
     above = len(find_model_key(layout))
     names = find_weights(layout).came_from.values()
     return {".".join(map(str, layout.key(name)[above:])): layout.tensors[name] for name in names}
+
+
+def without_ties(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors without those that share their bytes with an earlier one."""
+    first: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(place_of(name, tensor), name)
+    return {name: tensors[name] for name in first.values()}
 
 
 def float_shapes(tensors: Mapping[str, StoredTensor]) -> dict[str, Shape]:

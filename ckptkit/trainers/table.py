@@ -145,7 +145,10 @@ TORCHTITAN = TrainerFacts(
 
 # torchtune/training/checkpointing/_checkpointer.py: `epoch_N`, and recipe states with `epochs_run`.
 TORCHTUNE = TrainerFacts(
-    name="torchtune", marks=(Mark("torchtune", keys=("epochs_run",)),), epochs=("epoch_([0-9]{1,18})",)
+    name="torchtune",
+    # recipes/full_finetune_single_device.py, `_setup_optimizer`: one group, `self._model.parameters()`
+    marks=(Mark("torchtune", keys=("epochs_run",), optimizer_groups=1),),
+    epochs=("epoch_([0-9]{1,18})",),
 )
 
 # olmo_core/train/checkpoint.py: `stepN` with DCP in `model_and_optim`, the state of each rank in `train`, and
@@ -246,7 +249,7 @@ _GLOBAL_STEP = "global_step([0-9]{1,18})"
 DEEPSPEED = TrainerFacts(
     name="deepspeed",
     marks=(
-        Mark("DeepSpeed, by transformers' Trainer", files=(_ZERO,), beside=STATE),
+        Mark("DeepSpeed, by transformers' Trainer", files=(_ZERO,), beside=STATE, optimizer_groups=2),
         Mark("DeepSpeed", files=(_ZERO,)),
     ),
     steps=(_GLOBAL_STEP, f"{_GLOBAL_STEP}_universal"),
@@ -282,7 +285,8 @@ META_LLAMA = TrainerFacts(
 # nanoGPT/train.py: `ckpt.pt`, with model, optimizer and the counts of its training; only the last one is kept.
 NANOGPT = TrainerFacts(
     name="nanogpt",
-    marks=(Mark("nanoGPT", keys=("model", "model_args", "iter_num", "best_val_loss")),),
+    # model.py, `configure_optimizers`: parameters of two and more axes, then the others, both of `named_parameters()`
+    marks=(Mark("nanoGPT", keys=("model", "model_args", "iter_num", "best_val_loss"), optimizer_groups=2),),
     step_keys=(("", ("iter_num",)),),
 )
 

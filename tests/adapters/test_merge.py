@@ -24,7 +24,9 @@ pytest.importorskip("peft", reason="PEFT is the judge of adapters")
 
 from tests.trainers.produced_peft import adapted, fill, lora, tiny_llama
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # the library's own
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore:The following"
+)  # the library's own
 
 SAID, MODEL, ADAPTER = "adapter_config.json", "model.safetensors", "adapter_model.safetensors"
 PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"]}
@@ -60,10 +62,25 @@ class Convolutions(nn.Module):
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PARAMETER: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": ["mlp.down_proj.weight"]}
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "plain": (tiny_llama, {}),
     "rank-stabilised": (tiny_llama, {"use_rslora": True}),
     "patterns": (tiny_llama, {"rank_pattern": {"layers.1.*q_proj": 2}, "alpha_pattern": {"down_proj": 3}}),
+    "parameter": (tiny_llama, PARAMETER),
+    "parameter, other rank": (tiny_llama, PARAMETER | {"rank_pattern": {r"down_proj\.weight": 2}}),
+    "parameter, a module's rank": (tiny_llama, PARAMETER | {"rank_pattern": {"down_proj": 2, "q_proj": 3}}),
+    "parameter, a module's alpha": (tiny_llama, PARAMETER | {"alpha_pattern": {"down_proj": 64, "q_proj": 5}}),
+    "parameter, both, full names": (
+        tiny_llama,
+        PARAMETER
+        | {"rank_pattern": {"model.layers.0.mlp.down_proj.weight": 2}, "alpha_pattern": {r"0.*down_proj\.weight": 3}},
+    ),
+    "parameter, rank-stabilised": (
+        tiny_llama,
+        PARAMETER | {"rank_pattern": {r"down_proj\.weight": 9}, "use_rslora": True},
+    ),
+    "parameter, by its last name": (tiny_llama, PARAMETER | {"target_parameters": ["down_proj.weight"]}),
     "all linear": (tiny_llama, {"target_modules": "all-linear"}),
     "by a pattern": (tiny_llama, {"target_modules": r".*\.(q|v)_proj"}),
     "head": (tiny_llama, {"target_modules": ["lm_head", "o_proj"]}),
@@ -72,6 +89,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "own biases": (lambda: tiny_llama(attention_bias=True), {"bias": "lora_only"}),
     "bias of B": (lambda: tiny_llama(attention_bias=True), {"target_modules": ["q_proj"], "lora_bias": True}),
     "whole modules": (tiny_llama, {"modules_to_save": ["lm_head", "embed_tokens"]}),
+    "whole modules, by the end of a name": (tiny_llama, {"modules_to_save": ["head"]}),
+    "tokens, by the end of a name": (tiny_llama, {"trainable_token_indices": {"tokens": [3, 39, 7]}}),
     "tokens": (tiny_llama, {"trainable_token_indices": [3, 39, 7]}),
     "transposed": (tiny_gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "convolutions": (Convolutions, {"r": 3, "target_modules": ["two", "point", "one", "last"]}),
@@ -147,7 +166,7 @@ def tiny_qwen_moe() -> Any:
 
 
 @pytest.mark.parametrize("make", [tiny_mixtral, tiny_qwen_moe])
-@pytest.mark.parametrize("parameters", [EXPERTS, EXPERTS[:1], EXPERTS[1:]])
+@pytest.mark.parametrize("parameters", [EXPERTS, EXPERTS[:1], EXPERTS[1:], ["gate_up_proj", "down_proj"]])
 def test_experts_that_lie_apart_in_files(tmp_path: Path, make: Callable[[], Any], parameters: list[str]) -> None:
     """In memory all of a layer are one parameter; the files have the names that they had, and one has each matrix."""
     make().save_pretrained(tmp_path / "hub")
@@ -167,6 +186,19 @@ def test_experts_that_lie_apart_in_files(tmp_path: Path, make: Callable[[], Any]
     assert any(".experts.2." in name and not torch.equal(named[name], found[name]) for name in named)
     ckptkit.consolidate(made.state, tmp_path / "again")
     assert (tmp_path / "again" / ADAPTER).read_bytes() == (made.saved / ADAPTER).read_bytes()
+
+
+@pytest.mark.parametrize("config", [PLAIN, PARAMETER], ids=["module", "parameter"])
+def test_another_rank_than_the_config_gives_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Of a parameter too: a config with other patterns than the training's would scale the product in silence."""
+    made = Made(tmp_path, tiny_llama(), **config)
+    said = json.loads((made.saved / SAID).read_text())
+    key = r"down_proj\.weight" if "target_parameters" in config else "down_proj"
+    (made.saved / SAID).write_text(json.dumps(said | {"rank_pattern": {key: 3}}))
+    with pytest.raises(Mismatch, match=r"expected rank 3 as in .* found rank 4"):
+        ckptkit.merge(made.base, made.saved, tmp_path / "out")
+    with pytest.raises(Mismatch, match=r"expected rank 3 as in .* found rank 4"):
+        ckptkit.consolidate(made.saved, tmp_path / "alone")
 
 
 @pytest.mark.parametrize("run", ["run", "only/checkpoint-3", "ranks", "full", "saved"])

@@ -19,6 +19,7 @@ from tests.trainers import produced_unused
 from tests.trainers.produced_unused import FLAT, LAST, SAVED, begin, resume, resume_ranks, train, unused
 
 STATES = {f"optimizer.state.spare.{name}.{kind}" for name in ("weight", "bias") for kind in ("exp_avg", "exp_avg_sq")}
+IN_ORDER: Any = {"optimizer_order": "model"}  # parameters of one shape, which no file tells apart
 COMPLETED = STATES | {"optimizer.state.spare.weight.step", "optimizer.state.spare.bias.step"}
 
 
@@ -64,7 +65,7 @@ def test_files_of_ranks(produce: Produce, tmp_path: Path) -> None:
 def test_numbers_that_tell(produce: Produce, tmp_path: Path) -> None:
     made = produce(unused)
     source = made.root / "numbered.pt"
-    done = ckptkit.convert(source, tmp_path / "out.pt", to="pt", complete_optimizer=True)
+    done = ckptkit.convert(source, tmp_path / "out.pt", to="pt", complete_optimizer=True, **IN_ORDER)
     assert {name.rpartition(".")[0] for name in done.completed} == {"optimizer.state.2", "optimizer.state.3"}
     state = torch.load(tmp_path / "out.pt")
     pointers = [
@@ -77,14 +78,21 @@ def test_numbers_that_tell(produce: Produce, tmp_path: Path) -> None:
     train(model, optimizer, SAVED, LAST)
     assert_same(produced_unused.whole(model), made.truth, "numbered.")
 
-    ckptkit.convert(source, tmp_path / "dcp", to="dcp", complete_optimizer=True)
+    ckptkit.convert(source, tmp_path / "dcp", to="dcp", complete_optimizer=True, **IN_ORDER)
     assert_same(_on_ranks(2, resume, tmp_path / "dcp", None, False), made.truth, "numbered.")
 
 
 def test_numbers_that_do_not_tell(produce: Produce, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="expected 8 parameters as in the model, found 6"):
-        ckptkit.convert(produce(unused).root / "frozen.pt", tmp_path / "out.pt", to="pt", complete_optimizer=True)
+        ckptkit.convert(
+            produce(unused).root / "frozen.pt", tmp_path / "out.pt", to="pt", complete_optimizer=True, **IN_ORDER
+        )
     assert not list(tmp_path.iterdir())
+
+
+def test_numbers_without_an_order_do_not_tell(produce: Produce, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="no file says which state belongs to it"):
+        ckptkit.convert(produce(unused).root / "numbered.pt", tmp_path / "out.pt", to="pt", complete_optimizer=True)
 
 
 def test_universal_checkpoints_need_every_state(produce: Produce, tmp_path: Path) -> None:
@@ -146,7 +154,7 @@ def saved(path: Path, kind: type[torch.optim.Optimizer], change: Any = None, **s
 )
 def test_states_begin_as_torch_begins_them(kind: type[torch.optim.Optimizer], settings: Any, tmp_path: Path) -> None:
     source = saved(tmp_path / "in.pt", kind, **settings)
-    ckptkit.convert(source, tmp_path / "out.pt", to="pt", complete_optimizer=True)
+    ckptkit.convert(source, tmp_path / "out.pt", to="pt", complete_optimizer=True, **IN_ORDER)
     found = []
     for path in (source, tmp_path / "out.pt"):
         state = torch.load(path)
@@ -201,7 +209,7 @@ def test_nothing_is_guessed(
 ) -> None:
     source = saved(tmp_path / "in.pt", kind, change, **settings)
     with pytest.raises(CkptError, match=words) as caught:
-        ckptkit.convert(source, tmp_path / "out.pt", to="pt", complete_optimizer=True)
+        ckptkit.convert(source, tmp_path / "out.pt", to="pt", complete_optimizer=True, **IN_ORDER)
     assert caught.value.exit_code == 3
     assert caught.value.path in (tmp_path, source)
     assert not (tmp_path / "out.pt").exists()
@@ -213,7 +221,7 @@ def test_steps_that_are_plain_numbers(tmp_path: Path) -> None:
             one["step"] = int(one["step"])
 
     source = saved(tmp_path / "in.pt", torch.optim.AdamW, count)
-    done = ckptkit.convert(source, tmp_path / "out.pt", to="pt", complete_optimizer=True)
+    done = ckptkit.convert(source, tmp_path / "out.pt", to="pt", complete_optimizer=True, **IN_ORDER)
     assert done.completed["optimizer.state.4.step"] == "0"
     state = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
     assert (state[0]["step"], state[4]["step"], type(state[5]["step"])) == (1, 0, int)

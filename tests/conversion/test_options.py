@@ -25,6 +25,7 @@ def test_the_functions_take_what_the_dataclass_has() -> None:
         "world_size",
         "under",
         "optimizer_keys",
+        "optimizer_order",
         "complete_optimizer",
         "weights",
         "scales",

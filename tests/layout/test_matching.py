@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import chain, permutations, product
 from typing import Any
 
 import pytest
@@ -11,7 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.layout.matching import is_counted_through, match, match_if_certain, match_trained
+from ckptkit.layout.matching import (
+    is_counted_through,
+    match,
+    match_by_size,
+    match_by_size_if_certain,
+    match_if_certain,
+    match_trained,
+)
 from ckptkit.optimizers.parameter_order import is_buffer
 
 SHAPES = st.sampled_from([(2, 2), (2, 3), (2,), (3,), ()])
@@ -137,6 +144,25 @@ def test_says_whether_no_way_fits_or_several(question: Any) -> None:
         match(groups, sizes, parameters)
 
 
+@given(questions(), st.integers(0, 2))
+@example(([[0, 1]], {0: 4}, {"a": 4, "b": 5}, set()), 0)
+@example(([[0]], {}, {"a": 4, "b": 5}, set()), 0)
+def test_sizes_without_an_order_find_what_brute_force_finds(question: Any, frozen: int) -> None:
+    """Every way to give the numbers parameters is tried, in any order; some parameters may have no number."""
+    groups, sizes, parameters, _ = question
+    groups = [*groups[:-1], groups[-1][: max(len(groups[-1]) - frozen, 0)]]
+    numbers = list(chain.from_iterable(groups))
+    sizes = {number: size for number, size in sizes.items() if number in numbers}
+    ways = [
+        dict(zip(numbers, chosen, strict=True))
+        for chosen in permutations(parameters, len(numbers))
+        if all(
+            sizes.get(number, parameters[key]) == parameters[key] for number, key in zip(numbers, chosen, strict=True)
+        )
+    ]
+    assert match_by_size_if_certain(groups, sizes, parameters) == (ways[0] if len(ways) == 1 else None)
+
+
 # -- one by one --------------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +176,21 @@ def test_a_size_that_another_parameter_has_is_no_match() -> None:
     assert raised.value.tensor == "a"
     with pytest.raises(Unsupported, match="the shape \\[6\\]"):
         match([[0, 1]], {0: 5}, {"a": 6, "b": 5})
+
+
+def test_sizes_of_their_own_need_no_order() -> None:
+    assert match_by_size([[5, 3], [4]], {3: (2,), 4: (3,), 5: (4,)}, {"a": (2,), "b": (3,), "c": (4,)}) == {
+        3: "a",
+        4: "b",
+        5: "c",
+    }
+    with pytest.raises(Unsupported, match=r"the same shape \[2\] as `b`, and no file says which") as raised:
+        match_by_size([[0, 1]], {0: (2,), 1: (2,)}, {"a": (2,), "b": (2,)})
+    assert raised.value.tensor == "a"
+    with pytest.raises(Unsupported, match=r"at most 0 states of shape \[9\] as in the model, found 1"):
+        match_by_size([[0]], {0: (9,)}, {"a": (2,)})
+    with pytest.raises(Unsupported, match="2 parameters of the optimizer have no state that shows a shape"):
+        match_by_size([[0, 1]], {}, {"a": (2,), "b": (3,)})
 
 
 def test_sizes_of_flattened_states_tell_as_shapes_do() -> None:

@@ -1,8 +1,9 @@
-"""Which of several models an optimizer with numbers belongs to: known where one can be meant, else numbers stay."""
+"""What proves the names of an optimizer's numbers, and which of several models it belongs to; else numbers stay."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import ckptkit
-from ckptkit.errors import Unsupported, Usage
+from ckptkit.errors import Mismatch, Unsupported, Usage
 
 DOUBT = "no file says which of them it trains"
+SAME_SHAPE = "no file says which state belongs to it"
 
 
 class Disc(nn.Module):
@@ -72,11 +74,13 @@ def test_two_models_of_the_same_shapes_leave_numbers(tmp_path: Path) -> None:
     }
     found, notes = named_in(source, tmp_path)
     assert found == {"opt_g": NUMBERS, "opt_d": NUMBERS}
-    assert [note for note in notes if DOUBT in note and "`model` and `disc`" in note] == list(notes)
-    with pytest.raises(Unsupported, match=DOUBT):
+    assert [note for note in notes if SAME_SHAPE in note] == list(notes)
+    with pytest.raises(Unsupported, match=SAME_SHAPE):
         ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no", to="dcp", optimizer_keys="names")
-    with pytest.raises(Unsupported, match=DOUBT):
+    with pytest.raises(Unsupported, match=SAME_SHAPE):
         ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no", to="universal")
+    with pytest.raises(Unsupported, match=f"`model` and `disc`, and {DOUBT}"):
+        ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no", to="dcp", optimizer_order="model")
     ckptkit.convert(tmp_path / "saved.pt", tmp_path / "alone.pt", to="pt", include=["disc.*", "opt_d.*"])
     ckptkit.convert(tmp_path / "alone.pt", tmp_path / "named", to="dcp", optimizer_keys="names")
     loaded: dict[str, Any] = {"opt_d": get_optimizer_state_dict(two, trained(two))}
@@ -89,7 +93,8 @@ def test_two_models_of_the_same_shapes_leave_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nest", ["keys", "lists"])
 def test_shapes_that_one_model_has_name_its_optimizer(tmp_path: Path, nest: str) -> None:
     """Also where the keys tell lies: what is called first is not the first model's."""
-    one, two = gen(), Disc(nn.Linear(4, 1))
+    one = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    two = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6), nn.Linear(6, 2))
     states = [trained(two).state_dict(), trained(one).state_dict()]
     models = [one.state_dict(), two.state_dict()]
     if nest == "keys":
@@ -99,9 +104,18 @@ def test_shapes_that_one_model_has_name_its_optimizer(tmp_path: Path, nest: str)
     found, notes = named_in(source, tmp_path)
     second, first = found.values()
     assert second == parameters(two)
-    assert first == NUMBERS  # the discriminator has these shapes, too: a part of it may have been trained
-    assert len([note for note in notes if DOUBT in note]) == 1
-    assert any("of no other model" in note for note in notes)
+    assert first == {str(number) for number in range(6)}  # two of its biases have one shape
+    assert len([note for note in notes if SAME_SHAPE in note]) == 1
+    assert any("their shapes allow only one assignment" in note for note in notes)
+
+
+def test_parts_of_two_models_may_have_been_trained(tmp_path: Path) -> None:
+    """Only one model has all shapes, but four of the six states may belong to the other one."""
+    one, two = gen(), Disc(nn.Linear(4, 1))
+    source = {"model": one.state_dict(), "disc": two.state_dict(), "opt_d": trained(two).state_dict()}
+    found, notes = named_in(source, tmp_path)
+    assert found == {"opt_d": {str(number) for number in range(6)}}
+    assert any(SAME_SHAPE in note for note in notes)
 
 
 def test_models_of_the_same_names_are_no_doubt(tmp_path: Path) -> None:
@@ -127,7 +141,111 @@ def test_one_optimizer_of_two_models_keeps_numbers(tmp_path: Path) -> None:
     source = {"gen": one.state_dict(), "disc": two.state_dict(), "optimizer": optimizer.state_dict()}
     found, notes = named_in(source, tmp_path)
     assert found == {"optimizer": {str(number) for number in range(8)}}
-    assert any("fits none of the 2 models: `gen`: expected" in note for note in notes)
+    assert any(SAME_SHAPE in note for note in notes)
+    with pytest.raises(Unsupported, match="fits none of the 2 models: `gen`: expected"):
+        ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no", to="dcp", optimizer_order="model")
+
+
+# -- the order of the parameters ---------------------------------------------------------------------------------------
+
+
+def layers(*shapes: tuple[int, int]) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
+
+
+EQUAL = [(4, 4)] * 4
+UNLIKE = [(4, 5), (5, 6), (6, 7), (7, 2)]
+ORDERS: dict[str, Callable[[list[nn.Parameter]], list[Any]]] = {
+    "of the model": lambda every: every,
+    "reversed": lambda every: every[::-1],
+    "shuffled": lambda every: [every[2], every[0], every[3], every[1]],
+    "two groups, the last layers first": lambda every: [{"params": every[2:]}, {"params": every[:2]}],
+    "two groups, one reversed": lambda every: [{"params": every[:2]}, {"params": every[2:][::-1]}],
+    "frozen": lambda every: every[1:3],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shapes", [EQUAL, UNLIKE], ids=["equal", "unlike"])
+def test_names_are_right_or_there_are_none(tmp_path: Path, shapes: list[tuple[int, int]], order: str) -> None:
+    """In whatever order a script has passed the parameters; a file may list them as it did."""
+    torch.manual_seed(0)
+    model = layers(*shapes)
+    optimizer = torch.optim.Adam(ORDERS[order](list(model.parameters())))
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    truth = {name: optimizer.state[one]["exp_avg"] for name, one in model.named_parameters() if one in optimizer.state}
+    names = {one: name for name, one in model.named_parameters()}
+    passed = [names[one] for group in optimizer.param_groups for one in group["params"]]
+    (tmp_path / "order.txt").write_text("\n".join(passed))
+    (tmp_path / "order.json").write_text(json.dumps(passed))
+    for to in ("dcp", "universal"):
+        done = None
+        try:
+            done = ckptkit.convert(tmp_path / "saved.pt", tmp_path / f"guess-{to}", to=to)
+        except Unsupported as error:
+            assert "--optimizer-order model" in str(error.hint)  # noqa: PT017 - universal has no numbers
+        moments = moments_in(tmp_path / f"guess-{to}") if done else {}
+        assert moments.keys() == (
+            truth.keys() if shapes is UNLIKE else {str(number) for number in range(len(truth))} if moments else set()
+        )
+        for file in ("order.txt", "order.json"):
+            out = tmp_path / f"{to}-{file}"
+            done = ckptkit.convert(tmp_path / "saved.pt", out, to=to, optimizer_order=tmp_path / file)
+            moments = moments_in(out)
+            assert moments.keys() == truth.keys()
+            assert all(torch.equal(moments[name], one) for name, one in truth.items())
+            proof = (
+                "their shapes allow only one assignment"
+                if shapes is UNLIKE
+                else f"assumed, as --optimizer-order {tmp_path / file} says"
+            )
+            assert any(proof in note for note in done.notes)
+
+
+def moments_in(path: Path) -> dict[str, Tensor]:
+    found = ckptkit.open(path)
+    names = [name for name in found if name.endswith(".exp_avg") and name.startswith("optimizer.state.")]
+    return {name.removeprefix("optimizer.state.").removesuffix(".exp_avg"): found[name].torch() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        (["0.weight", "1.weight", "3.weight", "2.weight"], "names parameter 2 `3.weight`, but it is `2.weight`"),
+        (["0.weight", "1.weight"], "has 4 parameters, but --optimizer-order .* lists 2"),
+        (["0.weight", "1.weight", "2.weight", "x"], "lists it, but the model does not have it"),
+    ],
+)
+def test_an_order_that_contradicts_the_checkpoint_is_refused(tmp_path: Path, listed: list[str], message: str) -> None:
+    """Recorded names are the proof."""
+    model = layers(*EQUAL)
+    optimizer = torch.optim.Adam(model.named_parameters())
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    (tmp_path / "order").write_text("\n".join(listed))
+    with pytest.raises(Mismatch, match=message):
+        ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no", to="dcp", optimizer_order=tmp_path / "order")
+
+
+@pytest.mark.parametrize("content", [None, "", "a\nb\na", '{"a": 1}', "[]", "[1, 2]"])
+def test_a_file_without_names_is_no_order(tmp_path: Path, content: str | None) -> None:
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "saved.pt")
+    if content is not None:
+        (tmp_path / "order").write_text(content)
+    with pytest.raises(Usage, match="--optimizer-order"):
+        ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no", to="dcp", optimizer_order=tmp_path / "order")
+
+
+def test_an_order_needs_an_optimizer_with_numbers(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "saved.pt")
+    with pytest.raises(Unsupported, match="no optimizer with parameter groups") as raised:
+        ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no", to="dcp", optimizer_order="model")
+    assert raised.value.hint == "drop --optimizer-order"
+    with pytest.raises(Usage, match="has no optimizer"):
+        ckptkit.convert(tmp_path / "x", tmp_path / "no", to="hf", optimizer_order="model")
 
 
 def test_zeros_have_the_shapes_of_the_optimizers_own_model(tmp_path: Path) -> None:

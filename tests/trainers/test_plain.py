@@ -133,7 +133,7 @@ def test_without_a_config_nothing_is_named(produce: Produce, tmp_path: Path) -> 
         ckptkit.convert(checkpoint, tmp_path / "no", to="dcp", optimizer_keys="names")
     ckptkit.convert(checkpoint, tmp_path / "pt", to="pt")
     with pytest.raises(Unsupported, match="no file gives the order"):
-        ckptkit.convert(tmp_path / "pt", tmp_path / "no", to="dcp", optimizer_keys="names")
+        ckptkit.convert(tmp_path / "pt", tmp_path / "no", to="dcp", optimizer_order="model")
 
 
 def test_an_optimizer_that_breaks_off_is_said(produce: Produce, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def by_layer(optimizer: dict[str, Any]) -> None:
 def test_what_is_not_certain_is_not_named(tmp_path: Path, change: Any, kind: type[Exception], message: str) -> None:
     saved = save(tmp_path / "saved.pt", change)
     with pytest.raises(kind, match=message):
-        ckptkit.convert(saved, tmp_path / "out", to="dcp", optimizer_keys="names")
+        ckptkit.convert(saved, tmp_path / "out", to="dcp", optimizer_order="model")
     if kind is Unsupported:
         done = ckptkit.convert(saved, tmp_path / "out", to="dcp")
         assert any("keeps its parameter numbers" in note for note in done.notes)
@@ -279,7 +279,7 @@ def test_a_parameter_without_a_state_is_named_by_its_place(tmp_path: Path) -> No
     del saved["state"][3]
     saved["state"][4] = {}
     torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "saved.pt")
-    ckptkit.convert(tmp_path / "saved.pt", tmp_path / "named.pt", to="pt", optimizer_keys="names")
+    ckptkit.convert(tmp_path / "saved.pt", tmp_path / "named.pt", to="pt", optimizer_order="model")
     named = torch.load(tmp_path / "named.pt", weights_only=True)["optimizer"]
     assert named["param_groups"][0]["params"] == [name for name, _ in model.named_parameters()]
     assert named["state"]["2.weight"] == {}
@@ -339,7 +339,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", MODELS)
 def test_the_config_tells_the_order(tmp_path: Path, model_type: str) -> None:
     model, optimizer = save_hugging_face(tmp_path / "checkpoint-1", model_type, **MODELS[model_type])
-    ckptkit.convert(tmp_path / "checkpoint-1", tmp_path / "dcp", to="dcp", optimizer_keys="names")
+    ckptkit.convert(tmp_path / "checkpoint-1", tmp_path / "dcp", to="dcp", optimizer_order="model")
     found = {name: tensor for name, tensor in read(tmp_path / "dcp").items() if name.startswith("optimizer.")}
     truth = produced_plain.live_state(model, optimizer)
     assert_is(found, {name: tensor for name, tensor in truth.items() if name.startswith("optimizer.")})
@@ -360,7 +360,7 @@ def test_a_config_that_does_not_fit_names_nothing(tmp_path: Path, change: dict[s
     config = tmp_path / "checkpoint-1" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
     with pytest.raises(Unsupported, match=message):
-        ckptkit.convert(tmp_path / "checkpoint-1", tmp_path / "dcp", to="dcp", optimizer_keys="names")
+        ckptkit.convert(tmp_path / "checkpoint-1", tmp_path / "dcp", to="dcp", optimizer_order="model")
 
 
 def test_the_order_of_a_distributed_checkpoint_is_no_evidence(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_the_order_of_a_distributed_checkpoint_is_no_evidence(tmp_path: Path) ->
     ckptkit.convert(tmp_path / "saved.pt", tmp_path / "dcp", to="dcp", optimizer_keys="ids")
     assert ckptkit.inspect(tmp_path / "dcp").optimizer_keys == "ids"
     with pytest.raises(Unsupported, match="no file gives the order"):
-        ckptkit.convert(tmp_path / "dcp", tmp_path / "no", to="dcp", optimizer_keys="names")
+        ckptkit.convert(tmp_path / "dcp", tmp_path / "no", to="dcp", optimizer_order="model")
 
 
 def test_names_that_contradict_their_groups_get_no_numbers(tmp_path: Path) -> None:

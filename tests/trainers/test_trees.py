@@ -130,8 +130,9 @@ def test_torchtune_and_colossalai_have_the_hubs_names(produce: Produce, tmp_path
     found = ckptkit.inspect(colossal)
     assert found.step == 30
     assert not found.unread
-    ckptkit.convert(colossal, tmp_path / "dcp", to="dcp")
-    assert (found.optimizer_keys, ckptkit.inspect(tmp_path / "dcp").optimizer_keys) == ("ids", "names")
+    for order, keys in ((None, "ids"), ("model", "names")):  # users build the optimizer
+        ckptkit.convert(colossal, tmp_path / keys, to="dcp", optimizer_order=order)
+        assert (found.optimizer_keys, ckptkit.inspect(tmp_path / keys).optimizer_keys) == ("ids", keys)
 
 
 def test_torch_goes_on_from_resharded_ones(produce: Produce, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 Source: `_save_checkpoint` in deepspeed/runtime/engine.py, `state_dict` in deepspeed/runtime/fp16/unfused_optimizer.py.
 The optimizer is torch's, with numbers for its parameters; with 16 bits there are fp32 masters too, a list for a group.
+The training script passes the parameters to `deepspeed.initialize`, in any order: only recorded names or shapes of
+their own tell which parameter a number is.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ckptkit.formats.deepspeed.model_states import ModelStates
 from ckptkit.formats.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, without_classes
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
-from ckptkit.layout.matching import is_counted_through, match_if_certain
+from ckptkit.layout.matching import is_counted_through, match_by_size, match_if_certain
 from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, read_recorded
 from ckptkit.tensors.box import Shape
 
@@ -112,31 +114,24 @@ def put_weight(
 def names_in_order(optimizer: Numbered, numbers: Sequence[Any], parameters: Mapping[str, Shape]) -> list[str]:
     """Return the names of an optimizer's parameters in the order of their numbers, [] if that is not certain.
 
-    The order is the recorded one, or else that of the model's `parameters`. The shapes of all states or of all masters
-    have to agree with it.
+    Recorded names decide, or shapes that allow only one assignment. The shapes of all states and of all masters have to
+    agree with it.
     """
     moments = dict(shapes_in(optimizer.states))
-    try:
-        parameters = in_recorded_order(optimizer, moments, parameters)
-    except (Mismatch, Unsupported):
-        return []
     masters = {number: shape_of(value) for number, value in enumerate(optimizer.masters)}
+    try:
+        recorded = read_recorded(optimizer.numbers, [group.get(PARAM_NAMES) for group in optimizer.groups])
+        if recorded:
+            found = match_recorded(recorded, moments, parameters)
+        else:
+            found = match_by_size([numbers], masters or moments, parameters)
+    except (Corrupt, Mismatch, Unsupported):
+        return []
+    parameters = {found[number]: parameters[found[number]] for number in sorted(found)}
     if not is_counted_through([numbers]) or len(masters or moments) != len(parameters):
         return []
-    found = [match_if_certain([numbers], shapes, parameters) for shapes in (moments, masters)]
-    return list(parameters) if None not in found else []
-
-
-def in_recorded_order(
-    optimizer: Numbered, moments: Mapping[int, Shape], parameters: Mapping[str, Shape]
-) -> Mapping[str, Shape]:
-    """Return the parameters in the order of the names that an optimizer has recorded; without any, as they are.
-
-    Raises `Mismatch` or `Unsupported` for names that are not those of the parameters.
-    """
-    recorded = read_recorded(optimizer.numbers, [group.get(PARAM_NAMES) for group in optimizer.groups])
-    found = match_recorded(recorded, moments, parameters)
-    return {found[number]: parameters[found[number]] for number in sorted(found)} if found else parameters
+    agrees = [match_if_certain([numbers], shapes, parameters) is not None for shapes in (moments, masters)]
+    return list(parameters) if all(agrees) else []
 
 
 def trained(model: ModelStates) -> dict[str, Shape]:

@@ -137,7 +137,9 @@ def join_all(path: Path, found: RankFiles, report: Report) -> FlatState:
     try:
         files = read_files(path, found, OPTIMIZER, (OPTIMIZER,), report)
         tell = naming_files(path, found, OPTIMIZER, report)
-        flats += [join_optimizer(files, model, tell, found.world)] if files else []
+        flats += (
+            [join_optimizer(files, model, tell, found.world, is_in_order=found.naming.is_in_order)] if files else []
+        )
     except CkptError as error:
         report(error)
     files = read_files(path, found, REST, (), report)

@@ -17,11 +17,13 @@ CONFIG = "fsdp_config.json"  # beside the files of which the name says how many 
 class Naming:
     """A way to name the files of ranks: a pattern for each kind of file, with groups `rank`, `set` and `world`.
 
-    What `set` matches is the same for all files of one checkpoint. `templates` are the names to be written.
+    What `set` matches is the same for all files of one checkpoint. `templates` are the names to be written. If it
+    `is_in_order`, the trainers with this naming give their optimizer the parameters in the model's order.
     """
 
     patterns: dict[str, str]
     templates: dict[str, str] = field(default_factory=dict)
+    is_in_order: bool = False
 
     @cached_property
     def compiled(self) -> dict[str, re.Pattern[str]]:
@@ -45,6 +47,7 @@ WITH_WORLD = Naming(
         OPTIMIZER: "optim_world_size_{world}_rank_{rank}.pt",
         REST: "extra_state_world_size_{world}_rank_{rank}.pt",
     },
+    is_in_order=True,  # verl and SkyRL, see `numbered`
 )
 WITHOUT_WORLD = Naming(
     {MODEL: f"pytorch_model_fsdp{_PLAIN}", OPTIMIZER: f"optimizer{_PLAIN}"},

@@ -1,8 +1,9 @@
 """Name the states of an optimizer that numbers its parameters, where it is certain which parameter each number is.
 
-Source: torch/optim/optimizer.py: parameters are numbered through all groups, in the order in which the optimizer was
-given them; that is the order of `model.parameters()`, and of the model's state dict without buffers, unless it has
-recorded their names. An uncertain number stays a number.
+Source: torch/optim/optimizer.py: parameters are numbered through all groups, in the order in which the training script
+passed them. verl (`workers/fsdp_workers.py`, `workers/engine/fsdp/transformer_impl.py`) and SkyRL
+(`skyrl_train/distributed/fsdp_strategy.py`) pass `model.parameters()`: their files have the model's order. For any
+other file, recorded names decide, or sizes that allow only one assignment. An uncertain number stays a number.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.layout.flat import cut_out, pieces_in_turn
-from ckptkit.layout.matching import is_counted_through, match_if_certain
+from ckptkit.layout.matching import is_counted_through, match_by_size_if_certain, match_if_certain
 from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, read_recorded
 from ckptkit.tensors.box import Shape
 
@@ -55,12 +56,15 @@ def match(
     parameters: Sequence[Parameter],
     shapes: Mapping[int, Shape | int],
     recorded: Mapping[int, str],
+    *,
+    is_in_order: bool,
 ) -> dict[int, Parameter] | None:
     """Return the parameter behind each number, None if that is not certain.
 
     `shapes` are those of the moments, or the number of their elements where they were flattened. Flattened moments may
     be of FSDP1's flat parameters, which only sizes tell: with several groups, all sizes must be known. Names that the
-    optimizer has `recorded` decide alone.
+    optimizer has `recorded` decide alone. Without them, sizes must tell the parameters apart, unless each group
+    `is_in_order` of the model because the trainer's code says so.
     """
     flattened = any(isinstance(shape, int) for shape in shapes.values())
     sizes = {one: prod(one.shape) if flattened else one.shape for one in parameters}
@@ -69,7 +73,7 @@ def match(
     unknown = flattened and len(groups) > 1 and len(shapes) < len(parameters)
     if unknown or not is_counted_through(groups):
         return None
-    return match_if_certain(groups, shapes, sizes)
+    return (match_if_certain if is_in_order else match_by_size_if_certain)(groups, shapes, sizes)
 
 
 def match_names(

@@ -20,11 +20,17 @@ PARAMS = "params"  # the list of a group's parameters
 
 
 def join_optimizer(
-    files: Sequence[RankFile], model: Sequence[RankFile], report: Report = refuse, world: int | None = None
+    files: Sequence[RankFile],
+    model: Sequence[RankFile],
+    report: Report = refuse,
+    world: int | None = None,
+    *,
+    is_in_order: bool,
 ) -> FlatState:
     """Return the optimizer of all ranks, whose `model` tells what its parameters are called.
 
-    Where it is not certain which parameter a number is, all keep their numbers, and flattened moments one dimension.
+    `is_in_order` says that the trainer's code gives each group its parameters in the model's order. Where it is not
+    certain which parameter a number is, all keep their numbers, and flattened moments one dimension.
     Raises `Corrupt` for flattened ones if a file of one of the `world` ranks is missing: nothing else says where its
     pieces belong.
     """
@@ -41,11 +47,15 @@ def join_optimizer(
     own = [file for file in files if file.rank in holding] if flattened else list(files)
     shapes = numbered.shapes_of(own, flattened=flattened)
     parameters = numbered.parameters_of(model[0])
-    found = numbered.match(groups, parameters, shapes, recorded)
+    found = numbered.match(groups, parameters, shapes, recorded, is_in_order=is_in_order)
     if flattened:
         rest = join_files([without_moments(file) for file in files])
         totals = {number: count for number, count in shapes.items() if isinstance(count, int)}
-        units = match_units(groups, parameters, totals, len(own), recorded) if found is None else None
+        units = (
+            match_units(groups, parameters, totals, len(own), recorded)
+            if found is None and (is_in_order or recorded)
+            else None
+        )
         if units is not None:
             return with_lists(join_units(own, units, rest, parameters), [parameters])
         tensors = {**dict(numbered.join_flattened(own, found)), **rest.tensors}
