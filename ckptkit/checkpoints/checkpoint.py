@@ -30,6 +30,7 @@ from ckptkit.checkpoints.find_components import (
     is_stray_file,
     is_unread,
     left_in,
+    models_of,
     only_step,
     ranks_in,
     ranks_of,
@@ -195,12 +196,17 @@ class Checkpoint:
         return len(ranks) or None
 
     @cached_property
+    def models(self) -> list[Component]:
+        """Return the components that may be the model; the one that lies at the path itself is, whatever its name."""
+        return [one for one in self.components if not one.place] or models_of(self.components)
+
+    @cached_property
     def model_component(self) -> Component:
         """Return the component with the model, or the only one.
 
         Raises `Unsupported` if several may have it, `NotACheckpoint` if there are only others.
         """
-        models = [component for component in self.components if component.is_model or not component.place]
+        models = self.models
         if len(models) == 1 or (models and not models[0].place):
             return models[0]
         if not models:

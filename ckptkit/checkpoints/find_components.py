@@ -70,7 +70,8 @@ def is_run(path: Path) -> bool:
 def complete_folders(path: Path) -> tuple[Component, ...] | None:
     """Return the directories in a checkpoint's that hold all of it, but for what lies beside them; None without any.
 
-    The step in the name of the directory that they lie in tells them from the checkpoints of a run.
+    The step in the name of the directory that they lie in tells them from the checkpoints of a run. A directory only
+    has all if no other one beside it has shards: else each has a part, whatever it is called.
     """
     if step_of(path) is None or not path.is_dir():
         return None
@@ -79,8 +80,16 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
     inner = only_step(path, there)
     if inner is not None and not wholes and detect_format(path) is None:
         wholes = [inner]
-    found = [(folder, detect_format(folder)) for folder in wholes]
-    return tuple(Component(folder.name, folder, reader) for folder, reader in found if reader) or None
+    found = [(folder, reader) for folder in wholes if (reader := detect_format(folder))]
+    if not found or any(has_shards(folder) for folder in inner_folders(path) if folder not in wholes):
+        return None
+    return tuple(Component(folder.name, folder, reader, has_all=True) for folder, reader in found)
+
+
+def has_shards(folder: Path) -> bool:
+    """Return whether a checkpoint of several ranks is in a directory."""
+    reader = detect_format(folder)
+    return reader is not None and reader.is_sharded
 
 
 def only_step(path: Path, there: Iterable[Path]) -> Path | None:
@@ -93,21 +102,41 @@ def only_step(path: Path, there: Iterable[Path]) -> Path | None:
     return named[0] if len(named) == 1 and step_of(named[0]) == step else None
 
 
-def component_in(folder: Path) -> Component | None:
-    """Return the component of a checkpoint in a directory of it; of an optimizer that may be the only file there."""
+def components_in(folder: Path) -> list[Component]:
+    """Return the components of a checkpoint in a directory of it.
+
+    That is the directory, or the only file of an optimizer, or each of several files of states, which no index joins.
+    """
     reader = detect_format(folder)
     if reader is not None:
-        return Component(folder.name, folder, reader)
+        states = states_in(folder, reader)
+        return states if len(states) > 1 else [Component(folder.name, folder, reader)]
     names = names_in(folder) if trainers.is_other_part(folder.name) else []
     only = folder / next(iter(names)) if len(names) == 1 else None
     reader = detect_format(only) if only is not None and only.suffix in OF_TRAINING and only.is_file() else None
-    return Component(folder.name, only, reader) if only is not None and reader is not None else None
+    return [Component(folder.name, only, reader)] if only is not None and reader is not None else []
+
+
+def states_in(folder: Path, reader: FormatReader) -> list[Component]:
+    """Return the files in a directory that are entries of a checkpoint, under their own names; [] for a model."""
+    if reader.is_sharded or not is_stray(folder, reader):
+        return []
+    files = [path for path in children(folder) if path.suffix in ONE_FILE and path.is_file() and reader.detect(path)]
+    return [Component(f"{folder.name}/{file.name}", file, reader, under=file.stem) for file in files]
 
 
 def components_inside(path: Path) -> tuple[Component, ...]:
     """Return the components in the directories of a checkpoint, the model first."""
-    found = (component for folder in inner_folders(path) if (component := component_in(folder)))
+    found = (component for folder in inner_folders(path) for component in components_in(folder))
     return tuple(sorted(found, key=lambda component: not component.is_model))
+
+
+def models_of(components: Iterable[Component]) -> list[Component]:
+    """Return the components that may be the model: by their names and, if these leave several, by their tensors."""
+    named = [component for component in components if component.is_model]
+    if len(named) < 2:
+        return named
+    return [component for component in named if component.may_have_weights] or named
 
 
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
@@ -206,8 +235,9 @@ def ranks_of(names: Iterable[str]) -> Iterator[int]:
 
 
 def is_left(name: str, beside: Iterable[str]) -> bool:
-    """Return whether a hidden file stays behind, as all do that are no component of some trainer's checkpoint."""
-    return name.startswith(".") and not trainers.is_kept(name, beside)
+    """Return whether a hidden file stays behind: neither a format nor a trainer needs it to read what lies beside."""
+    is_needed = trainers.is_kept(name, beside) or is_known_file([name]) or trainers.find_unread([name]) is not None
+    return name.startswith(".") and not (is_needed or name in trainers.companion_folders())
 
 
 def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:

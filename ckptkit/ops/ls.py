@@ -114,7 +114,7 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
     Raises `NotACheckpoint` if there is none.
     """
     here = Checkpoint.at(path)
-    models = [part.path for part in here.components if part.is_model]
+    models = [part.path for part in here.models]
     is_folder = here.own_step is None and (len(models) > 1 or len(models) == len(here.components))
     if models and is_folder and not here.is_direct:
         return [Checkpoint.at(model) for model in models]
