@@ -7,11 +7,12 @@ several components: model and optimizer in directories of their own, or the rest
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ckptkit import trainers
 from ckptkit.checkpoints.component import Component, join
@@ -58,7 +59,7 @@ from ckptkit.models.companions import Companions, find_companions
 from ckptkit.names import family_of
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.trainers import NUMBER, ONE_FILE, is_epoch, may_be_step, step_of
-from ckptkit.trainers.trackers import trackers_in
+from ckptkit.trainers.trackers import Tracker, trackers_in
 
 if TYPE_CHECKING:
     from ckptkit.names.family import Family
@@ -407,10 +408,11 @@ def oldest_first(found: Iterable[Checkpoint]) -> list[Checkpoint]:
 
 
 def checkpoints_in(root: Path) -> list[Checkpoint]:
-    """Return what is named like a checkpoint in the run at `root`, and then other directories with checkpoints."""
+    """Return what is named like a checkpoint in the run at `root`, then its last one and other directories with one."""
     named = named_in(root)
     known = {one.path for one in named}
-    others = [path for path in entries_in(root) if path not in known and path.is_dir()] if named else []
+    there = [path for path in entries_in(root) if path not in known] if named else []
+    others = [path for path in there if path.is_dir() or trainers.is_last(path.name)]
     return [*named, *(one for one in map(Checkpoint.at, others) if one.components)]
 
 
@@ -419,9 +421,71 @@ def runs_in(root: Path) -> list[Path]:
     return [folder for folder in inner_folders(root) if named_in(folder)]
 
 
+class LatestDiffers(UserWarning):
+    """The checkpoint that a trainer would resume from is not the one with the highest step."""
+
+
+class Latest(NamedTuple):
+    """The latest checkpoint of a run, None if none is complete. `remarks` say why it is not the one that names tell."""
+
+    checkpoint: Checkpoint | None
+    remarks: tuple[str, ...] = ()
+
+
 def latest_in(root: Path) -> Checkpoint | None:
-    """Return the complete checkpoint with the highest step in the run at `root`, None if it has none."""
-    return next((one for one in reversed(named_in(root)) if one.is_complete), None)
+    """Return the latest complete checkpoint of the run at `root`, None if it has none; see `find_latest`.
+
+    Warns if it is not the one with the highest step, or if a latest-checkpoint file names one that is not complete.
+    """
+    found = find_latest(root)
+    for remark in found.remarks if found.checkpoint else ():
+        warnings.warn(f"{root}: {remark}", LatestDiffers, stacklevel=2)
+    return found.checkpoint
+
+
+def find_latest(root: Path) -> Latest:
+    """Find the checkpoint that the trainer of the run at `root` would resume from.
+
+    It is the one that a latest-checkpoint file, a link such as `last` or the newest `last.ckpt` means, if that is
+    complete; else the complete one with the highest step.
+    """
+    named = named_in(root)
+    highest = next((one for one in reversed(named) if one.is_complete), None)
+    meant: list[tuple[str, Checkpoint]] = []
+    remarks: list[str] = []
+    for tracker in (one for one in trackers_in(root) if one.is_latest):
+        found = meant_by(tracker, root, named)
+        meant += [(tracker.name, found)] if found else []
+        if not found:
+            what = "is not complete" if (root / tracker.target).exists() else "does not exist"
+            remarks.append(f"`{tracker.name}` names {tracker.target}, which {what}")
+    for path in entries_in(root):
+        if trainers.is_last(path.name) and (last := Checkpoint.at(path)).is_complete:
+            step = step_or_none(last)
+            if step is None:
+                remarks.append(f"`{path.name}` does not say its step: it may be later")
+            elif highest is None or step > (step_or_none(highest) or 0):
+                meant.append((path.name, last))
+    tracker, latest = max(meant, key=lambda one: step_or_none(one[1]) or 0, default=("", highest))
+    if latest and highest and latest.path != highest.path:
+        remarks.append(f"taking {latest.name}, which `{tracker}` names; the highest step is {highest.name}")
+    elif latest and remarks:
+        remarks[-1] += f"; taking {latest.name}"
+    return Latest(latest, tuple(remarks))
+
+
+def meant_by(tracker: Tracker, root: Path, named: Iterable[Checkpoint]) -> Checkpoint | None:
+    """Return the complete checkpoint that a tracker names, of those `named` by steps or of any in the run."""
+    found = next((one for one in named if tracker.means(one.path)), None) or Checkpoint.at(root / tracker.target)
+    return found if found.components and found.is_complete else None
+
+
+def step_or_none(checkpoint: Checkpoint) -> int | None:
+    """Return the step that its name says or its trainer noted; None if nothing says one, or it cannot be read."""
+    try:
+        return checkpoint.step
+    except (Corrupt, IOFailure, Unsafe, Unsupported):
+        return None
 
 
 def entries_in(root: Path) -> Iterator[Path]:

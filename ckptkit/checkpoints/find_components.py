@@ -56,14 +56,16 @@ class LeftBehind(NamedTuple):
 def is_run(path: Path) -> bool:
     """Return whether a directory, of no step itself, is a run although there is a file in it that could be a model.
 
-    Its checkpoints are files named by their steps, or there is a file that says which directory is meant. With a file
-    in it that a format knows, by its name or by what is in it, it is a checkpoint, whatever else lies there.
+    Its checkpoints are files named by their steps, or a file or link is their last one or says which is meant. With a
+    file in it that a format knows, by its name or by what is in it, it is a checkpoint, whatever else lies there.
     """
     if not path.is_dir() or step_of(path) is not None:
         return False
     names = [name for name in names_in(path) if not trainers.is_beside_file(name)]
     has_steps = any(name.endswith(ONE_FILE) and step_of(Path(Path(name).stem)) is not None for name in names)
-    is_tracked = any(map(trainers.is_tracker, names)) and any(map(may_be_step_name, names))
+    is_tracked = any(map(may_be_step_name, names)) and any(
+        trainers.is_tracker(name) or trainers.is_last(name) or (path / name).is_symlink() for name in names
+    )
     return (has_steps or is_tracked) and not (is_known_file(names) or is_known_inside(path))
 
 
