@@ -25,6 +25,7 @@ from ckptkit.checkpoints.find_components import (
     complete_folders,
     components_beside,
     components_inside,
+    files_of_ranks,
     find_unread,
     inner_folders,
     is_run,
@@ -50,6 +51,7 @@ from ckptkit.errors import (
 from ckptkit.files.file import absent, children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import RemotePath, list_ahead, to_local, to_path
+from ckptkit.files.sets import find_set, not_joined
 from ckptkit.formats import describe_formats, detect_format, one_of_dcp
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
@@ -212,7 +214,10 @@ class Checkpoint:
             return models[0]
         if not models:
             raise self.unreadable or no_checkpoint(self.path)
-        names = ", ".join(component.place for component in models)
+        places = [component.place for component in models]
+        names = ", ".join(places)
+        if find_set(places[0], places):
+            raise not_joined(places, self.path)
         message = f"several checkpoints are in this directory: {names}"
         raise Unsupported(message, path=self.path, hint=self.say_tracked(models))
 
@@ -531,6 +536,8 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     if not path.is_dir():
         other = one_of_dcp(path) or (unlike_torch(path) if path.suffix == ".pt" else None)
         return other or NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
+    if (files := files_of_ranks(path)) is not None:
+        return files
     unfinished = named_in(path)
     if unfinished:
         unread = next((found for one in reversed(unfinished) if (found := one.unreadable or foreign_in(one))), None)

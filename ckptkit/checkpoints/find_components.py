@@ -13,9 +13,10 @@ from ckptkit import trainers
 from ckptkit.checkpoints.component import MODEL, Component
 from ckptkit.checkpoints.evidence import read_object
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.errors import and_more
+from ckptkit.errors import Unsupported, and_more
 from ckptkit.files.file import children, folders, names_in
 from ckptkit.files.local import is_strange_link
+from ckptkit.files.sets import find_set, not_joined
 from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside, is_stray
 from ckptkit.models.companions import FILES
 from ckptkit.names.weights import TRAINING
@@ -82,7 +83,7 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
     inner = only_step(path, there)
     if inner is not None and not wholes and detect_format(path) is None:
         wholes = [inner]
-    found = [(folder, reader) for folder in wholes if (reader := detect_format(folder))]
+    found = [(folder, reader) for folder in wholes if (reader := detect_format(folder)) and reader.is_sharded]
     if not found or any(has_shards(folder) for folder in inner_folders(path) if folder not in wholes):
         return None
     return tuple(Component(folder.name, folder, reader, has_all=True) for folder, reader in found)
@@ -129,7 +130,9 @@ def states_in(folder: Path, reader: FormatReader) -> list[Component]:
 
 def components_inside(path: Path) -> tuple[Component, ...]:
     """Return the components in the directories of a checkpoint, the model first."""
-    found = (component for folder in inner_folders(path) for component in components_in(folder))
+    found = [component for folder in inner_folders(path) for component in components_in(folder)]
+    if all(component.under is not None for component in found):
+        return ()  # states without anything that they are beside
     return tuple(sorted(found, key=lambda component: not component.is_model))
 
 
@@ -204,6 +207,20 @@ def unread_at(path: Path, names: Iterable[str]) -> Unread | None:
     places = [path, *inner_folders(path)] if path.is_dir() else [path.parent]
     files = (place / file for place in places)
     return found if any(one.is_file() and key in read_object(one) for one in files) else None
+
+
+def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
+    """Return the error for the files or directories of several ranks that lie anywhere in a directory; None if none do.
+
+    `depth` is how many levels of directories to look through: fairseq2 has `model/pp_00/tp_00/sdp_00.pt`.
+    """
+    below = inner_folders(path)
+    names = [file.name for file in children(path) if file.suffix in ONE_FILE and file not in below]
+    for there in (sorted(names), [folder.name for folder in below]):
+        found = next((found for name in there if len(found := find_set(name, there)) > 1), [])
+        if found:
+            return not_joined(found, path)
+    return next((found for folder in below if depth and (found := files_of_ranks(folder, depth - 1))), None)
 
 
 def find_unread(path: Path) -> Unread | None:
