@@ -7,11 +7,12 @@ several components: model and optimizer in directories of their own, or the rest
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ckptkit import trainers
 from ckptkit.checkpoints.component import Component, join
@@ -24,12 +25,14 @@ from ckptkit.checkpoints.find_components import (
     complete_folders,
     components_beside,
     components_inside,
+    files_of_ranks,
     find_unread,
     inner_folders,
     is_run,
     is_stray_file,
     is_unread,
     left_in,
+    models_of,
     only_step,
     ranks_in,
     ranks_of,
@@ -48,6 +51,7 @@ from ckptkit.errors import (
 from ckptkit.files.file import absent, children, entry_of, names_in
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import RemotePath, list_ahead, to_local, to_path
+from ckptkit.files.sets import find_set, not_joined
 from ckptkit.formats import describe_formats, detect_format, one_of_dcp
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
@@ -57,7 +61,7 @@ from ckptkit.models.companions import Companions, find_companions
 from ckptkit.names import family_of
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.trainers import NUMBER, ONE_FILE, is_epoch, may_be_step, step_of
-from ckptkit.trainers.trackers import trackers_in
+from ckptkit.trainers.trackers import Tracker, trackers_in
 
 if TYPE_CHECKING:
     from ckptkit.names.family import Family
@@ -195,17 +199,25 @@ class Checkpoint:
         return len(ranks) or None
 
     @cached_property
+    def models(self) -> list[Component]:
+        """Return the components that may be the model; the one that lies at the path itself is, whatever its name."""
+        return [one for one in self.components if not one.place] or models_of(self.components)
+
+    @cached_property
     def model_component(self) -> Component:
         """Return the component with the model, or the only one.
 
         Raises `Unsupported` if several may have it, `NotACheckpoint` if there are only others.
         """
-        models = [component for component in self.components if component.is_model or not component.place]
+        models = self.models
         if len(models) == 1 or (models and not models[0].place):
             return models[0]
         if not models:
             raise self.unreadable or no_checkpoint(self.path)
-        names = ", ".join(component.place for component in models)
+        places = [component.place for component in models]
+        names = ", ".join(places)
+        if find_set(places[0], places):
+            raise not_joined(places, self.path)
         message = f"several checkpoints are in this directory: {names}"
         raise Unsupported(message, path=self.path, hint=self.say_tracked(models))
 
@@ -401,10 +413,11 @@ def oldest_first(found: Iterable[Checkpoint]) -> list[Checkpoint]:
 
 
 def checkpoints_in(root: Path) -> list[Checkpoint]:
-    """Return what is named like a checkpoint in the run at `root`, and then other directories with checkpoints."""
+    """Return what is named like a checkpoint in the run at `root`, then its last one and other directories with one."""
     named = named_in(root)
     known = {one.path for one in named}
-    others = [path for path in entries_in(root) if path not in known and path.is_dir()] if named else []
+    there = [path for path in entries_in(root) if path not in known] if named else []
+    others = [path for path in there if path.is_dir() or trainers.is_last(path.name)]
     return [*named, *(one for one in map(Checkpoint.at, others) if one.components)]
 
 
@@ -413,9 +426,71 @@ def runs_in(root: Path) -> list[Path]:
     return [folder for folder in inner_folders(root) if named_in(folder)]
 
 
+class LatestDiffers(UserWarning):
+    """The checkpoint that a trainer would resume from is not the one with the highest step."""
+
+
+class Latest(NamedTuple):
+    """The latest checkpoint of a run, None if none is complete. `remarks` say why it is not the one that names tell."""
+
+    checkpoint: Checkpoint | None
+    remarks: tuple[str, ...] = ()
+
+
 def latest_in(root: Path) -> Checkpoint | None:
-    """Return the complete checkpoint with the highest step in the run at `root`, None if it has none."""
-    return next((one for one in reversed(named_in(root)) if one.is_complete), None)
+    """Return the latest complete checkpoint of the run at `root`, None if it has none; see `find_latest`.
+
+    Warns if it is not the one with the highest step, or if a latest-checkpoint file names one that is not complete.
+    """
+    found = find_latest(root)
+    for remark in found.remarks if found.checkpoint else ():
+        warnings.warn(f"{root}: {remark}", LatestDiffers, stacklevel=2)
+    return found.checkpoint
+
+
+def find_latest(root: Path) -> Latest:
+    """Find the checkpoint that the trainer of the run at `root` would resume from.
+
+    It is the one that a latest-checkpoint file, a link such as `last` or the newest `last.ckpt` means, if that is
+    complete; else the complete one with the highest step.
+    """
+    named = named_in(root)
+    highest = next((one for one in reversed(named) if one.is_complete), None)
+    meant: list[tuple[str, Checkpoint]] = []
+    remarks: list[str] = []
+    for tracker in (one for one in trackers_in(root) if one.is_latest):
+        found = meant_by(tracker, root, named)
+        meant += [(tracker.name, found)] if found else []
+        if not found:
+            what = "is not complete" if (root / tracker.target).exists() else "does not exist"
+            remarks.append(f"`{tracker.name}` names {tracker.target}, which {what}")
+    for path in entries_in(root):
+        if trainers.is_last(path.name) and (last := Checkpoint.at(path)).is_complete:
+            step = step_or_none(last)
+            if step is None:
+                remarks.append(f"`{path.name}` does not say its step: it may be later")
+            elif highest is None or step > (step_or_none(highest) or 0):
+                meant.append((path.name, last))
+    tracker, latest = max(meant, key=lambda one: step_or_none(one[1]) or 0, default=("", highest))
+    if latest and highest and latest.path != highest.path:
+        remarks.append(f"taking {latest.name}, which `{tracker}` names; the highest step is {highest.name}")
+    elif latest and remarks:
+        remarks[-1] += f"; taking {latest.name}"
+    return Latest(latest, tuple(remarks))
+
+
+def meant_by(tracker: Tracker, root: Path, named: Iterable[Checkpoint]) -> Checkpoint | None:
+    """Return the complete checkpoint that a tracker names, of those `named` by steps or of any in the run."""
+    found = next((one for one in named if tracker.means(one.path)), None) or Checkpoint.at(root / tracker.target)
+    return found if found.components and found.is_complete else None
+
+
+def step_or_none(checkpoint: Checkpoint) -> int | None:
+    """Return the step that its name says or its trainer noted; None if nothing says one, or it cannot be read."""
+    try:
+        return checkpoint.step
+    except (Corrupt, IOFailure, Unsafe, Unsupported):
+        return None
 
 
 def entries_in(root: Path) -> Iterator[Path]:
@@ -461,6 +536,8 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     if not path.is_dir():
         other = one_of_dcp(path) or (unlike_torch(path) if path.suffix == ".pt" else None)
         return other or NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
+    if (files := files_of_ranks(path)) is not None:
+        return files
     unfinished = named_in(path)
     if unfinished:
         unread = next((found for one in reversed(unfinished) if (found := one.unreadable or foreign_in(one))), None)

@@ -10,16 +10,27 @@ from pathlib import Path, PurePosixPath
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse, translate_os_errors
+from ckptkit.errors import (
+    CkptError,
+    Corrupt,
+    Incomplete,
+    IOFailure,
+    Report,
+    Unsafe,
+    Unsupported,
+    refuse,
+    translate_os_errors,
+)
 from ckptkit.files.crc32 import RESTORE, crc32, tell_damage
 from ckptkit.files.file import names_in, read_small
 from ckptkit.files.path import RemotePath
 from ckptkit.formats import FormatReader
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
+from ckptkit.names.weights import may_have_weights
 from ckptkit.names.wrappers import is_flat_name
 from ckptkit.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.tensors.box import whole
-from ckptkit.trainers import is_exported, is_other_part, is_whole, marker_of, step_of, step_of_place, unfinished_names
+from ckptkit.trainers import is_exported, is_other_part, marker_of, step_of, step_of_place, unfinished_names
 
 _LARGEST = 1 << 26  # bytes of a file that is read again to compare it with its manifest
 _UNFINISHED = "wait for the save to end, or take another step"
@@ -34,7 +45,8 @@ class Component:
     that is "". One that `takes_twins` has the rounded copies in the place of the tensors that have them. Where the
     masters of its weights are asked for, `masters` is its layout with these in the place of the weights. The model's
     config.json lies in `base`, if not with it.
-    Where it was `salvaged`, that is its layout in the place of what the files say, which is damaged.
+    Where it was `salvaged`, that is its layout in the place of what the files say, which is damaged. With `has_all` it
+    is a directory that holds all of the checkpoint in whose directory it lies.
     """
 
     place: str
@@ -45,15 +57,19 @@ class Component:
     masters: Layout | None = field(default=None, repr=False, compare=False)
     base: str | None = None
     salvaged: Layout | None = field(default=None, repr=False, compare=False)
+    has_all: bool = False
 
     @property
     def is_model(self) -> bool:
         return self.under is None and not is_other_part(self.place or self.path.name)
 
     @property
-    def has_all(self) -> bool:
-        """Return whether its directory is one in that of the checkpoint, and holds all of it."""
-        return bool(self.place) and (is_whole(self.place) or step_of(Path(self.place)) is not None)
+    def may_have_weights(self) -> bool:
+        """Return whether its metadata lists tensors that a model may have; True if the metadata cannot be read."""
+        try:
+            return may_have_weights(self.layout)
+        except (Corrupt, IOFailure, Unsafe, Unsupported):
+            return True
 
     @property
     def problem(self) -> CkptError | None:
@@ -121,27 +137,34 @@ class Component:
     @cached_property
     def in_whole(self) -> Layout:
         """Return its layout with files named as they are seen from the checkpoint's directory."""
-        if not self.place or self.under is not None:
-            return self.layout
-        layout = self.layout
-        return replace(
-            layout,
-            root=layout.root.parent,
-            file_sums={self._move(file): sums for file, sums in layout.file_sums.items()},
-            tensors={name: self._move_tensor(tensor) for name, tensor in layout.tensors.items()},
-            blobs={name: self._move_blob(blob) for name, blob in layout.blobs.items()},
-            descriptions=tuple(map(self._move, layout.descriptions)),
-            twins={name: self._move_tensor(tensor) for name, tensor in layout.twins.items()},
-        )
+        return moved(self.layout, self.folder)
 
-    def _move(self, file: str) -> str:
-        return str(PurePosixPath(self.place, file)) if file else file
+    @property
+    def folder(self) -> str:
+        """Return the directory in the checkpoint's that its files lie in, "" for that directory itself."""
+        return self.place if self.under is None else self.place.rpartition("/")[0]
 
-    def _move_tensor(self, tensor: StoredTensor) -> StoredTensor:
-        return replace(tensor, chunks=tuple(chunk._replace(path=self._move(chunk.path)) for chunk in tensor.chunks))
 
-    def _move_blob(self, blob: Blob) -> Blob:
-        return blob._replace(path=self._move(blob.path))
+def moved(layout: Layout, folder: str) -> Layout:
+    """Return the layout of files in a directory called `folder`, with files named as they are seen from above that."""
+    if not folder:
+        return layout
+
+    def move(file: str) -> str:
+        return str(PurePosixPath(folder, file)) if file else file
+
+    def move_tensor(tensor: StoredTensor) -> StoredTensor:
+        return replace(tensor, chunks=tuple(chunk._replace(path=move(chunk.path)) for chunk in tensor.chunks))
+
+    return replace(
+        layout,
+        root=layout.root.parent,
+        file_sums={move(file): sums for file, sums in layout.file_sums.items()},
+        tensors={name: move_tensor(tensor) for name, tensor in layout.tensors.items()},
+        blobs={name: blob._replace(path=move(blob.path)) for name, blob in layout.blobs.items()},
+        descriptions=tuple(map(move, layout.descriptions)),
+        twins={name: move_tensor(tensor) for name, tensor in layout.twins.items()},
+    )
 
 
 def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:

@@ -13,9 +13,10 @@ from ckptkit import trainers
 from ckptkit.checkpoints.component import MODEL, Component
 from ckptkit.checkpoints.evidence import read_object
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.errors import and_more
+from ckptkit.errors import Unsupported, and_more
 from ckptkit.files.file import children, folders, names_in
 from ckptkit.files.local import is_strange_link
+from ckptkit.files.sets import find_set, not_joined
 from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside, is_stray
 from ckptkit.models.companions import FILES
 from ckptkit.names.weights import TRAINING
@@ -56,21 +57,24 @@ class LeftBehind(NamedTuple):
 def is_run(path: Path) -> bool:
     """Return whether a directory, of no step itself, is a run although there is a file in it that could be a model.
 
-    Its checkpoints are files named by their steps, or there is a file that says which directory is meant. With a file
-    in it that a format knows, by its name or by what is in it, it is a checkpoint, whatever else lies there.
+    Its checkpoints are files named by their steps, or a file or link is their last one or says which is meant. With a
+    file in it that a format knows, by its name or by what is in it, it is a checkpoint, whatever else lies there.
     """
     if not path.is_dir() or step_of(path) is not None:
         return False
     names = [name for name in names_in(path) if not trainers.is_beside_file(name)]
     has_steps = any(name.endswith(ONE_FILE) and step_of(Path(Path(name).stem)) is not None for name in names)
-    is_tracked = any(map(trainers.is_tracker, names)) and any(map(may_be_step_name, names))
+    is_tracked = any(map(may_be_step_name, names)) and any(
+        trainers.is_tracker(name) or trainers.is_last(name) or (path / name).is_symlink() for name in names
+    )
     return (has_steps or is_tracked) and not (is_known_file(names) or is_known_inside(path))
 
 
 def complete_folders(path: Path) -> tuple[Component, ...] | None:
     """Return the directories in a checkpoint's that hold all of it, but for what lies beside them; None without any.
 
-    The step in the name of the directory that they lie in tells them from the checkpoints of a run.
+    The step in the name of the directory that they lie in tells them from the checkpoints of a run. A directory only
+    has all if no other one beside it has shards: else each has a part, whatever it is called.
     """
     if step_of(path) is None or not path.is_dir():
         return None
@@ -79,8 +83,16 @@ def complete_folders(path: Path) -> tuple[Component, ...] | None:
     inner = only_step(path, there)
     if inner is not None and not wholes and detect_format(path) is None:
         wholes = [inner]
-    found = [(folder, detect_format(folder)) for folder in wholes]
-    return tuple(Component(folder.name, folder, reader) for folder, reader in found if reader) or None
+    found = [(folder, reader) for folder in wholes if (reader := detect_format(folder)) and reader.is_sharded]
+    if not found or any(has_shards(folder) for folder in inner_folders(path) if folder not in wholes):
+        return None
+    return tuple(Component(folder.name, folder, reader, has_all=True) for folder, reader in found)
+
+
+def has_shards(folder: Path) -> bool:
+    """Return whether a checkpoint of several ranks is in a directory."""
+    reader = detect_format(folder)
+    return reader is not None and reader.is_sharded
 
 
 def only_step(path: Path, there: Iterable[Path]) -> Path | None:
@@ -93,21 +105,43 @@ def only_step(path: Path, there: Iterable[Path]) -> Path | None:
     return named[0] if len(named) == 1 and step_of(named[0]) == step else None
 
 
-def component_in(folder: Path) -> Component | None:
-    """Return the component of a checkpoint in a directory of it; of an optimizer that may be the only file there."""
+def components_in(folder: Path) -> list[Component]:
+    """Return the components of a checkpoint in a directory of it.
+
+    That is the directory, or the only file of an optimizer, or each of several files of states, which no index joins.
+    """
     reader = detect_format(folder)
     if reader is not None:
-        return Component(folder.name, folder, reader)
+        states = states_in(folder, reader)
+        return states if len(states) > 1 else [Component(folder.name, folder, reader)]
     names = names_in(folder) if trainers.is_other_part(folder.name) else []
     only = folder / next(iter(names)) if len(names) == 1 else None
     reader = detect_format(only) if only is not None and only.suffix in OF_TRAINING and only.is_file() else None
-    return Component(folder.name, only, reader) if only is not None and reader is not None else None
+    return [Component(folder.name, only, reader)] if only is not None and reader is not None else []
+
+
+def states_in(folder: Path, reader: FormatReader) -> list[Component]:
+    """Return the files in a directory that are entries of a checkpoint, under their own names; [] for a model."""
+    if reader.is_sharded or not is_stray(folder, reader):
+        return []
+    files = [path for path in children(folder) if path.suffix in ONE_FILE and path.is_file() and reader.detect(path)]
+    return [Component(f"{folder.name}/{file.name}", file, reader, under=file.stem) for file in files]
 
 
 def components_inside(path: Path) -> tuple[Component, ...]:
     """Return the components in the directories of a checkpoint, the model first."""
-    found = (component for folder in inner_folders(path) if (component := component_in(folder)))
+    found = [component for folder in inner_folders(path) for component in components_in(folder)]
+    if all(component.under is not None for component in found):
+        return ()  # states without anything that they are beside
     return tuple(sorted(found, key=lambda component: not component.is_model))
+
+
+def models_of(components: Iterable[Component]) -> list[Component]:
+    """Return the components that may be the model: by their names and, if these leave several, by their tensors."""
+    named = [component for component in components if component.is_model]
+    if len(named) < 2:
+        return named
+    return [component for component in named if component.may_have_weights] or named
 
 
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
@@ -175,6 +209,20 @@ def unread_at(path: Path, names: Iterable[str]) -> Unread | None:
     return found if any(one.is_file() and key in read_object(one) for one in files) else None
 
 
+def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
+    """Return the error for the files or directories of several ranks that lie anywhere in a directory; None if none do.
+
+    `depth` is how many levels of directories to look through: fairseq2 has `model/pp_00/tp_00/sdp_00.pt`.
+    """
+    below = inner_folders(path)
+    names = [file.name for file in children(path) if file.suffix in ONE_FILE and file not in below]
+    for there in (sorted(names), [folder.name for folder in below]):
+        found = next((found for name in there if len(found := find_set(name, there)) > 1), [])
+        if found:
+            return not_joined(found, path)
+    return next((found for folder in below if depth and (found := files_of_ranks(folder, depth - 1))), None)
+
+
 def find_unread(path: Path) -> Unread | None:
     """Return what lies at a path without a checkpoint, if files of others do: a trainer's, or another program's."""
     names = names_in(path) if path.is_dir() else [path.name] if path.exists() else []
@@ -206,8 +254,9 @@ def ranks_of(names: Iterable[str]) -> Iterator[int]:
 
 
 def is_left(name: str, beside: Iterable[str]) -> bool:
-    """Return whether a hidden file stays behind, as all do that are no component of some trainer's checkpoint."""
-    return name.startswith(".") and not trainers.is_kept(name, beside)
+    """Return whether a hidden file stays behind: neither a format nor a trainer needs it to read what lies beside."""
+    is_needed = trainers.is_kept(name, beside) or is_known_file([name]) or trainers.find_unread([name]) is not None
+    return name.startswith(".") and not (is_needed or name in trainers.companion_folders())
 
 
 def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:

@@ -59,8 +59,9 @@ def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:
 
 def files_in(dst: Path) -> tuple[str, ...]:
     """Return the files of the checkpoint in a directory, and of its manifest. Raises `Occupied` for several models."""
-    parts = Checkpoint.at(dst).components if dst.is_dir() else ()
-    if sum(part.is_model for part in parts) > 1:
+    here = Checkpoint.at(dst) if dst.is_dir() else None
+    parts = here.components if here else ()
+    if here and len(here.models) > 1:
         names = ", ".join(sorted({part.reader.name for part in parts}))
         message = f"the destination contains several models ({names}), but --overwrite replaces only one"
         raise Occupied(message, path=dst, hint="choose another destination, or remove the models first")
@@ -89,8 +90,9 @@ def unknown_entries(root: Path, made: set[Path]) -> Iterator[Path]:
 
 def own_parts(root: Path) -> tuple[set[Path], set[Path]]:
     """Return the paths of the parts of the one checkpoint in a directory, and the files that they are stored in."""
-    parts = Checkpoint.at(root).components
-    if sum(part.is_model for part in parts) > 1:  # several models side by side: not one checkpoint
+    here = Checkpoint.at(root)
+    parts = here.components
+    if len(here.models) > 1:  # several models side by side: not one checkpoint
         return set(), set()
     files = set()
     for part in parts:

@@ -98,6 +98,7 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
         "quantized": quantized_json(found.quantized),
         "salvaged": found.salvaged,
         "unread": found.unread,
+        "remarks": found.remarks,
         "left_behind": [pick(left, "path", "why") for left in found.left_behind],
         "groups": {kind: group_json(group) for kind, group in found.groups.items()},
         "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
@@ -145,6 +146,8 @@ def report(found: Inspected, asked: Path) -> None:
         say(line)
     for tie in found.ties:
         say(f"tied: {' = '.join(tie)}")
+    for remark in found.remarks:
+        note(f"note: {remark}")
     for line in describe_left(found.left_behind, "other files"):
         say(line)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.component import Component, join_layouts
+from ckptkit.checkpoints.component import Component, join_layouts, moved
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.conversion.completion import Completed, complete_optimizers
 from ckptkit.conversion.directories import entry_at, files_beside, own_files
@@ -56,8 +56,10 @@ class Piece:
         restored = frozenset(complete.tensors.keys() - first.layout.tensors)
         if not others:
             return cls((first,), complete, restored)
-        layout = join_layouts(complete.root, parts, [complete, *(part.layout for part in others)])
-        return cls(tuple(parts), layout, restored)
+        layouts = [complete, *(part.layout for part in others)]
+        if any(part.folder != first.folder for part in others):  # all are named as seen from the checkpoint's directory
+            layouts = [moved(layout, part.folder) for layout, part in zip(layouts, parts, strict=True)]
+        return cls(tuple(parts), join_layouts(layouts[0].root, parts, layouts), restored)
 
     @property
     def place(self) -> str:
@@ -129,7 +131,9 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
         names = ", ".join(draft.place for draft in drafts)
         hint = "choose one part, or pass a directory as destination"
         raise Usage(f"the checkpoint has {len(drafts)} parts ({names}), but the destination is one file", hint=hint)
-    if conversion.is_file or not checkpoint.path.is_dir():
+    if conversion.is_file:
+        return replace(conversion, drafts=[replace(draft, place="") for draft in drafts])
+    if not checkpoint.path.is_dir():
         return conversion
     conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
     if options.vocab_size is not None:

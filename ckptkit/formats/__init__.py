@@ -115,6 +115,7 @@ FORMATS = PluginTable(
             "torch.save, a file for each rank",
             r".*[._-]rank[_-]?[0-9]+\.(pt|pth|bin)",
             is_written=True,
+            perhaps=r"rank[_-]?[0-9]+\.(pt|pth|bin)",
         ),
         "pt_shards": KnownFormat(
             "ckptkit.formats.pt_shards.format:PtShards",

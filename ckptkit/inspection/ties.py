@@ -1,11 +1,14 @@
-"""Find the names of a checkpoint that stand for one tensor, by places and by config.json. Compares no bytes."""
+"""Find the names of a checkpoint that stand for one tensor, by places and by config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from ckptkit.errors import CkptError
+from ckptkit.files.path import RemotePath
 from ckptkit.layout import Chunk, Layout, StoredTensor
+from ckptkit.models.fit import check_equal
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 
 Tie = tuple[str, ...]  # names of one tensor
@@ -14,8 +17,9 @@ Tie = tuple[str, ...]  # names of one tensor
 def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping[str, str]) -> list[Tie]:
     """Return the names with the same bytes in the same places; and the head that `config` ties to the embedding.
 
-    `weights` gives the name that the checkpoint has for each of the model's; the head itself may be left out of it. A
-    number by itself is no tie: the steps of a whole group may be one.
+    `weights` gives the name that the checkpoint has for each of the model's; the head itself may be left out of it. If
+    it is there, it is only tied if its bytes are the embedding's, which are read. A number by itself is no tie: the
+    steps of a whole group may be one.
     """
     stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes and tensor.spec.shape}
     alike = group(stored, lambda tensor: (tensor.spec, place_of(tensor.chunks[0])))
@@ -23,9 +27,20 @@ def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping
     embedding = find_embedding(weights) if config and is_tied(config) else None
     if embedding is not None:
         head = (weights.get(HEAD, HEAD), weights[embedding])
-        if not any(set(head) <= set(tie) for tie in ties):
+        if not any(set(head) <= set(tie) for tie in ties) and (head[0] not in stored or are_equal(layout, *head)):
             ties.append(head)
     return ties
+
+
+def are_equal(layout: Layout, name: str, other: str) -> bool:
+    """Return whether two tensors have the same bytes; False if they are in a store, or cannot be read."""
+    if isinstance(layout.root, RemotePath):
+        return False
+    try:
+        check_equal(layout, name, other)
+    except CkptError:
+        return False
+    return True
 
 
 def group(

@@ -143,6 +143,13 @@ def has_weights(layout: Layout) -> bool:
     return any(layout.key(name)[0] not in training for name in layout.tensors)
 
 
+def may_have_weights(layout: Layout) -> bool:
+    """Return whether any tensor may be a model's: one with axes that is no state of a training or of a generator."""
+    training = training_state(layout, ())
+    keys = (layout.key(name) for name, tensor in layout.tensors.items() if tensor.spec.shape)
+    return any(key[0] not in training and not is_generator(key) for key in keys)
+
+
 def find_model_key(layout: Layout) -> KeyPath:
     """Return the key path under which the model lies: through `state`, `app`, `model`, to where tensors have names."""
     prefix: KeyPath = ()

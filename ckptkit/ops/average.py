@@ -71,7 +71,7 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     if len(given) != 1:
         raise Usage(f"--last: expected 1 run, found {count(len(given), 'path')}")
     run = path_of(given[0])
-    complete = RunFolder(run).checkpoints()
+    complete = RunFolder(run).up_to_latest()
     if not 0 < last <= len(complete):
         hint = "`ckptkit ls` shows the checkpoints of a run"
         raise Usage(

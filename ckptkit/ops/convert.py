@@ -15,6 +15,7 @@ from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import LeftBehind
+from ckptkit.checkpoints.one_of_several import require_whole
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.collector import collector_paused
 from ckptkit.conversion.directories import check_free, files_taken, require_separate_destination, to_output
@@ -180,6 +181,7 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     check_free(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
+        require_whole(checkpoint)
         require_separate_destination(checkpoint, dst, writer)
     conversion = draft_opened(checkpoints, dst, options)
     conversion = with_left_behind(conversion, checkpoints)

@@ -170,6 +170,7 @@ def unfinished_in(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
     """Yield that the run that was asked for has a later checkpoint that is not complete."""
     if asked == checkpoint.path or not asked.is_dir():
         return
-    later = [one.name for one in named_in(asked) if (one.own_step or 0) > (checkpoint.own_step or 0)]
+    named = [one for one in named_in(asked) if (one.own_step or 0) > (checkpoint.own_step or 0)]
+    later = [one.name for one in named if not one.is_complete]
     if later:
         yield f"later, and unfinished: {', '.join(later)}"

@@ -11,6 +11,7 @@ from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import LeftBehind
+from ckptkit.checkpoints.one_of_several import find_parts
 from ckptkit.collector import collector_paused
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
@@ -18,6 +19,7 @@ from ckptkit.inspection.groups import Group, bytes_by_dtype, group
 from ckptkit.inspection.ties import Tie, find_ties
 from ckptkit.layout import Layout
 from ckptkit.models.companions import find_config
+from ckptkit.models.known_types import HEAD, is_tied
 from ckptkit.names.weights import find_weights, has_weights
 from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.optimizers.keys import kind_of_keys
@@ -25,6 +27,7 @@ from ckptkit.pictures.numbers import format_bytes, format_count
 from ckptkit.pictures.words import count
 from ckptkit.quantized.signs import may_be_quantized
 from ckptkit.summary import Summarized
+from ckptkit.trainers import is_epoch
 
 if TYPE_CHECKING:
     from ckptkit.adapters.summary import InspectedAdapter
@@ -40,7 +43,7 @@ class Inspected(Summarized):
     "model", "optimizer" and "rest".
     `optimizer_keys` are "names" or "ids" of parameters, None without an optimizer, or if some has these and some those.
     `salvaged` is what was lost when it was made of a damaged one, None if it was not. `left_behind` are files in its
-    directory that no part of it is read from.
+    directory that no part of it is read from. `remarks` say what its files do not agree on, or do not have.
     """
 
     layout: Layout
@@ -60,6 +63,7 @@ class Inspected(Summarized):
     quantized: InspectedQuantized | None = None
     salvaged: Mapping[str, Any] | None = None
     left_behind: tuple[LeftBehind, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -121,7 +125,21 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         quantized,
         read_account(checkpoint.path) if checkpoint.path.is_dir() else None,
         tuple(checkpoint.files_beside),
+        tuple(find_remarks(checkpoint, ties)),
     )
+
+
+def find_remarks(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterator[str]:
+    """Yield that it is one of several files, that its steps differ, that a head is not the tensor it is tied to."""
+    if part := find_parts(checkpoint):
+        yield part.message
+    named, noted = checkpoint.own_step, checkpoint.noted_step
+    if named is not None and noted not in (None, named) and not is_epoch(checkpoint.path):
+        yield f"the name says step {named:,}, the checkpoint itself step {noted:,}"
+    weights = find_names(checkpoint.model_component)
+    head, config = weights.get(HEAD), find_config(checkpoint.model_component.path)
+    if head and config and is_tied(config) and not any(head in tie for tie in ties):
+        yield f"config.json ties `{head}` to the embedding, but their bytes differ or were not read"
 
 
 def find_adapters(model: Component) -> tuple[InspectedAdapter, ...]:

@@ -11,7 +11,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, name_of, no_checkpoint, path_of, runs_in
+from ckptkit.checkpoints.checkpoint import (
+    Checkpoint,
+    Source,
+    checkpoints_in,
+    find_latest,
+    name_of,
+    no_checkpoint,
+    path_of,
+    runs_in,
+)
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.destinations.claims import StoreClaim, claimed_in, read_claim
 from ckptkit.destinations.destination import CLAIM
@@ -63,8 +72,9 @@ class Listed:
 class Listing(Summarized):
     """The checkpoints of the run in directory `root`, oldest first; those without a step come last.
 
-    `latest` is the complete checkpoint with the highest step, None if you asked for a single checkpoint; `tracker` says
-    in words what the tracker files of other trainers mean. `runs` are the runs in a directory that is no run itself.
+    `latest` is the complete checkpoint that a latest-checkpoint file names, else the one with the highest step; None if
+    you asked for a single checkpoint. `tracker` says in words what the tracker files of other trainers mean. `runs` are
+    the runs in a directory that is no run itself.
     """
 
     root: Path
@@ -100,9 +110,9 @@ def ls(run: Source) -> Listing:
         pins, trackers = pinned_in(root), trackers_in(root)
         listed = [look_at(one, pins, trackers, runs) for one in found]
         listed += [look_at_upload(path) for path in claimed_in(root)] if is_run else []
-    complete = [one.path for one in listed if is_run and one.is_complete and one.step is not None]
+    latest = find_latest(root).checkpoint if is_run else None
     tracker = say_tracked(trackers, listed) if is_run else None
-    return Listing(root, tuple(listed), complete[-1] if complete else None, tracker, tuple(runs))
+    return Listing(root, tuple(listed), latest.path if latest else None, tracker, tuple(runs))
 
 
 list_run = ls  # its name in earlier versions
@@ -114,7 +124,7 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
     Raises `NotACheckpoint` if there is none.
     """
     here = Checkpoint.at(path)
-    models = [part.path for part in here.components if part.is_model]
+    models = [part.path for part in here.models]
     is_folder = here.own_step is None and (len(models) > 1 or len(models) == len(here.components))
     if models and is_folder and not here.is_direct:
         return [Checkpoint.at(model) for model in models]

@@ -154,7 +154,22 @@ def is_tracker(name: str) -> bool:
 @cache
 def plain_trackers() -> frozenset[str]:
     """Return the names of trackers that contain the name of the checkpoint and nothing else."""
-    return frozenset(name for trainer in TRAINERS.values() for name in trainer.trackers)
+    return frozenset(name for trainer in TRAINERS.values() for name in (*trainer.trackers, *trainer.best_trackers))
+
+
+def names_best(name: str) -> bool:
+    """Return whether a tracker of this name says which checkpoint is the best, and not which is the latest."""
+    return any(name in trainer.best_trackers for trainer in TRAINERS.values())
+
+
+def is_last(name: str) -> bool:
+    """Return whether a checkpoint of this name is the last one of its run, whatever its step."""
+    return any(matches("last", name))
+
+
+def best_keys() -> tuple[tuple[str, KeyPath], ...]:
+    """Return where a checkpoint names the best one of its run: the file, "" for its own entries, and the way to it."""
+    return tuple(found for trainer in TRAINERS.values() for found in trainer.best_keys)
 
 
 @cache

@@ -53,6 +53,8 @@ LIGHTNING = TrainerFacts(
     steps=(r"(?!\.)(?:.*-)?step=([0-9]{1,18})(?:\.ckpt)?",),
     beside={r"meta\.pt": ""},
     epochs=(r"epoch=([0-9]{1,18})(?:\.ckpt)?",),
+    last=(r"last(?:-v[0-9]+)?\.ckpt",),  # `save_last`: a copy, unless that is "link"
+    best_keys=(("", ("callbacks", "*", "best_model_path")),),
 )
 
 # `model_checkpoint.py` of NeMo's callbacks: `model--loss=2.5-step=5-consumed_samples=40.0`, with `weights` and
@@ -167,7 +169,8 @@ OLMO = TrainerFacts(
 AUTOMODEL = TrainerFacts(
     name="nemo_automodel",
     marks=(Mark("NeMo Automodel", place="model", beside="losses.json"),),
-    trackers=("LATEST.txt", "LOWEST_VAL.txt"),
+    trackers=("LATEST.txt",),
+    best_trackers=("LOWEST_VAL.txt",),
     others=("optim",),
     companions=(".hf_metadata", "consolidated"),
     kept={"dataloader": "optim", "rng": "optim"},
@@ -351,7 +354,9 @@ TORCH = TrainerFacts(
     steps=(r"(?:ep(?:och)?[-_]?[0-9]+[-_])?(?:ckpt|checkpoint|step|global_step|iter|ba)[-_]?([0-9]{1,18})(?:_ckp)?",),
     epochs=(r"epoch(?:[-_]?|=)([0-9]{1,18})(?:\.ckpt)?",),
     step_keys=(("", ("step",)), ("", ("global_step",))),
-    trackers=("latest", "latest.txt", "LATEST", "LOWEST_VAL"),
+    trackers=("latest", "latest.txt", "LATEST"),
+    best_trackers=("LOWEST_VAL",),
+    last=(r"(?:(?:checkpoint|ckpt|model)[-_.]?)?(?:last|latest)\.(?:pt|pth|ckpt|pth\.tar)",),
 )
 
 # peft/utils/constants.py: adapters, by their config. A trainer leaves one beside the states of all ranks, in which its

@@ -1,13 +1,15 @@
 """Read trackers: files and links of trainers that say which checkpoint of a run is meant.
 
 A file holds the name of a checkpoint or its step, in JSON where its trainer keeps more in it. A link, whatever its
-name, means the checkpoint that it leads to or into; a link that leads out of the run means none.
+name, means the checkpoint that it leads to or into; a link that leads out of the run means none. Trainers resume from
+the checkpoint that some of them name; others name the best one.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -19,14 +21,19 @@ from ckptkit.trainers import step_of
 _LIMIT = 1 << 10  # bytes
 _LIMIT_OF_JSON = 1 << 24  # bytes: metrics of all checkpoints may be in it
 _OF_STORES = ".symlink"  # a file that stands for a link in a store without links, and holds a whole path
+_LATEST = re.compile(r"(?:.*[-_.])?(?:last|latest)(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)  # a link to resume from
 
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """A file or link called `name` that means `target`: the name of a checkpoint, or its step."""
+    """A file or link called `name` that means `target`: the name of a checkpoint, or its step.
+
+    With `is_latest`, it says which checkpoint to resume from.
+    """
 
     name: str
     target: str
+    is_latest: bool = False
 
     def means(self, checkpoint: Path) -> bool:
         """Return whether it is this checkpoint of the run that is meant."""
@@ -38,8 +45,15 @@ class Tracker:
 
 def trackers_in(root: Path) -> list[Tracker]:
     """Return the trackers of the run in directory `root`, by name, but for those that say nothing of use."""
-    found = ((path.name, read_tracker(path)) for path in children(root) if not path.name.startswith("."))
-    return [Tracker(name, target) for name, target in found if target]
+    found = ((path, read_tracker(path)) for path in children(root) if not path.name.startswith("."))
+    return [Tracker(path.name, target, is_for_resuming(path)) for path, target in found if target]
+
+
+def is_for_resuming(path: Path) -> bool:
+    """Return whether a tracker says which checkpoint to resume from, and not which is the best."""
+    if path.is_symlink():
+        return _LATEST.fullmatch(path.name) is not None
+    return not trainers.names_best(path.name)
 
 
 def read_tracker(path: Path) -> str | None:

@@ -100,11 +100,17 @@ class TrainerFacts:
     marks: tuple[Mark, ...] = ()
     wrote: Callable[[Evidence], str | None] = lambda _: None
 
-    # Of a run: names of the directories or files of checkpoints, with a group that is the step or the epoch; and of
-    # trackers, the files that say which checkpoint is meant.
+    # Of a run: names of the directories or files of checkpoints, with a group that is the step or the epoch; of
+    # trackers, the files that say which checkpoint to resume from; and of files that say which is the best.
     steps: tuple[str, ...] = ()
     epochs: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
+    best_trackers: tuple[str, ...] = ()
+    # Checkpoints that are the last one by their own names, beside those with a step in theirs.
+    last: tuple[str, ...] = ()
+    # Where a checkpoint names the best one of its run: a small file of JSON, or "" for the checkpoint's own entries,
+    # and the keys in it; "*" is any key.
+    best_keys: tuple[tuple[str, KeyPath], ...] = ()
     # Trackers in JSON, each with the keys that lead to the name of the checkpoint.
     json_trackers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Where to read the step if no name says it: a small file of JSON, or "" for the checkpoint's own entries, and the

@@ -36,6 +36,7 @@ TRANSFORMERS = TrainerFacts(
     steps=("checkpoint-([0-9]{1,18})",),
     beside={r"optimizer\.pt": "optimizer"},
     step_keys=((STATE, ("global_step",)),),
+    best_keys=((STATE, ("best_model_checkpoint",)),),
     own_state=(r"rng_state_([0-9]+)\.pth",),
     states=(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state\.pth",),
     metrics={STATE: MetricsFile(1 << 26, logged_numbers)},  # a line for every time that anything was logged

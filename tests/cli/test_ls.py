@@ -149,7 +149,8 @@ def test_pins_on_the_command_line(run: Path) -> None:
 
 
 def test_inspect_at_a_glance(run: Path) -> None:
-    lines = on_terminal(80, "inspect", run)
+    warning, *lines = on_terminal(80, "inspect", run)
+    assert warning.endswith("`latest` names global_step15, which is not complete; taking global_step10")
     assert max(map(len, lines[1:])) <= max(80, len(lines[1]))
     text = "\n".join(lines)
     for words in (

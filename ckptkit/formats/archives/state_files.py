@@ -119,6 +119,13 @@ def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     return state, entries
 
 
+def read_pickle(path: Path) -> bytes:
+    """Return the pickle in a file of torch.save as it is; that of an old one ends before its storages."""
+    with opened(path) as (read, length):
+        entries = entries_of(read, length)
+        return b"" if "data.pkl" not in entries else bytes(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT))
+
+
 def extents_of(layout: Layout, paths: Iterable[str], report: Report) -> Iterator[Extent]:
     """Yield every entry of the files at `paths` in the layout's directory: storages, pickles and what lies beside.
 

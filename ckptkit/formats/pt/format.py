@@ -14,6 +14,7 @@ from pathlib import Path
 from ckptkit.errors import CkptError, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in
 from ckptkit.files.ranges import read_ahead
+from ckptkit.files.sets import find_set, not_joined
 from ckptkit.formats.archives.flatten import flatten
 from ckptkit.formats.archives.state_files import (
     HEAD,
@@ -132,6 +133,8 @@ def choose_file(path: Path) -> Path:
     if len(files) == 1:
         return files[0]
     names = ", ".join(file.name for file in files[:8])
+    if len(found := find_set(files[0].name, [file.name for file in files]) if files else []) > 1:
+        raise not_joined(found, path)
     raise Unsupported(
         f"expected one torch.save file, or `{MAIN}`, found {len(files)}: {names}",
         path=path,

@@ -11,15 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.collector import collector_paused
-from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, refuse
 from ckptkit.files.file import names_in, read_small
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.state_files import entries_of, extents_of, opened
+from ckptkit.formats.archives.state_files import entries_of, extents_of, opened, read_pickle
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.formats.ranks.example import example_of
-from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, RankFiles, find_files, is_there, rank_in
+from ckptkit.formats.ranks.names import (
+    BARE,
+    CONFIG,
+    MODEL,
+    OPTIMIZER,
+    REST,
+    RankFiles,
+    find_files,
+    has_label,
+    is_there,
+    rank_in,
+)
 from ckptkit.formats.ranks.optimizer import join_optimizer
 from ckptkit.formats.ranks.rest import join_rest
 from ckptkit.formats.ranks.views import without_views
@@ -29,6 +40,7 @@ from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions, check_cover
 
 _CONFIG_LIMIT = 1 << 16  # bytes
+SHARD_KINDS = (b"torch.distributed._shard.sharded_tensor", b"torch.distributed.tensor", b"torch.distributed._tensor")
 
 
 class FilePerRank(FormatWriter):
@@ -40,7 +52,7 @@ class FilePerRank(FormatWriter):
 
     def owns(self, name: str) -> bool:
         """Return True for the file of a rank, and for the one that says how many there are."""
-        return name == CONFIG or rank_in(name) is not None
+        return name == CONFIG or has_label(name)
 
     def rank_of(self, name: str) -> int | None:
         """Return the rank that wrote a file."""
@@ -51,8 +63,12 @@ class FilePerRank(FormatWriter):
         return True
 
     def detect(self, path: Path) -> bool:
-        """Return True for a directory with files of ranks that hold a model."""
-        return path.is_dir() and is_there(names_in(path))
+        """Return True for a directory with files of ranks that hold a model, by their names or by the shards in one."""
+        if not path.is_dir():
+            return False
+        names = names_in(path)
+        bare = min(filter(BARE.match, names), default=None)
+        return is_there(names) or (bare is not None and holds_shards(path / bare))
 
     def check_names(self, path: Path, report: Report) -> None:
         """Report files that break off; raise `Corrupt` if one is missing, or one is there of another run."""
@@ -102,6 +118,14 @@ class FilePerRank(FormatWriter):
         return seal_files(made.root, files, checksums)
 
 
+def holds_shards(path: Path) -> bool:
+    """Return whether the pickle in a file of torch.save has shards of tensors."""
+    try:
+        return any(kind in read_pickle(path) for kind in SHARD_KINDS)
+    except (Corrupt, Unsafe, Unsupported):
+        return False
+
+
 def find(path: Path, report: Report = refuse) -> RankFiles:
     """Return the files of ranks in a directory; report those that are missing.
 
@@ -130,7 +154,7 @@ def check_config(path: Path, found: RankFiles) -> None:
 
 def join_all(path: Path, found: RankFiles, report: Report) -> FlatState:
     """Return model, optimizer and the rest of all ranks; report files that cannot be read, and leave them out."""
-    model = without_views(read_files(path, found, MODEL, (MODEL,), report))
+    model = without_views(read_files(path, found, MODEL, () if found.naming is BARE else (MODEL,), report))
     if not model:
         raise Corrupt("no rank's file with a model can be read")
     flats = [join_files(model, naming_files(path, found, MODEL, report))]

@@ -55,6 +55,7 @@ WITHOUT_WORLD = Naming(
 )
 OTHER = Naming({MODEL: f"model{_ANY}", OPTIMIZER: f"(?:optim|optimizer){_ANY}"})
 NAMINGS = (WITH_WORLD, WITHOUT_WORLD, OTHER)
+BARE = Naming({MODEL: rf"(?P<set>)rank[_-]?{_RANK}\.(?:pt|pth|bin)"})  # all of a rank's state, if it has shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,13 @@ class RankFiles:
 
 def rank_in(name: str) -> int | None:
     """Return the rank in the name of a file, None for a file of no rank."""
-    found = next((match for naming in NAMINGS if (match := naming.match(name))), None)
+    found = next((match for naming in (*NAMINGS, BARE) if (match := naming.match(name))), None)
     return int(found[1]["rank"]) if found else None
+
+
+def has_label(name: str) -> bool:
+    """Return whether the name of a rank's file says what is in it."""
+    return any(naming.match(name) for naming in NAMINGS)
 
 
 def find_files(names: Iterable[str], report: Report = refuse) -> RankFiles | None:
@@ -92,7 +98,7 @@ def find_files(names: Iterable[str], report: Report = refuse) -> RankFiles | Non
     Reports ranks whose files are missing. Raises `Corrupt` for files of several runs, `Unsupported` for several models.
     """
     names = sorted(names)
-    for naming in NAMINGS:
+    for naming in (*NAMINGS, BARE):
         found = [(name, *match) for name in names if (match := naming.match(name))]
         if any(kind == MODEL for _, kind, _ in found) and (naming is not OTHER or len(found) > 1):
             return gather(naming, found, report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,20 @@ def test_holds_the_live_state(produce: Produce, producer: Producer, place: str, 
     assert checkpoint.layout.format == "ranks"
     assert not checkpoint.problems()
     assert_is(checkpoint.layout, of(place, made.truth))
+
+
+@pytest.mark.parametrize(("place", "source"), [("fsdp1", "fsdp1/checkpoint-7"), ("fsdp2", "fsdp2/checkpoint-7")])
+def test_files_that_are_called_by_the_rank_alone_are_joined_by_their_shards(
+    produce: Produce, tmp_path: Path, place: str, source: str
+) -> None:
+    made = produce(produced.by_accelerate)
+    for rank, file in enumerate(sorted((made.root / source).glob("pytorch_model_fsdp*_rank*.bin"))):
+        shutil.copy(file, tmp_path / f"rank{rank}.pt")
+    layout = locate(Checkpoint.open(tmp_path).layout)
+    assert layout.format == "ranks"
+    truth = {name.removeprefix("model."): t for name, t in of(place, made.truth).items() if name.startswith("model.")}
+    assert layout.tensors.keys() == truth.keys()
+    assert all(contents(layout, name) == raw_bytes(tensor) for name, tensor in truth.items())
 
 
 def test_says_who_wrote_it_and_when(produce: Produce) -> None:

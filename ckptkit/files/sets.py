@@ -1,0 +1,54 @@
+"""Tell by their names which files or directories are one of several: `rank-0-of-2`, `sdp_00` beside `sdp_01`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ckptkit.errors import Unsupported, and_more
+
+JOIN = "join them with the program that saved them"
+_NAMED = 6  # in a message
+
+_OF = re.compile(r"(?<![0-9])(?P<number>[0-9]{1,8})[-_.]?of[-_.]?(?P<count>[0-9]{1,8})(?![0-9])")
+_AXES = "tp|pp|dp|mp|sdp|fsdp"  # what ranks are counted along; `ep` and `cp` also mean epoch and checkpoint
+_AXIS = re.compile(
+    rf"(?:(?<=[-_.])|^)(?:(?:(?:{_AXES})[-_.]?)?(?:rank|shard|part)|{_AXES})[-_.]?(?P<number>[0-9]{{1,8}})(?![0-9])"
+)
+
+
+def find_set(name: str, names: Iterable[str]) -> list[str]:
+    """Return those of `names` that are one with `name`: the same but for a rank or a number; [] if it stands alone.
+
+    A lone one is of a set if its name says "I of N", or a rank other than 0 in a way that nothing else is written in.
+    """
+    for match in _OF.finditer(name):
+        if int(match["count"]) > 1:
+            return sorted(set(like(name, match, names)) | {name})
+    for match in _AXIS.finditer(name):
+        found = like(name, match, names)
+        text, is_whole_stem = match["number"], match[0] == name.partition(".")[0]
+        is_later = int(text) > 0 and (0 in found.values() or text.startswith("0") or is_whole_stem)
+        if is_later or (0 in found.values() and len(found) > 1):
+            return sorted(found.keys() | {name})
+    return []
+
+
+def not_joined(found: Sequence[str], path: Path) -> Unsupported:
+    """Return the error for the files or directories of several ranks at a path, which ckptkit has no rule for."""
+    names = ", ".join(found[:_NAMED]) + and_more(len(found) - _NAMED)
+    message = f"{len(found)} ranks saved a part of the model each, and no rule joins them: {names}"
+    return Unsupported(message, path=path, hint=JOIN)
+
+
+def is_numbered(name: str) -> bool:
+    """Return whether a name counts ranks or parts."""
+    return _AXIS.search(name) is not None or _OF.search(name) is not None
+
+
+def like(name: str, match: re.Match[str], names: Iterable[str]) -> dict[str, int]:
+    """Return the names that differ from one in a single number, each with its number."""
+    start, end = match.span("number")
+    pattern = re.compile(re.escape(name[:start]) + "([0-9]{1,8})" + re.escape(name[end:]))
+    return {found[0]: int(found[1]) for found in map(pattern.fullmatch, names) if found}
