@@ -64,9 +64,16 @@ def convert(
     parameters without a state, because they never received a gradient, get zeros. For the other options see
     `ConvertOptions`. Raises a `CkptError`, and leaves `dst` unchanged, if anything does not fit or a checksum differs.
     """
-    own = {"to": to, "world_size": world_size, "under": under, "optimizer_keys": optimizer_keys}
-    own |= {"optimizer_order": optimizer_order, "complete_optimizer": complete_optimizer}
-    return run_conversion([src], dst, ConvertOptions.of(options, **own))
+    own = ConvertOptions.of(
+        options,
+        to=to,
+        world_size=world_size,
+        under=under,
+        optimizer_keys=optimizer_keys,
+        optimizer_order=optimizer_order,
+        complete_optimizer=complete_optimizer,
+    )
+    return run_conversion([src], dst, own)
 
 
 def has_quantized(model: Model, options: ConvertOptions) -> bool:
