@@ -291,6 +291,7 @@ def test_ranks_of_torchrun_share_the_work(large: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
+@pytest.mark.nightly
 def test_the_first_rank_waits_for_one_that_has_nothing_to_do(large: Path, tmp_path: Path) -> None:
     """An earlier job did every share, and died. Who is late must not find that all is over."""
     for number in range(3):
