@@ -26,6 +26,7 @@ from tests import command, producers
 from tests.conftest import Produce
 from tests.producers import save_alone
 from tests.test_matrix import load_dcp
+from tests.tiers import nightly_but
 
 
 def files_in(root: Path) -> dict[str, bytes]:
@@ -97,6 +98,7 @@ def test_a_conversion_that_goes_on_says_so(large: Path, tmp_path: Path) -> None:
     assert "resumed: an earlier call had written 33.6 MB\n" in shown.stdout
 
 
+@pytest.mark.slow
 def test_what_goes_on_is_counted(large: Path, tmp_path: Path) -> None:
     assert consolidate(large, tmp_path / "whole").resumed_bytes == 0
     for words in (["consolidate", str(large)], ["average", str(large), str(large)]):
@@ -109,6 +111,7 @@ def test_what_goes_on_is_counted(large: Path, tmp_path: Path) -> None:
     assert 0 < part.resumed_bytes < 32 << 20
 
 
+@pytest.mark.nightly
 def test_a_mean_that_was_killed_goes_on(large: Path, tmp_path: Path) -> None:
     arguments = ["average", str(large), str(large), str(tmp_path / "out")]
     assert run_and_die(2, "SIGKILL", arguments).returncode == -9
@@ -220,7 +223,10 @@ def run_and_die(after: int, how: str, arguments: Sequence[str]) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(("how", "code"), [("SIGKILL", -9), ("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code"), nightly_but([("SIGKILL", -9)], [("SIGKILL", -9), ("SIGINT", 130), ("SIGTERM", 143)])
+)
 def test_the_same_command_goes_on(large: Path, tmp_path: Path, how: str, code: int) -> None:
     out = tmp_path / "out"
     ended = run_and_die(2, how, ["consolidate", str(large), str(out)])
@@ -253,6 +259,7 @@ def bytes_written(arguments: Sequence[str]) -> int:
     return int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_a_part_that_was_killed_goes_on(large: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["consolidate", str(large), str(out), "--part"]
@@ -266,6 +273,7 @@ def test_a_part_that_was_killed_goes_on(large: Path, tmp_path: Path) -> None:
     assert files_in(out) == files_in(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_another_command_does_not_go_on_with_it(large: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_and_die(2, "SIGKILL", ["consolidate", str(large), str(out)])
@@ -284,6 +292,7 @@ def reshard_by_ranks(large: Path, out: Path, **env: str) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_share_the_work(large: Path, tmp_path: Path) -> None:
     assert reshard_by_ranks(large, tmp_path / "out")["finished"]
     reshard(large, tmp_path / "whole", to=5)
@@ -291,6 +300,7 @@ def test_ranks_of_torchrun_share_the_work(large: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
+@pytest.mark.nightly
 def test_the_first_rank_waits_for_one_that_has_nothing_to_do(large: Path, tmp_path: Path) -> None:
     """An earlier job did every share, and died. Who is late must not find that all is over."""
     for number in range(3):
@@ -308,6 +318,7 @@ def do_part(start: float, source: Path, out: Path, number: int, count: int) -> N
     reshard(source, out, to=3, part=nth(number, count))
 
 
+@pytest.mark.slow
 def test_parts_begun_at_once_are_the_whole(produce: Produce, tmp_path: Path) -> None:
     source = produce(producers.tensor_parallel).root
     reshard(source, tmp_path / "whole", to=3)

@@ -20,6 +20,7 @@ from ckptkit.deltas.record import read_record
 from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsupported
 from tests.deltas.models import as_dcp, as_hf, as_pt, files, load, policy, step, updated
 from tests.ops.judges import raw
+from tests.tiers import pairs
 
 Save = Callable[[Path, Mapping[str, Tensor]], Path]
 FORMATS = (as_hf, as_dcp, as_pt)
@@ -29,8 +30,7 @@ DTYPES = (
 )
 
 
-@pytest.mark.parametrize("save_new", FORMATS)
-@pytest.mark.parametrize("save_base", FORMATS)
+@pytest.mark.parametrize(("save_base", "save_new"), pairs(FORMATS, FORMATS))
 def test_apply_makes_what_consolidate_makes(save_base: Save, save_new: Save, tmp_path: Path) -> None:
     before, after = policy(), step(policy())
     base, new = save_base(tmp_path / "base", before), save_new(tmp_path / "new", after)

@@ -216,7 +216,7 @@ def test_somebody_else_pushes_meanwhile(hub: Hub, source: Path) -> None:
     assert any("were there already" in line for line in done.summary())
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("end", nightly_but([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
 def test_an_end_before_the_commit_shows_nothing(end: signal.Signals, hub: Hub, source: Path) -> None:
     fault = hub.fail("POST .*/commit/", "stall")
     process = start(hub, "cp", source, "hf://org/name", "--yes", **hub.storage_env)
@@ -239,7 +239,9 @@ def test_a_commit_whose_answer_is_lost_counts(hub: Hub, small: Path) -> None:
     assert len(commits(hub)) == 2
 
 
-@pytest.mark.parametrize("where", ["/commit/", "/preupload/", "xet-write-token", "/repos/create"])
+@pytest.mark.parametrize(
+    "where", nightly_but(["/commit/"], ["/commit/", "/preupload/", "xet-write-token", "/repos/create"])
+)
 def test_what_the_hub_refuses_leaves_no_file(where: str, hub: Hub, small: Path) -> None:
     hub.fail(where, status=403)
     with pytest.raises(IOFailure, match="403"):

@@ -39,6 +39,7 @@ from ckptkit.training.launch import launch
 from tests.azurite import AZURITE, create_container, env_of, serve_azurite
 from tests.s3 import S3, forget
 from tests.storage.test_store_writer import load_on_ranks, save_on_ranks
+from tests.tiers import nightly_but
 
 CLAIM = ".ckptkit-upload.json"
 _NUMBERS = count()
@@ -288,8 +289,11 @@ def test_a_file_that_somebody_changed_is_found_before_the_mark(place: Bucket) ->
     assert "m" not in place.files()
 
 
+KILLED_AT = ["PUT .*00002-of.*comp=block", "PUT .*index", "DELETE|POST .*batch"]
+
+
 @_NEEDS_AZURITE
-@pytest.mark.parametrize("where", ["PUT .*00002-of.*comp=block", "PUT .*index", "DELETE|POST .*batch"])
+@pytest.mark.parametrize("where", nightly_but(KILLED_AT[:1], KILLED_AT))
 def test_a_killed_copy_is_resumed(az: Bucket, two_files: Path, where: str) -> None:
     assert az.server is not None
     command = [sys.executable, "-m", "ckptkit", "cp", str(two_files), az.url, "--jobs", "1"]
@@ -332,6 +336,7 @@ def test_whatever_request_fails_the_output_is_absent_or_whole(
     fail_each(lambda **more: ckptkit.consolidate(source, az.url, **more), "config.json", az, bytes_in(tmp_path / "out"))
 
 
+@pytest.mark.nightly
 @_NEEDS_AZURITE
 def test_whatever_request_fails_a_copy_is_absent_or_whole(
     az: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

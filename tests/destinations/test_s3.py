@@ -38,6 +38,7 @@ from ckptkit.files.path import RemotePath
 from tests.command import ckptkit as cli
 from tests.conftest import Some
 from tests.s3 import S3, Request, forget, serve_moto
+from tests.tiers import nightly_but
 
 CLAIM = ".ckptkit-upload.json"
 PART = 1 << 20  # bytes of a part, so that a small checkpoint has some: the smallest that `pieces` makes
@@ -183,6 +184,7 @@ def test_the_parts_on_the_wire_are_equal_but_for_the_last(
     assert 0 < last < PART
 
 
+@pytest.mark.slow
 def test_whatever_request_fails_the_copy_is_absent_or_whole(place: Place, source: Path, some: Some) -> None:
     ckptkit.cp(source, place.url)
     asked = [one.what for one in place.server.requests]
@@ -215,7 +217,10 @@ def clear(place: Place) -> None:
         place.files.rm_file(f"{place.name}/run/ckpt-5/{key}")
 
 
-@pytest.mark.parametrize("where", ["PUT .*partNumber=2", "PUT .*notes", "PUT .*metadata", "POST .*uploadId"])
+KILLED_AT = ["PUT .*partNumber=2", "PUT .*notes", "PUT .*metadata", "POST .*uploadId"]
+
+
+@pytest.mark.parametrize("where", nightly_but(KILLED_AT[:1], KILLED_AT))
 def test_a_killed_copy_is_resumed(place: Place, source: Path, where: str) -> None:
     command = [sys.executable, "-c", _COMMAND, "cp", str(source), place.url, "--jobs", "1"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ.copy()) as client:
@@ -250,7 +255,7 @@ def test_what_is_read_of_the_store_is_asked_again(place: Place, source: Path) ->
     assert is_whole(place, source)
 
 
-@pytest.mark.parametrize("where", [f"PUT .*{CLAIM}", "PUT .*metadata"])
+@pytest.mark.parametrize("where", nightly_but(["PUT .*metadata"], [f"PUT .*{CLAIM}", "PUT .*metadata"]))
 def test_a_conflict_is_tried_again(place: Place, source: Path, where: str) -> None:
     how = {"status": 409, "code": "ConditionalRequestConflict"}
     fault = place.server.fail(where, **how, times=2)
@@ -259,7 +264,10 @@ def test_a_conflict_is_tried_again(place: Place, source: Path, where: str) -> No
     assert is_whole(place, source)
 
 
-@pytest.mark.parametrize("where", ["POST .*uploads", "POST .*uploadId", f"PUT .*{CLAIM}", "PUT .*metadata"])
+CONFLICTS = ["POST .*uploads", "POST .*uploadId", f"PUT .*{CLAIM}", "PUT .*metadata"]
+
+
+@pytest.mark.parametrize("where", nightly_but(CONFLICTS[:1], CONFLICTS))
 def test_a_conflict_that_stays_is_an_error(place: Place, source: Path, where: str) -> None:
     skip = 2 if CLAIM in where else 0
     place.server.fail(where, status=409, code="ConditionalRequestConflict", skip=skip, times=9)

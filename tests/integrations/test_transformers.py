@@ -74,6 +74,7 @@ def test_each_checkpoint_is_verified_and_exported_and_training_goes_on_from_it(
     assert (tmp_path / "more" / "exported" / "checkpoint-6").is_dir()
 
 
+@pytest.mark.nightly
 def test_what_fails_is_a_warning_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ckptkit"):
         trainer = train(tmp_path, ["inspect {ckpt}/none"])

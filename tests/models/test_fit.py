@@ -17,6 +17,7 @@ from ckptkit.models.expected import expected
 from ckptkit.models.known_types import find_table, is_tied
 from ckptkit.names.renames import find_prefix_rule
 from tests.producers import save_alone
+from tests.tiers import pairs
 
 FAMILIES = [
     *("llama", "mistral", "granite", "smollm3", "qwen2", "qwen3"),
@@ -82,8 +83,7 @@ def test_other_models_are_unknown_and_said(tmp_path: Path) -> None:
     assert any("not compared" in note and "llama_of_my_own" in note for note in done.notes)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize(("model_type", "tied"), pairs(["llama", "qwen3", "gemma2"], (True, False)))
 def test_the_export_gives_the_same_logits(model_type: str, tied: bool, tmp_path: Path) -> None:
     model = make_model(model_type, tie_word_embeddings=tied)
     source = save_run(model, tmp_path / "run")

@@ -239,6 +239,7 @@ def test_killed_at_any_request_it_leaves_nothing_half(
     assert steps_in(place) == {"ckpt-2"}
 
 
+@pytest.mark.nightly
 def test_a_deletion_that_did_not_touch_it_is_decided_anew(place: Place, fill: Fill) -> None:
     """The newest checkpoints may be gone by then, and this one be the last that is left."""
     fill(place, 1, 2)
@@ -288,6 +289,7 @@ def test_a_single_object_that_is_refused_is_an_error(place: Place, fill: Fill) -
     assert visible(place) == [1, 2]
 
 
+@pytest.mark.nightly
 def test_whatever_is_busy_is_asked_again(place: Place, fill: Fill) -> None:
     fill(place, 1, 2, 3)
     place.server.fail(DELETE, status=503, code="SlowDown")
@@ -296,6 +298,7 @@ def test_whatever_is_busy_is_asked_again(place: Place, fill: Fill) -> None:
     assert steps_in(place) == {"ckpt-3"}
 
 
+@pytest.mark.nightly
 def test_many_objects_go_in_batches(place: Place, fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(place, 1, 2)
     for number in range(11):
@@ -308,6 +311,7 @@ def test_many_objects_go_in_batches(place: Place, fill: Fill, monkeypatch: pytes
     assert steps_in(place) == {"ckpt-2"}  # with what else lay in its directory, as on a disk
 
 
+@pytest.mark.nightly
 def test_a_store_that_deletes_only_one_by_one(place: Place, fill: Fill) -> None:
     fill(place, 1, 2)
     place.server.fail(DELETE, times=9, status=501, code="NotImplemented")
@@ -315,6 +319,7 @@ def test_a_store_that_deletes_only_one_by_one(place: Place, fill: Fill) -> None:
     assert steps_in(place) == {"ckpt-2"}
 
 
+@pytest.mark.nightly
 def test_two_at_once_end_one_deletion_together(place: Place, fill: Fill) -> None:
     fill(place, 1, 2, 3)
     other: list[Pruned] = []
@@ -352,6 +357,7 @@ def test_an_upload_and_a_deletion_keep_apart(place: Place, fill: Fill, produce: 
     assert keys(place) == before
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_deletion_stops_when_an_upload_overwrites_what_it_deletes(
     place: Place, fill: Fill, produce: Produce, is_late: bool
@@ -376,12 +382,14 @@ def test_a_deletion_stops_when_an_upload_overwrites_what_it_deletes(
     assert visible(place) == [1, 2]
 
 
+@pytest.mark.nightly
 def test_a_place_where_nothing_is_left_but_a_deletion_is_called_that(place: Place) -> None:
     place.files.pipe_file(f"{place.name}/run/ckpt-1/{CLAIM}", StoreClaim.for_deletion().to_bytes())
     with pytest.raises(NotACheckpoint, match="found no complete checkpoint: a deletion has been under way since"):
         ckptkit.inspect(f"{url_of(place)}/ckpt-1")
 
 
+@pytest.mark.nightly
 def test_an_upload_that_comes_after_the_plan_is_left_alone(place: Place, fill: Fill) -> None:
     fill(place, 1, 2)
 
@@ -399,6 +407,7 @@ def test_an_upload_that_comes_after_the_plan_is_left_alone(place: Place, fill: F
     assert visible(place) == [1, 2]
 
 
+@pytest.mark.nightly
 def test_files_that_were_added_to_a_half_deleted_checkpoint_stay(place: Place, fill: Fill) -> None:
     fill(place, 1, 2)
     place.server.fail(DELETE, skip=1, status=403, code="AccessDenied")

@@ -14,6 +14,7 @@ from ckptkit.errors import Mismatch
 from tests.names.hub_models import HEAD, HEADS, HIDDEN, KEY_HEADS, config_of, model_of, saved
 from tests.names.others_code import one_module
 from tests.names.shelf import check_same, random_like, to_the_family, to_the_hub
+from tests.tiers import nightly_but
 
 _FUNCTIONS = {
     "llama": "llama",
@@ -53,7 +54,7 @@ def theirs(converters: ModuleType, model_type: str, own: dict[str, Tensor], key_
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-@pytest.mark.parametrize("model_type", _FUNCTIONS)
+@pytest.mark.parametrize("model_type", nightly_but([*_FUNCTIONS][:2], _FUNCTIONS))
 def test_litgpts_own_converters(model_type: str, converters: ModuleType, tmp_path: Path) -> None:
     """Equal names and bits, of weights and of moments, in chunks that were cut anywhere."""
     key_heads = HEADS if model_type == "gpt_neox" else KEY_HEADS

@@ -20,6 +20,7 @@ from ckptkit.names.weights import TRAINING
 from tests.formats.orbax.trees import save_arrays
 from tests.names.hub_models import config_of
 from tests.names.tables.maxtext_tree import maxtext_arrays
+from tests.tiers import pairs
 
 pytest.importorskip("tensorstore", reason="tensorstore is not installed")
 
@@ -67,8 +68,7 @@ def check_equal(out: Path, hub: Mapping[str, np.ndarray]) -> None:
         assert np.array_equal(made[name].torch().numpy(), array), name
 
 
-@pytest.mark.parametrize("is_scanned", [True, False], ids=["scanned", "apart"])
-@pytest.mark.parametrize("model_type", _NAMES)
+@pytest.mark.parametrize(("model_type", "is_scanned"), pairs([*_NAMES], (True, False)))
 def test_a_training_becomes_a_model(tmp_path: Path, model_type: str, is_scanned: bool) -> None:
     config = small_config(model_type, tmp_path / "base")
     hub = hub_arrays(config)

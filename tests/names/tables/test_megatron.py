@@ -21,6 +21,7 @@ from ckptkit.errors import CkptError, Mismatch, Unsupported
 from tests.conftest import Produce, Produced
 from tests.formats.contract import assert_same
 from tests.names.shelf import check_both_ways
+from tests.tiers import nightly_but, pairs
 from tests.trainers.produced_megatron import STEP
 from tests.trainers.produced_megatron_models import (
     EXPERTS,
@@ -76,7 +77,7 @@ def base_of(root: Path, model_type: str, **changes: Any) -> Path:
 # -- to the Hub --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", nightly_but(["llama", "qwen2_moe"], TYPES))
 def test_transformers_computes_what_the_library_does(made: Produced, tmp_path: Path, model_type: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -87,7 +88,7 @@ def test_transformers_computes_what_the_library_does(made: Produced, tmp_path: P
     assert (logits - made.truth[f"{model_type}:logits"][..., :VOCABULARY]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", nightly_but(["llama", "mixtral"], TYPES))
 def test_every_way_to_split_and_save_a_model_gives_the_same(made: Produced, tmp_path: Path, model_type: str) -> None:
     root = made.root / model_type
     expected = to_hub(root / "whole", tmp_path / "whole", root)
@@ -96,8 +97,7 @@ def test_every_way_to_split_and_save_a_model_gives_the_same(made: Produced, tmp_
             assert_same(to_hub(root / way, tmp_path / way, root), expected)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("model_type", ["qwen3", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(("model_type", "grouped"), pairs(["qwen3", "mixtral", "qwen2_moe"], (False, True)))
 def test_fsdp_dtensor(made: Produced, tmp_path: Path, model_type: str, grouped: bool) -> None:
     """Names as megatron/core/transformer/fsdp_dtensor_checkpoint.py makes them; it needs a GPU to run."""
     model: dict[str, Tensor] = {}
@@ -139,8 +139,7 @@ def test_states_of_layers_are_left_out_and_said(made: Produced, tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("way", ["tensor", "legacy"])
-@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+@pytest.mark.parametrize(("model_type", "way"), pairs(["llama", "mixtral"], ["tensor", "legacy"]))
 def test_moments_follow_their_weights(made: Produced, tmp_path: Path, model_type: str, way: str) -> None:
     base = made.root / model_type
     done = ckptkit.convert(base / way, tmp_path / "out", to="dcp", names="hub", base=str(base))
@@ -369,7 +368,7 @@ def test_the_library_loads_what_is_made_of_models_of_the_hub(made: Produced, sta
     assert_same(load(started), expected)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", nightly_but(["llama", "mixtral"], TYPES))
 def test_there_and_back(started: Path, tmp_path: Path, model_type: str) -> None:
     found = to_hub(started / model_type, tmp_path / "again", started / f"{model_type}-hub")
     assert_same(found, {name: lazy.torch() for name, lazy in ckptkit.open(started / f"{model_type}-hub").items()})

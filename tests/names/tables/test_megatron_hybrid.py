@@ -24,6 +24,7 @@ from tests.trainers.produced_megatron_hybrid import CONFIG, HYBRID, WAYS, load
 from tests.trainers.produced_megatron_models import TOKENS, VOCABULARY, megatron_models
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

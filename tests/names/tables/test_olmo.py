@@ -15,6 +15,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from tests.names.hub_models import EXPERTS, config_of, saved
 from tests.names.others_code import one_module
 from tests.names.shelf import check_both_ways, check_same, random_like, to_the_hub
+from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -32,7 +33,7 @@ def theirs(converters: ModuleType, config: object, hub: dict[str, Tensor], model
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-@pytest.mark.parametrize("model_type", ["olmo2", "olmo3", "llama", "qwen3", "flex_olmo"])
+@pytest.mark.parametrize("model_type", nightly_but(["olmo2"], ["olmo2", "olmo3", "llama", "qwen3", "flex_olmo"]))
 def test_olmo_cores_own_converters(model_type: str, converters: ModuleType, tmp_path: Path) -> None:
     """Equal names and bits, of weights and of moments, in chunks that were cut anywhere; and back by its own code."""
     config = config_of(model_type, **({"num_experts": EXPERTS} if model_type == "flex_olmo" else {}))

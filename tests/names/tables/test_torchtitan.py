@@ -27,6 +27,7 @@ from tests.names.shelf import (
     to_the_hub,
     unshelve,
 )
+from tests.tiers import nightly_but
 
 _NAMES = {
     "model.embed_tokens": "tok_embeddings",
@@ -140,7 +141,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", _CHANGES)
+@pytest.mark.parametrize("model_type", nightly_but([*_CHANGES][:3], _CHANGES))
 def test_what_its_adapters_do(model_type: str, tmp_path: Path) -> None:
     """Equal names and bits, of weights and of moments; under the older names too, both ways."""
     config = config_of(model_type, **_CHANGES[model_type])

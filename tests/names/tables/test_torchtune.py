@@ -14,6 +14,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from tests.names.hub_models import HEAD, HEADS, HIDDEN, KEY_HEADS, config_of, model_of, saved
 from tests.names.others_code import one_module
 from tests.names.shelf import check_both_ways, check_same, random_like, to_the_hub
+from tests.tiers import nightly_but
 
 _PACKAGES = ("torchtune", "torchtune.models")
 
@@ -39,7 +40,10 @@ def theirs(model_type: str, hub: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3", "phi3"])
+FAMILIES = ["llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3", "phi3"]
+
+
+@pytest.mark.parametrize("model_type", nightly_but(["llama", "phi3"], FAMILIES))
 def test_torchtunes_own_converters(model_type: str) -> None:
     """Equal names and bits, of weights and of moments, in chunks that were cut anywhere."""
     config = config_of(model_type)

@@ -22,6 +22,7 @@ from ckptkit.training.models.llama import LlamaBlueprint
 from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.parallel.shard import shard
+from tests.tiers import nightly_but
 from tests.train.data.hugging_face import save_tokenizer
 from tests.train.models.test_llama import draw_tokens, pack
 
@@ -97,7 +98,7 @@ def require_same_logits(blueprint: Blueprint, model: nn.Module, theirs: Any) -> 
                 torch.testing.assert_close(found, theirs(document[None]).logits[0], rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", nightly_but(["llama", "gpt2", "gemma3_text", "mixtral"], SMALL))
 def test_every_family_is_as_transformers_makes_it(tmp_path: Path, name: str) -> None:
     blueprint = make_blueprint(tmp_path, name)
     model = materialize(blueprint)
