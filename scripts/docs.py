@@ -1,7 +1,8 @@
 """Write what the documentation takes from the program: the help of every command, functions, messages of others.
 
 `scripts/docs --write` writes docs/options.md, the functions in docs/python.md and the messages of failed loads in
-docs/messages.md; without it they are only compared, and the exit status is 1 if one is stale.
+docs/messages.md; without it they are only compared, and the exit status is 1 if one is stale. `scripts/docs --release`
+writes the entries of docs/changes/ into CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import ckptkit
 from ckptkit.diagnosis.messages import MESSAGES
+from scripts.changes import release
 from scripts.markdown import ROOT, WIDTH, fill_part, paragraph
 
 DOCS = ROOT / "docs"
@@ -142,7 +144,12 @@ def main() -> None:
     """Parse the command line; write the pages, or say which are stale."""
     parser = argparse.ArgumentParser(prog="scripts/docs", description="Write what docs/ takes from the program anew.")
     parser.add_argument("--write", action="store_true", help="write them; without it they are only compared")
-    write = parser.parse_args().write
+    parser.add_argument("--release", action="store_true", help="join docs/changes/ into CHANGELOG.md, dated today")
+    options = parser.parse_args()
+    if options.release:
+        release()
+        return
+    write = options.write
     stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():
         if write:

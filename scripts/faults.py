@@ -116,9 +116,10 @@ def show(tally: Tally, seconds: float) -> None:
 def write(tally: Tally, seconds: float, arguments: Sequence[str], groups: Sequence[str]) -> None:
     """Write the tables into their part of the page on reliability: of all groups, or of these."""
     command = " ".join(["scripts/faults", *arguments])
-    head = f"""`{command}` on {datetime.now(UTC):%Y-%m-%d}: {tally.runs:,} runs in {seconds / 60:.1f} minutes on
-        {len(os.sched_getaffinity(0))} cores. {_NOTE}"""
-    tables = [table(rows_of(family, tally)) for family in FAMILIES if tally.has(family)]
+    families = [family for family in FAMILIES if tally.has(family)]
+    head = f"""`{command}` on {datetime.now(UTC):%Y-%m-%d}: {tally.runs:,} runs of {", ".join(families)} in
+        {seconds / 60:.1f} minutes on {len(os.sched_getaffinity(0))} cores. {_NOTE}"""
+    tables = [table(rows_of(family, tally)) for family in families]
     write_part(_PAGE, " ".join(["faults", *groups]), "\n\n".join([paragraph(head).strip(), *tables]))
 
 
