@@ -60,7 +60,7 @@ from ckptkit.layout import KeyPath, Layout
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.names import family_of
 from ckptkit.names.weights import Weights, find_weights
-from ckptkit.trainers import NUMBER, ONE_FILE, is_epoch, may_be_step, step_of
+from ckptkit.trainers import NUMBER, ONE_FILE, is_epoch, may_be_step, stem_of, step_of
 from ckptkit.trainers.trackers import Tracker, trackers_in
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Checkpoint:
 
         A mere number is the step of a directory with a checkpoint in it.
         """
-        name = self.path.stem if self.path.suffix in ONE_FILE and not self.path.is_dir() else self.name
+        name = self.name if self.path.is_dir() else stem_of(self.name)
         step = step_of(Path(name))
         return int(name) if step is None and self.components and NUMBER.fullmatch(name) else step
 
@@ -458,7 +458,8 @@ def find_latest(root: Path) -> Latest:
     highest = next((one for one in reversed(named) if one.is_complete), None)
     meant: list[tuple[str, Checkpoint]] = []
     remarks: list[str] = []
-    for tracker in (one for one in trackers_in(root) if one.is_latest):
+    trackers = trackers_in(root) if root.is_dir() else []
+    for tracker in (one for one in trackers if one.is_latest):
         found = meant_by(tracker, root, named)
         meant += [(tracker.name, found)] if found else []
         if not found:
@@ -528,23 +529,36 @@ def claimed(path: RemotePath) -> NotACheckpoint | None:
 
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
-    hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
     if isinstance(path, RemotePath) and (unfinished_work := claimed(path)):
         return unfinished_work
     if not path.exists():
         return absent(path)
-    if not path.is_dir():
-        other = one_of_dcp(path) or (unlike_torch(path) if path.suffix == ".pt" else None)
-        return other or NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
-    if (files := files_of_ranks(path)) is not None:
-        return files
+    hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
+    if path.is_dir():
+        return files_of_ranks(path) or unfinished_run(path) or program_in(path) or nothing_in(path, hint)
+    other = one_of_dcp(path) or unlike_torch(path)
+    return other or NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
+
+
+def unfinished_run(path: Path) -> NotACheckpoint | Unsupported | None:
+    """Return the error for a run without a complete checkpoint that can be read, None for any other directory."""
     unfinished = named_in(path)
-    if unfinished:
-        unread = next((found for one in reversed(unfinished) if (found := one.unreadable or foreign_in(one))), None)
-        names = ", ".join(one.name for one in unfinished)
-        message = f"the run has no complete checkpoint; unfinished: {names}"
-        hint = f"run `ckptkit verify {unfinished[-1].path}`, which lists the problems"
-        return unread or NotACheckpoint(message, path=path, hint=hint)
+    if not unfinished:
+        return None
+    unread = next((found for one in reversed(unfinished) if (found := one.unreadable or foreign_in(one))), None)
+    message = f"the run has no complete checkpoint; unfinished: {', '.join(one.name for one in unfinished)}"
+    hint = f"run `ckptkit verify {unfinished[-1].path}`, which lists the problems"
+    return unread or NotACheckpoint(message, path=path, hint=hint)
+
+
+def program_in(path: Path) -> Unsupported | None:
+    """Return the error for a program that torch wrote, or a file of another library, in a directory; None without."""
+    files = (file for file in children(path) if file.suffix in (*ONE_FILE, ".pt2") and file.is_file())
+    return next((found for file in files if (found := unlike_torch(file))), None)
+
+
+def nothing_in(path: Path, hint: str) -> NotACheckpoint:
+    """Return the error for a directory without a checkpoint, which names a run in it if there is one."""
     runs = runs_in(path)
     hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint
     return NotACheckpoint("no checkpoint in any known format, and no run with checkpoints", path=path, hint=hint)

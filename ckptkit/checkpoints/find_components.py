@@ -18,9 +18,10 @@ from ckptkit.files.file import children, folders, names_in
 from ckptkit.files.local import is_strange_link
 from ckptkit.files.sets import find_set, not_joined
 from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside, is_stray
+from ckptkit.formats.archives.state_files import is_torch_save
 from ckptkit.models.companions import FILES
 from ckptkit.names.weights import TRAINING
-from ckptkit.trainers import ONE_FILE, may_be_step_name, step_of
+from ckptkit.trainers import ONE_FILE, may_be_step_name, stem_of, step_of
 from ckptkit.trainers.trainer import Unread
 
 OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and random states
@@ -63,7 +64,7 @@ def is_run(path: Path) -> bool:
     if not path.is_dir() or step_of(path) is not None:
         return False
     names = [name for name in names_in(path) if not trainers.is_beside_file(name)]
-    has_steps = any(name.endswith(ONE_FILE) and step_of(Path(Path(name).stem)) is not None for name in names)
+    has_steps = any(name.endswith(ONE_FILE) and step_of(Path(stem_of(name))) is not None for name in names)
     is_tracked = any(map(may_be_step_name, names)) and any(
         trainers.is_tracker(name) or trainers.is_last(name) or (path / name).is_symlink() for name in names
     )
@@ -161,7 +162,7 @@ def components_beside(path: Path) -> dict[Path, Component | None]:
 
     That lies in the model's directory, or is of the same step as a model that is a file.
     """
-    step = None if path.is_dir() else step_of(Path(path.stem))
+    step = None if path.is_dir() else step_of(Path(stem_of(path.name)))
     if not path.is_dir() and step is None:
         return {}
     folder = path if path.is_dir() else path.parent
@@ -225,8 +226,9 @@ def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
 
 def find_unread(path: Path) -> Unread | None:
     """Return what lies at a path without a checkpoint, if files of others do: a trainer's, or another program's."""
-    names = names_in(path) if path.is_dir() else [path.name] if path.exists() else []
-    return unread_at(path, names_near(path)) or trainers.find_foreign(names)
+    files = [file for file in (children(path) if path.is_dir() else [path]) if file.is_file()]
+    foreign = (found for file in files if (found := trainers.find_foreign([file.name])) and not is_torch_save(file))
+    return unread_at(path, names_near(path)) or next(foreign, None)
 
 
 def names_near(path: Path) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ckptkit.files.joined import JoinedPath
 from ckptkit.files.sets import JOIN, find_set, is_numbered
 
 _SHARDS = "shard_metadata"  # of torch_xla's and fairscale's FSDP, beside the flat shards of a rank
-_WORLDS = ((_SHARDS, "world_size"), ("mp_world_size",))  # the latter of DeepSpeed
+_WORLDS = ((_SHARDS, "world_size"), ("mp_world_size",))
 _NAMED = 4  # files in a message
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from ckptkit.errors import CkptError
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.files.path import RemotePath
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.models.fit import check_equal
@@ -38,7 +38,7 @@ def are_equal(layout: Layout, name: str, other: str) -> bool:
         return False
     try:
         check_equal(layout, name, other)
-    except CkptError:
+    except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
         return False
     return True
 

@@ -33,7 +33,7 @@ from ckptkit.pictures.words import count
 from ckptkit.runs.pins import pinned_in
 from ckptkit.runs.retention import read_metrics
 from ckptkit.summary import Summarized
-from ckptkit.trainers import step_of
+from ckptkit.trainers import stem_of, step_of
 from ckptkit.trainers.trackers import Tracker, trackers_in
 
 
@@ -164,7 +164,7 @@ def look_at(
 def look_at_upload(path: Path) -> Listed:
     """Return what is known of a file of which no byte is visible before its upload has ended."""
     claim = path.parent / f"{path.name}{CLAIM}"
-    step, saved_at = step_of(Path(path.stem)), claim.stat().st_mtime
+    step, saved_at = step_of(Path(stem_of(path.name))), claim.stat().st_mtime
     return Listed(path, step, None, False, None, 0, saved_at, {}, False, "absent", claim=read_claim(path))
 
 

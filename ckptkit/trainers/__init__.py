@@ -15,7 +15,14 @@ from ckptkit.trainers.trainer import Evidence, MetricsFile, Unread
 
 Found = TypeVar("Found")
 NUMBER = re.compile(r"[0-9]{1,18}")
-ONE_FILE = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")  # how the name of a checkpoint that is a file may end
+ONE_FILE = (
+    ".bin",
+    ".ckpt",
+    ".pt",
+    ".pth",
+    ".safetensors",
+    ".tar",
+)  # how the name of a checkpoint that is a file may end
 
 
 def number_in(name: str, table: str) -> int | None:
@@ -251,6 +258,14 @@ def patterns(table: str) -> tuple[re.Pattern[str], ...]:
     return tuple(re.compile(pattern) for trainer in TRAINERS.values() for pattern in getattr(trainer, table))
 
 
+def stem_of(name: str) -> str:
+    """Return the name of a checkpoint that is a file without its suffixes: `ckpt-5` of `ckpt-5.pth.tar`."""
+    for _ in range(2 if name.endswith(".tar") else 1):
+        stem, dot, suffix = name.rpartition(".")
+        name = stem if f"{dot}{suffix}" in ONE_FILE else name
+    return name
+
+
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a checkpoint's directory, or the epoch if that is all it says; None otherwise."""
     step = number_in(path.name, "steps")
@@ -278,4 +293,4 @@ def may_be_step(path: Path) -> bool:
     """Return whether an entry of a run is named like a checkpoint."""
     if path.is_dir():
         return may_be_step_name(path.name)
-    return path.suffix in ONE_FILE and step_of(Path(path.stem)) is not None
+    return path.suffix in ONE_FILE and step_of(Path(stem_of(path.name))) is not None

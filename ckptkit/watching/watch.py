@@ -21,7 +21,7 @@ from ckptkit.files.trees import make_directories
 from ckptkit.pictures.words import count
 from ckptkit.runs.keeper import Keeper, WatchPost, keeper_of, run_of
 from ckptkit.summary import Summarized
-from ckptkit.trainers import ONE_FILE, step_of
+from ckptkit.trainers import stem_of, step_of
 from ckptkit.watching.commands import WatchCommand
 from ckptkit.watching.file_changes import Look, Patience
 from ckptkit.watching.journal import Fate, WatchJournal
@@ -347,9 +347,7 @@ class Watcher:
 
 def step_in(path: Path) -> int | None:
     """Return the step in the name of a checkpoint, be it there or not."""
-    return (
-        int(path.name) if path.name.isdecimal() else step_of(Path(path.stem if path.suffix in ONE_FILE else path.name))
-    )
+    return int(path.name) if path.name.isdecimal() else step_of(Path(stem_of(path.name)))
 
 
 def identity(path: Path) -> tuple[int, int] | None:

@@ -53,6 +53,8 @@ def flatten(state: Any, entries: Mapping[str, ZipEntry], path: str) -> FlatState
     flattening = Flattening(entries, path)
     if pairs_of(state) != []:
         children = flattening.children(state)
+        if children is None and is_module(state):
+            raise a_module(state)
         if children is None:
             raise Unsupported(f"expected a state dict, found {describe(state)}", hint="save its `state_dict()`")
         flattening.add_all(children, ())
@@ -123,6 +125,8 @@ class Flattening:
 
     def blob(self, value: Any) -> Blob:
         """Return a value that is no tensor, pickled by itself."""
+        if is_module(value):
+            raise a_module(value)
         if holds_tensor(value):
             raise Unsupported(
                 f"ckptkit does not read a tensor inside {describe(value)}",
@@ -150,6 +154,18 @@ def is_entered(value: Any) -> bool:
 
 def holds_tensor(value: Any) -> bool:
     return any(is_tensor(part) or isinstance(part, PersistentId) for part in inert_pickle.walk(value))
+
+
+def is_module(value: Any) -> bool:
+    """Return whether a value would have become a `torch.nn.Module`."""
+    state = value.state if isinstance(value, Record) else None
+    return isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys()
+
+
+def a_module(value: Any) -> Unsupported:
+    """Return the error for a module that was pickled whole, which only its own code can load."""
+    hint = "load it with `torch.load(..., weights_only=False)`, which runs its code, and save its `state_dict()`"
+    return Unsupported(f"expected a state dict, found a pickled module, {describe(value)}", hint=hint)
 
 
 def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Report, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported
 from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.legacy import is_legacy, read_legacy
 from ckptkit.formats.archives.read_archive import check_byte_order
-from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, glance, read_directory, read_entry
+from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, find_directory, glance, read_directory, read_entry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
 from ckptkit.layout import Extent, FileOffset, Layout
@@ -20,6 +20,12 @@ from ckptkit.layout import Extent, FileOffset, Layout
 HEAD = 2048  # bytes, enough for the first entry's name
 _ZIP = b"PK\x03\x04"
 _PICKLE_LIMIT = 1 << 28  # bytes; those of the largest models have a few million
+_PROGRAMS = {  # an entry that only the archive of a program has: what that is, and what loads it
+    "constants.pkl": ("a TorchScript program", "torch.jit.load"),
+    "models/model.json": ("an ExportedProgram of torch.export", "torch.export.load"),
+    "serialized_exported_program.json": ("an ExportedProgram of torch.export", "torch.export.load"),
+    "archive_format": ("a program that torch.export or AOTInductor wrote", "torch.export.load"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +78,24 @@ def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
         return read_legacy(read, length)[1]
     if not head.startswith(_ZIP) and is_of_datastates(read, length):
         raise of_datastates()
-    entries = read_directory(read, length)
-    if "constants.pkl" in entries:
-        raise Unsupported("expected a state dict, found a TorchScript program", hint="save its `state_dict()`")
-    return entries
+    if program := program_in(read, length):
+        raise program
+    return read_directory(read, length)
+
+
+def program_in(read: ReadAt, length: int) -> Unsupported | None:
+    """Return the error for an archive that torch writes of a program, by a name in its directory; None for any other.
+
+    Sources: torch/csrc/jit/serialization/export_module.cpp, torch/export/pt2_archive/constants.py and, before 2.8,
+    torch/_export/serde.
+    """
+    _, size, offset = find_directory(read, length)
+    directory = read(offset, min(size, max(length - offset, 0), _PICKLE_LIMIT))
+    for name, (what, loader) in _PROGRAMS.items():
+        if f"/{name}".encode() in directory:
+            hint = f"load it with `{loader}`, and save its `state_dict()` with torch.save"
+            return Unsupported(f"expected a state dict, found {what}", hint=hint)
+    return None
 
 
 def is_of_datastates(read: ReadAt, length: int) -> bool:
@@ -95,10 +115,17 @@ def of_datastates(path: Path | None = None) -> Unsupported:
 
 
 def unlike_torch(path: Path) -> Unsupported | None:
-    """Return the error for a file that another library wrote under a name of torch.save's; None for any other file."""
-    with opening(path) as file:
-        is_other = is_of_datastates(lambda offset, size: read_at(file, size, offset), file.size)
-    return of_datastates(path) if is_other else None
+    """Return the error for a program that torch wrote, or for a file of another library; None for any other file."""
+    with opened(path) as (read, length):
+        if is_of_datastates(read, length):
+            return of_datastates(path)
+        try:
+            program = program_in(read, length) if read(0, min(4, length)) == _ZIP else None
+        except (Corrupt, Unsafe, Unsupported):
+            return None
+    if program is not None:
+        program.blame(path=path)
+    return program
 
 
 def places_in(made: Layout, paths: Iterable[str]) -> Iterator[tuple[FileOffset, int]]:

@@ -34,6 +34,7 @@ from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOpt
 
 MAIN = "state.pt"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_NAMES = (*_SUFFIXES, ".tar")  # `.pth.tar` is torch.save's in many scripts, and no archive of tar's
 # what trainers leave beside the model, and is none
 _BESIDE = re.compile(
     r"(optim|distrib_optim|(lr_)?scheduler|scaler|sampler|rng_state|random_states|training_args|dl_state_dict|meta\."
@@ -122,7 +123,7 @@ def find_files(path: Path) -> list[Path]:
         return [path] if is_torch_save(path) else []
     if is_there(path / MAIN):  # whatever it is: the error then names it
         return [path / MAIN]
-    names = sorted(name for name in names_in(path) if name.endswith(_SUFFIXES) and not _BESIDE.match(name))
+    names = sorted(name for name in names_in(path) if name.endswith(_NAMES) and not _BESIDE.match(name))
     ahead = read_ahead(path, names, lambda name: [(name, 0, HEAD)])
     return [path / name for name in ahead if is_torch_save(path / name)]
 
