@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.component import Component
@@ -17,6 +18,7 @@ from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reaso
 from ckptkit.models.fit import fit
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.tokens import check_tokens, warn_of_tokens
+from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.naming import AskedNames, name_weights
@@ -24,6 +26,7 @@ from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.prefixes import remove_prefix
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import Weights, find_weights
+from ckptkit.pictures.words import count
 from ckptkit.quantized.signs import is_declared_quantized
 from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.trainers import who_wrote
@@ -50,10 +53,22 @@ def open_model(part: Component, options: ConvertOptions, instead: Layout | None 
         ask_base=names_of_base(options.base),
         dropped=dropped,
     )
+    if options.writer.is_model_only:
+        require_names(model.weights, part.path)
     if not options.rename:
         return model
     options.edits.check_renames(model.layout.tensors, part.path)
     return model.rename(options.edits.renaming())
+
+
+def require_names(weights: Weights, path: Path) -> None:
+    """Raise `Unsupported` for parameters that a list holds in order, without names: no loader finds them."""
+    keys = [weights.whole.key(old) for old in weights.came_from.values()]
+    if keys and all(isinstance(key[-1], int) for key in keys):
+        where = ".".join(map(str, keys[0][:-1])) or "the file"
+        message = f"`{where}` lists {count(len(keys), 'tensor')} without names, as EMAModel of diffusers does"
+        hint = "copy the average into its model with its library (`copy_to`), and save that model"
+        raise Unsupported(message, path=path, hint=hint)
 
 
 def names_of_base(base: str | None) -> AskBase:
@@ -144,6 +159,10 @@ def resize_vocabulary(model: Model, options: ConvertOptions) -> Model:
 def fit_config(model: Model, options: ConvertOptions) -> Model:
     """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
     expected = expect(model)
+    if isinstance(expected, Form) and any(map(is_trained_head, model.layout.tensors)):
+        config, words = trained_class_of(model, expected)
+        model = model.with_config(config).say(*words)
+        expected = expect(model)
     try:
         layout, dropped, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
     except Mismatch as error:
@@ -156,6 +175,14 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
     model = model.note_dropped(dropped).note_merged(tied)
     tokens = () if options.vocab_size is not None else tokens_without_rows(model.companions, layout)
     return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks, *tokens)
+
+
+def trained_class_of(model: Model, expected: Form) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """Return config.json with the class that has the heads among the tensors, and remarks; see `with_trained_class`."""
+    try:
+        return with_trained_class(model.layout.shapes, model.config, expected)
+    except Mismatch as error:
+        raise error.blame(path=model.layout.root) from None
 
 
 def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:

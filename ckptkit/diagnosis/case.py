@@ -17,7 +17,7 @@ from ckptkit.models.companions import find_companions, read_config
 from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.fit import without_extra_state
 from ckptkit.models.vocabulary import is_by_token, vocabulary_of
-from ckptkit.names.renames import by_rule
+from ckptkit.names.renames import by_rule, renaming, rules_for
 from ckptkit.names.weights import Weights, find_weights, has_weights
 from ckptkit.names.wrappers import may_be_adapted
 from ckptkit.quantized.find import find_quantized
@@ -117,6 +117,7 @@ class Misfits:
 
     missing: Shapes
     extra: Shapes
+    tied: Shapes  # that the model has in memory, and that need not be there
     needed: int  # how many, in all
     rows: int | None  # of the model's vocabulary
 
@@ -125,7 +126,8 @@ class Misfits:
         """Hold tensors against a form of the model. What lies beside its own weights is no misfit."""
         missing = {name: form.shapes[name] for name in form.shapes if name in form.needed and name not in shapes}
         extra = {name: shape for name, shape in shapes.items() if name not in form.shapes and name not in model.specs}
-        return cls(missing, extra, len(form.needed), vocabulary_of(model.config))
+        tied = {name: form.shapes[name] for name in form.tied if name in form.shapes and name not in shapes}
+        return cls(missing, extra, tied, len(form.needed), vocabulary_of(model.config))
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra)
@@ -138,7 +140,10 @@ class Misfits:
     def renamed(self) -> dict[str, str]:
         """Return what the model calls tensors that it does not know, by rule; a padded vocabulary is no hindrance."""
         resized = {name: self.resize(name, shape) for name, shape in self.extra.items()}
-        return by_rule(resized, dict(self.missing))
+        found = by_rule(resized, dict(self.missing))
+        new_name = renaming(rules_for(found, found) or ())
+        left = {name: new_name(name) for name in resized if name not in found}
+        return found | {old: new for old, new in left.items() if self.tied.get(new) == resized[old]}
 
     def resize(self, name: str, shape: Shape) -> Shape:
         """Return a shape with the rows of the model's vocabulary, if it has one for each token."""

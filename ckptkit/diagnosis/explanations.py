@@ -10,7 +10,7 @@ from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.damage import find_torch_version
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import export, reshard, resize, rewrite
-from ckptkit.diagnosis.names import find_names, find_wrappers, raw_names
+from ckptkit.diagnosis.names import find_names, find_wrappers, may_be_trained, raw_names
 from ckptkit.diagnosis.optimizer import find_missing_states, list_missing_states, optimizers_in
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.diagnosis.shapes import find_shapes
@@ -81,7 +81,7 @@ def find_unexpected(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     """Yield what a model does not call for, unless names are all that is wrong."""
     if "Missing key(s) in state_dict" not in matched.text:
         for name in _QUOTED.findall(matched.parts[0]):
-            fix = rewrite(case.checkpoint, exclude=(f"*{name}",))
+            fix = None if may_be_trained(case, name) else rewrite(case.checkpoint, exclude=(f"*{name}",))
             yield Finding("unexpected", name, "the checkpoint contains it, but the model does not have it", fix)
 
 

@@ -16,12 +16,14 @@ from ckptkit.models.expected import closest
 from ckptkit.models.fit import abridge
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.predictors import predictors_in
+from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
 from ckptkit.names import HUB
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.renames import few_globs, rules_for
 from ckptkit.names.weights import find_model_key
 from ckptkit.names.wrappers import WRAPPERS
+from ckptkit.optimizers.parameter_order import is_buffer
 from ckptkit.pictures.words import count
 from ckptkit.quantized.require_plain import require_plain
 
@@ -185,12 +187,36 @@ def missing_one(model: TargetModel, name: str) -> Finding:
 
 
 def find_unexpected(case: Case, model: TargetModel, extra: list[str]) -> Iterator[Finding]:
-    """Yield the tensors that a model does not call for."""
+    """Yield the tensors that a model does not call for. Never proposes to drop one that may have been trained."""
     assert case.weights is not None
+    message = f"{model.name} does not have this tensor: `load_state_dict` refuses it, other loaders skip it"
+    head = trained_class_of(case, model) if any(map(is_trained_head, extra)) else None
+    fix = export(case.checkpoint, base=model.name) if head else None
+    for name in extra:
+        if may_be_trained(case, name):
+            whose = f"; it belongs to the head of {head}" if head and is_trained_head(name) else ""
+            yield Finding("unexpected", name, message + whose, fix if whose else None)
+    extra = [name for name in extra if not may_be_trained(case, name)]
     came_from = case.weights.came_from
     names = {came_from.get(name, name) for name in extra}
     others = set(case.checkpoint.model_component.layout.names) - names
     globs = few_globs(sorted(names), others, _MOST_GLOBS)
     fix = rewrite(case.checkpoint, exclude=globs, base=model.name) if globs else None
-    message = f"{model.name} does not have this tensor: `load_state_dict` refuses it, other loaders skip it"
     yield from (Finding("unexpected", name, message, fix) for name in extra)
+
+
+def may_be_trained(case: Case, name: str) -> bool:
+    """Return whether a tensor may have been trained: it has floats, and no name of a buffer."""
+    spec = case.weights.layout.specs.get(name) if case.weights else None
+    return spec is None or (spec.dtype.kind == "float" and not is_buffer(name))
+
+
+def trained_class_of(case: Case, model: TargetModel) -> str | None:
+    """Return the class that has the heads of a checkpoint where the model's class does not; None if there is none."""
+    if case.form is None or not model.config:
+        return None
+    try:
+        config, _ = with_trained_class(case.plain_shapes, model.config, case.form)
+    except Mismatch:
+        return None
+    return str(config["architectures"][0]) if config is not model.config else None

@@ -69,6 +69,8 @@ def find_ties(case: Case) -> Iterator[Finding]:
     if model is None or weights is None or not case.is_plain:
         return
     for name, source in ties_of(weights.layout, model.config, case.form).items():
+        if name in case.renames.values():
+            continue
         if name not in weights.layout.tensors:
             if source in weights.layout.tensors and case.checkpoint.model_component.reader.is_sharded and model.asked:
                 message = f"it is tied to `{source}`; a model in memory has both, so torch's load asks for this one too"

@@ -156,6 +156,19 @@ def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
     return classes[0]
 
 
+def classes_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of all model classes for the type of a config.json; [] where transformers does not have it."""
+    try:
+        transformers = import_transformers()
+        kind = kind_of(transformers, str(config.get("model_type")))
+    except Unsupported:
+        return []
+    module = modeling_of(kind)
+    found = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__]
+    models = {name: first_model(transformers, [name], module) for name in found}
+    return [name for name, model in models.items() if model is not None and model.config_class is kind]
+
+
 def first_model(transformers: Any, names: Iterable[str], module: Any) -> Any:
     """Return the first model class of these names that a module has, None if it has none."""
     found = (getattr(module, name, None) for name in names)

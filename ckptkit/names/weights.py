@@ -17,7 +17,7 @@ from shlex import quote
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels
 from ckptkit.layout import OWN, KeyPath, Layout
 from ckptkit.layout.edits import rename, select
-from ckptkit.names.wrappers import unwrapped, without_ddp
+from ckptkit.names.wrappers import find_average, unwrapped, without_ddp
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
 _FLAX = "params"  # flax's collection of a model's parameters, beside which a TrainState has a step
@@ -41,6 +41,7 @@ OF_ONE = "/shard_"  # what follows tells the objects apart that each layer and r
 
 # Why an entry of a checkpoint is not among the model's tensors. Nobody asked to leave out what is UNKNOWN.
 TRAINING = "state of the training"
+AVERAGE = "counter of the average"
 VALUE = "not a tensor"
 UNKNOWN = "unknown: perhaps another model"
 
@@ -90,10 +91,29 @@ def find_weights(layout: Layout) -> Weights:
     check_ranks_agree(layout, prefix, training)
     below = {name: key[len(prefix) :] for name, key in keys_below(layout, prefix)}
     names = {name: unwrapped(".".join(map(str, key))) for name, key in below.items() if key[0] not in training}
-    names = without_ddp(names)
+    averaged = averaged_names(layout, prefix, names)
+    counters, names = names.keys() - averaged.keys(), without_ddp(averaged)
     weights = rename(select(layout, names.__contains__), names.__getitem__)
     left_out = reasons_for(layout, prefix, [name for name in layout.names if name not in names])
+    left_out |= dict.fromkeys(sorted(counters), AVERAGE)
     return Weights(weights, prefix, {new: old for old, new in names.items()}, left_out, layout)
+
+
+def averaged_names(layout: Layout, prefix: KeyPath, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names in the model of an average by entry, without the prefix and the counters of the average.
+
+    Names that are those of a plain model stay. Raises `SeveralModels` for an average beside the model that it is of.
+    """
+    average = find_average(names.values())
+    if average is None:
+        return dict(names)
+    models = {entry: name for entry, name in names.items() if name not in average.counters}
+    if not all(name.startswith(average.text) for name in models.values()):
+        above = "".join(f"{escape(str(step))}." for step in prefix)
+        globs = [f"{above}{text}*" for text in (average.text, average.online) if text]
+        message = f"the average (`{average.text}`) and its model (`{average.online}`) are both in this checkpoint"
+        raise SeveralModels(message, path=layout.root, hint=f"choose with --include {quote(globs[0])}", globs=globs)
+    return {entry: name.removeprefix(average.text) for entry, name in models.items()}
 
 
 def reasons_for(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> dict[str, str]:

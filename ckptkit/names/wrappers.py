@@ -18,8 +18,25 @@ class WrapperPrefix(NamedTuple):
     source: str
 
 
-# also that of other data parallel wrappers and of averaged models; it may be a word of a model's own names, too
+class Average(NamedTuple):
+    """A module that keeps an average of a model: what stands before the model's names, and its own tensors beside it.
+
+    `online` stands before the names of the model that is averaged, if the module keeps that too.
+    """
+
+    text: str
+    counters: frozenset[str]
+    online: str | None
+    source: str
+
+
+# also that of other data parallel wrappers and of timm's ModelEma; it may be a word of a model's own names, too
 DDP = WrapperPrefix("module.", "DistributedDataParallel", "torch/nn/parallel/distributed.py")
+AVERAGES = (
+    Average("module.", frozenset({"n_averaged"}), None, "AveragedModel in torch/optim/swa_utils.py"),
+    Average("ema_model.", frozenset({"initted", "step"}), "online_model.", "EMA in ema_pytorch/ema_pytorch.py"),
+)
+
 # those that are no word of a model's own names, wherever they stand
 INSIDE = (
     WrapperPrefix("_orig_mod.", "torch.compile", "torch/_dynamo/eval_frame.py"),
@@ -59,6 +76,17 @@ def without_ddp(names: Mapping[str, str]) -> dict[str, str]:
     while found and all(name.startswith(DDP.text) for name in found.values()):
         found = {key: name.removeprefix(DDP.text) for key, name in found.items()}
     return found
+
+
+def find_average(names: Collection[str]) -> Average | None:
+    """Return the average that tensors of these names are, without DDP's prefix; None for a plain model."""
+    for average in AVERAGES:
+        rest = [name for name in names if name not in average.counters]
+        prefixes = tuple(filter(None, (average.text, average.online)))
+        is_marked = len(rest) < len(names) or average.text != DDP.text
+        if rest and is_marked and all(name.startswith(prefixes) for name in rest):
+            return average if any(name.startswith(average.text) for name in rest) else None
+    return None
 
 
 def is_flat_name(name: str) -> bool:

@@ -54,17 +54,17 @@ def test_shards_for_other_ranks_are_converted_with_the_rest() -> None:
 
 def test_a_command_that_fails_gives_way_to_another(produce: Produce) -> None:
     checkpoint = Checkpoint.open(produce(fsdp2).root)
-    fix = Fix.of("consolidate", SOURCE, OUT, base="org/m")
-    findings = [Finding("family", "a.weight", "", fix), Finding("missing", "b.weight", "")]
+    fix = Fix.of("reshard", SOURCE, OUT, to=3)
+    findings = [Finding("ranks", "a.weight", "", fix), Finding("missing", "b.weight", "")]
     tried: list[Fix] = []
 
     def dry_run(one: Fix) -> Trial:
         tried.append(one)
-        return Trial() if ("names", "keep") in one.options else Trial(Mismatch("a tensor is missing"))
+        return Trial() if one.verb == "convert" else Trial(Mismatch("a tensor is missing"))
 
     found = choose_fixes(findings, checkpoint, dry_run)
     assert [one.fix for one in found.findings] == [
-        "ckptkit consolidate 'my run/ckpt-3' ./-out --names keep --base org/m",
+        "ckptkit convert 'my run/ckpt-3' ./-out --to dcp --world-size 3",
         None,
     ]
     assert (len(tried), found.notes) == (2, ())

@@ -107,7 +107,7 @@ def test_a_prefix_of_its_trainer(tmp_path: Path) -> None:
     assert found["renamed"].tensor == "net.*"
     assert found["renamed"].message.endswith("uses the name `*`")
     assert found["unexpected"].tensor == "scale"
-    assert found["renamed"].fix == found["unexpected"].fix
+    assert found["unexpected"].fix is None  # it may be trained
     fixed = run(found["renamed"].fix)
     state = load_into({"model": blank(llama().state_dict())}, fixed)
     llama().load_state_dict(state["model"])
@@ -228,7 +228,7 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
 
 def test_one_command_fixes_all(tmp_path: Path) -> None:
     weights = {f"net.{name}": tensor for name, tensor in llama(vocab_size=64).state_dict().items()}
-    weights["odd[0].scale"] = torch.ones(2)
+    weights["odd[0].mask"] = torch.ones(2, dtype=torch.int64)  # not trained: it may go
     model = config_alone(tmp_path / "my model's")
     root = write_hf(tmp_path / "hf", weights, llama().config.to_dict())
     found = doctor(root, model=model).findings
@@ -250,13 +250,21 @@ def test_one_command_fixes_all(tmp_path: Path) -> None:
     load_into({"model": blank(llama().state_dict())}, fixed)
 
 
-def test_no_command_takes_what_the_model_calls_for(tmp_path: Path) -> None:
-    """A layer more: what lies in it is left out, and not the like in all layers."""
+def test_no_command_takes_what_may_be_trained(tmp_path: Path) -> None:
     save_alone({"model": llama(num_hidden_layers=3).state_dict()}, tmp_path / "ckpt-1")
+    found = doctor(tmp_path / "ckpt-1", model=config_alone(tmp_path / "model")).findings
+    assert {(one.code, one.fix) for one in found} == {("unexpected", None)}
+
+
+def test_no_command_takes_what_the_model_calls_for(tmp_path: Path) -> None:
+    """Buffers in one layer: what lies there is left out, and not the like in all layers."""
+    state = llama().state_dict()
+    state["model.layers.1.mlp.odd.mask"] = torch.ones(2, dtype=torch.int64)
+    save_alone({"model": state}, tmp_path / "ckpt-1")
     model = config_alone(tmp_path / "model")
     found = doctor(tmp_path / "ckpt-1", model=model).findings
     assert {one.code for one in found} == {"unexpected"}
-    assert str(found[0].fix).endswith("--exclude 'model.model.layers.2.*'")
+    assert str(found[0].fix).endswith("--exclude model.model.layers.1.mlp.odd.mask")
     fixed = run(found[0].fix)
     load_into({"model": blank(llama().state_dict())}, fixed)
     assert is_ok(fixed, model=model)

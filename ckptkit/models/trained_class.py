@@ -1,0 +1,81 @@
+"""Find the class of transformers that has the tensors of a checkpoint, if config.json names one without its head.
+
+A training often begins with the config.json of a causal model and adds a head: the reward model that it saves has
+`score.weight`, and loads as a causal model without a word if config.json still says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ckptkit.errors import Caution, Mismatch, Unsupported, and_more
+from ckptkit.models.expected import Form, closest, forms_for
+from ckptkit.models.known_types import HEAD
+from ckptkit.models.transformers_model import classes_of
+from ckptkit.pictures.words import count
+from ckptkit.tensors.box import Shape
+
+Config = Mapping[str, Any]
+# heads of transformers' classes, and heads for values, which libraries of RLHF put beside a causal model: source of
+# `v_head` is trl/models/modeling_value_head.py, of `value_head` and others openrlhf/models/model.py
+_HEAD = re.compile(r"(?:.*\.)?(?:score|(?:pre_)?classifier|qa_outputs|pooler|classification_head)\..+")
+_VALUE_HEAD = re.compile(r"(?:.*\.)?(?:v_head|value_head|reward_head|regression_head)\..+")
+
+
+def is_trained_head(name: str) -> bool:
+    """Return whether a tensor belongs to a head that a training put on a model."""
+    return bool(_HEAD.fullmatch(name) or _VALUE_HEAD.fullmatch(name))
+
+
+def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) -> tuple[Config, list[str]]:
+    """Return config.json with the class that has the tensors, and remarks; as it is if its own class has the heads.
+
+    `form` is what config.json describes. Raises `Mismatch` for a head that no class of this type has, or several.
+    """
+    extra = sorted(shapes.keys() - form.shapes.keys())
+    heads = [name for name in extra if is_trained_head(name)]
+    if not heads:
+        return config, []
+    named = ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))
+    fitting = list(candidates(shapes, config, heads))
+    if len(fitting) == 1:
+        (found,) = fitting
+        words = f"config.json says {named}, the tensors have `{heads[0]}`: wrote {found['architectures'][0]}"
+        labels = len(found.get("id2label") or {})
+        is_resized = found.get("id2label") != config.get("id2label")
+        return found, [f"{words} with {count(labels, 'label')}" if is_resized else words]
+    if not fitting and all(map(_VALUE_HEAD.fullmatch, heads)):
+        words = f"`{heads[0]}`{and_more(len(heads) - 1)} is a value head, which {named} of config.json does not have"
+        return config, [Caution(f"{words}: load the output with the library that trained it")]
+    classes = [str(made["architectures"][0]) for made in fitting]
+    which = f"is of {' or '.join(classes)}" if classes else "is of no class of this type that has the other tensors"
+    hint = "pass a --base whose config.json names the class that was trained, or --names keep"
+    raise Mismatch(f"config.json says {named}, which does not have this tensor: it {which}", tensor=heads[0], hint=hint)
+
+
+def candidates(shapes: Mapping[str, Shape], config: Config, heads: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yield config.json for each class of its type, and for each number of labels that a head may have."""
+    rows = {shapes[name][0] for name in heads if len(shapes[name]) == 2}
+    known = {len(config["id2label"])} if config.get("id2label") else {int(config.get("num_labels") or 2)}
+    for name in classes_of(config):
+        for labels in sorted(known) + sorted(rows - known):
+            made = {**config, "architectures": [name]}
+            if labels not in known:
+                made |= {"id2label": {str(i): f"LABEL_{i}" for i in range(labels)}}
+                made |= {"label2id": {f"LABEL_{i}": i for i in range(labels)}}
+                made.pop("num_labels", None)
+            if is_described(shapes, made):
+                yield made
+                break
+
+
+def is_described(shapes: Mapping[str, Shape], config: Config) -> bool:
+    """Return whether a config.json describes all tensors; a language model's head may lie beside them."""
+    try:
+        form = closest(forms_for(config), shapes.keys())
+    except Unsupported:
+        return False
+    fits = all(shapes[name] == form.shapes[name] for name in shapes.keys() & form.shapes.keys())
+    return fits and form.needed <= shapes.keys() and shapes.keys() - form.shapes.keys() <= {HEAD}
