@@ -31,6 +31,8 @@ from ckptkit.files.file import children, file_size, is_there
 from ckptkit.files.origin import Origin
 from ckptkit.formats import detect_format, find_format, locate
 from ckptkit.layout import Extent, FileOffset, Layout
+from ckptkit.models.companions import CONFIG
+from ckptkit.models.computation import describe_differences
 from ckptkit.ops.own_files import OwnFiles, within
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
@@ -169,7 +171,10 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
         return found
     from ckptkit.comparison.problems import problems_of
 
-    return replace(found, problems=(*found.problems, *problems_of(compared)), compared=compared)
+    open_keys = [one for one in compared.configs if not one.is_certain]
+    notes = (f"{CONFIG}: {describe_differences(open_keys, str(compared.b))}",) if open_keys else ()
+    problems = (*found.problems, *problems_of(compared))
+    return replace(found, problems=problems, notes=(*found.notes, *notes), compared=compared)
 
 
 def find_all(source: Source) -> list[Checkpoint]:
