@@ -55,6 +55,7 @@ FLOORS = (
     ("models", "models.*"),
     ("names", "names.*"),
     ("optimizers", "optimizers.*"),
+    ("examination", "examination.*"),
     tuple(f"checkpoints.{name}" for name in ("account", "manifest", "problems", "replicas", "several_disks")),
     ("checkpoints.component", "checkpoints.evidence", "checkpoints.seal"),
     ("checkpoints.find_components",),

@@ -86,7 +86,8 @@ def to_json(found: Diff) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     names = ("a", "b", "only_in_a", "only_in_b", "renamed", "tensors", "nbytes", "checked_bytes", "notes")
     different = [difference_json(one) for one in found.different]
-    return {"equal": found.is_equal, "different": different, **pick(found, *names)}
+    configs = [pick(one, "key", "here", "there") for one in found.configs]
+    return {"equal": found.is_equal, "different": different, "configs": configs, **pick(found, *names)}
 
 
 def difference_json(one: Difference) -> dict[str, Any]:

@@ -29,7 +29,10 @@ def prove(
         str | None, typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json to use for SRC.")
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="FILE|1,2,3", help="Tokens to compute with; by default 64 random ones.")
+        str | None,
+        typer.Option(
+            metavar="FILE|1,2,3", help="Tokens to compute with; by default random ones, 64 or more than each window."
+        ),
     ] = None,
     also: Also = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random tokens.")] = 0,
@@ -39,10 +42,11 @@ def prove(
 ) -> None:
     """Prove that an export computes the same as the training state.
 
-    First ckptkit compares all tensors with the checkpoint, across names and dtypes, as `verify --against` does. Then
-    transformers runs both models on the same tokens, in float32 and block by block: no more than one block is in
-    memory. If dtypes differ, the logits may differ as much as rounding explains, and no more; ckptkit prints how much
-    that is.
+    First ckptkit compares config.json and all tensors with those of the checkpoint, across names and dtypes, as
+    `verify --against` does. Then transformers runs both models on the same tokens, in float32 and block by block: no
+    more than one block is in memory. Without --tokens it takes more tokens than every window and original context of
+    the models, if that many fit, and names the lengths that it did not reach. If dtypes differ, the logits may differ
+    as much as rounding explains, and no more; ckptkit prints how much that is.
 
     Example: ckptkit prove out --against run/ckpt-500
 
@@ -62,7 +66,9 @@ def prove(
             for diff in found.tensors
         ]
         logits = {"ok": found.logits.is_ok, **plain(found.logits)}
-        result = {"ok": found.is_ok, **pick(found, "out", "source", "notes"), "tensors": tensors, "logits": logits}
+        configs = [pick(one, "key", "here", "there") for one in found.configs]
+        result = {"ok": found.is_ok, **pick(found, "out", "source", "notes", "unreached"), "configs": configs}
+        result |= {"tensors": tensors, "logits": logits}
         print_json(result)
     else:
         report(found)

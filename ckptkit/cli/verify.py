@@ -192,9 +192,9 @@ def report_comparison(found: Sequence[Verified]) -> None:
     """Say what was compared with another checkpoint, and whether it is the same; each note once."""
     pairs = [part.compared for part in found if part.compared]
     for pair in pairs:
-        equal = "are the same" if pair.is_equal else "were compared, and are not the same"
+        equal = "are the same" if pair.has_same_entries else "were compared, and are not the same"
         say(f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.a} and {pair.b} {equal}")
-        if not pair.is_equal:
+        if not pair.has_same_entries:
             note(f"hint: `ckptkit diff {pair.a} {pair.b}` says by how much they differ")
     for text in dict.fromkeys(text for pair in pairs for text in pair.notes):
         note(f"note: {text}")

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ckptkit.comparison.entries import Scalar
 from ckptkit.layout import Spec
+from ckptkit.models.computation import ConfigDifference, describe_differences
 from ckptkit.names.renames import fold
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
@@ -61,7 +62,8 @@ class Diff(Summarized):
     """The differences between `a` and `b`: `tensors`, their `nbytes`, and `entries` that are not tensors were compared.
 
     `different` has first what matters most. `renamed` gives names in `b` by those in `a`; what is in tensors under two
-    names was compared. `checked_bytes` had a CRC-32 to be compared with.
+    names was compared. `checked_bytes` had a CRC-32 to be compared with. `configs` are the keys of config.json by which
+    the two models compute differently.
     """
 
     a: Path
@@ -75,6 +77,7 @@ class Diff(Summarized):
     renamed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     entries: int = 0
+    configs: tuple[ConfigDifference, ...] = ()
 
     @property
     def by_kind(self) -> tuple[Kind, ...]:
@@ -91,7 +94,12 @@ class Diff(Summarized):
 
     @property
     def is_equal(self) -> bool:
-        """Return whether nothing differs, not even a name."""
+        """Return whether nothing differs, not even a name or what a config.json lets the model compute."""
+        return self.has_same_entries and not self.configs
+
+    @property
+    def has_same_entries(self) -> bool:
+        """Return whether all tensors and other entries are the same, under the same names."""
         return not (self.only_in_a or self.only_in_b or self.different or self.renamed)
 
     def summary(self) -> Iterator[str]:
@@ -112,6 +120,7 @@ class Diff(Summarized):
             {**self.renamed, **other.renamed},
             tuple(dict.fromkeys(self.notes + other.notes)),
             self.entries + other.entries,
+            self.configs or other.configs,
         )
 
 
@@ -122,6 +131,9 @@ def conclude(found: Diff) -> str:
         amount = f"{count(found.entries, 'entry')}, no tensor"
     if found.is_equal:
         return f"the same: {amount}"
+    configs = f"config.json differs in {describe_differences(found.configs, 'B')}" if found.configs else ""
+    if found.has_same_entries:
+        return f"not the same model: the tensors are equal, but {configs}; compared: {amount}"
     weights = sum(one.is_weight for one in found.different)
     differ = "entry differs" if len(found.different) == 1 else "entries differ"
     lines = [
@@ -132,4 +144,5 @@ def conclude(found: Diff) -> str:
     ]
     text = ", ".join(f"{number:,} {what}" for number, what in lines if number)
     only_names = found.renamed and not (found.different or found.only_in_a or found.only_in_b)
-    return f"not the same: {text}{' but equal' if only_names else ''}; compared: {amount}"
+    text = f"{text}{' but equal' if only_names else ''}{f'; {configs}' if configs else ''}"
+    return f"not the same: {text}; compared: {amount}"

@@ -6,11 +6,16 @@ from collections.abc import Iterator
 
 from ckptkit.comparison.differences import Diff, Difference
 from ckptkit.errors import Mismatch
+from ckptkit.models.companions import CONFIG
+from ckptkit.models.computation import describe_differences
 
 
 def problems_of(found: Diff) -> Iterator[Mismatch]:
-    """Return a problem for each tensor that differs, or that only one has."""
+    """Return a problem for each tensor that differs, or that only one has, and one for configs that differ."""
     path, other = found.a, found.b
+    if certain := [one for one in found.configs if one.is_certain]:
+        message = f"{CONFIG} lets the model compute something else: {describe_differences(certain, str(other))}"
+        yield Mismatch(message, path=path)
     for name in found.only_in_a:
         yield Mismatch(f"not in {other}", path=path, tensor=name)
     for name in found.only_in_b:

@@ -10,10 +10,10 @@ from pathlib import Path
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import Mismatch, and_more
+from ckptkit.errors import Caution, Mismatch, and_more
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.models.companions import Companions, find_companions
-from ckptkit.models.computation import find_differences
+from ckptkit.models.computation import describe_differences, find_differences
 from ckptkit.models.fit import restore_tied
 from ckptkit.pictures.words import count
 from ckptkit.tensors.dtypes import DType
@@ -37,23 +37,34 @@ def align(models: Sequence[Model]) -> Model:
 
 
 def check_configs(models: Sequence[Model]) -> list[str]:
-    """Return a remark on sources that have no config.json.
+    """Return remarks on sources without config.json, and on keys of which nobody knows whether they matter.
 
-    Raises `Mismatch` if those of two sources describe models that compute otherwise with equal shapes.
+    Raises `Mismatch` if two sources describe models that compute differently with equal shapes. If a base says which
+    config.json is right, that is a warning.
     """
     found = [find_companions(model.part.path, None) for model in models]
     described = [one for one in found if one.config is not None]
     first, *others = described or [Companions()]
+    remarks: list[str] = []
     for other in others:
-        different = next(find_differences(first.config or {}, other.config or {}), None)
-        if different is not None:
-            message = f"`{different.key}` in config.json: expected {different.here} as in {first.found_in}"
-            hint = "average checkpoints of one model"
-            raise Mismatch(f"{message}, found {different.there}", path=other.found_in, hint=hint)
+        different = find_differences(first.config or {}, other.config or {})
+        if different and different[0].is_certain and models[0].ask_base is None:
+            key, here, there, _ = different[0]
+            more = and_more(sum(one.is_certain for one in different) - 1)
+            message = f"`{key}` in config.json: expected {here} as in {first.found_in}, found {there}{more}"
+            hint = "average checkpoints of one model, or pass --base MODEL, whose config.json is right for all"
+            raise Mismatch(message, path=other.found_in, hint=hint)
+        if different:
+            differ = (
+                f"the config.json in {first.found_in} differs: {describe_differences(different, str(other.found_in))}"
+            )
+            remarks.append(Caution(differ))
     missing = len(models) - len(described)
-    if not missing:
-        return []
-    return [f"{missing} of {len(models)} sources have no config.json, so their heads and rope were not compared"]
+    if missing:
+        remarks.append(
+            f"{missing} of {len(models)} sources have no config.json, so their heads and rope were not compared"
+        )
+    return remarks
 
 
 def with_tied(model: Model) -> Model:

@@ -190,11 +190,11 @@ def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:
     own = find_config(model.part.path) if options.base is not None and model.companions.config is not None else None
     if own is None or own == model.config:
         return []
-    from ckptkit.models.computation import find_differences  # few checkpoints have a config.json and get another
+    from ckptkit.models.computation import describe_differences, find_differences  # few have one and get another
 
-    found = [f"{one.key} ({one.here}, in {options.base} {one.there})" for one in find_differences(own, model.config)]
+    found = find_differences(own, model.config)
     words = "the output has the config.json of --base, but the one beside the checkpoint differs"
-    return [Caution(f"{words}: {', '.join(found[:4])}{and_more(len(found) - 4)}")] if found else []
+    return [Caution(f"{words}: {describe_differences(found, str(options.base))}")] if found else []
 
 
 def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caution]:

@@ -9,6 +9,7 @@ from ckptkit.diagnosis.damage import find_torch_version
 from ckptkit.diagnosis.exports import find_config_dtype, find_empty_adapter, find_index
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.group_map import find_unlisted
+from ckptkit.diagnosis.inconsistencies import find_inconsistencies
 from ckptkit.diagnosis.layers import find_unserved
 from ckptkit.diagnosis.names import find_names, find_wrappers
 from ckptkit.diagnosis.optimizer import find_groups, find_missing_states
@@ -32,5 +33,5 @@ KINDS: tuple[Finder, ...] = (
     *(find_torch_version, find_index, find_config_dtype, find_empty_adapter, find_model, find_adapters),
     *(find_quantized, find_declared_quantized, find_tokens, find_extra_state, find_predictors, find_wrappers),
     *(find_names, find_unserved, find_shapes, find_ties, find_missing_states, find_ranks, find_groups),
-    *(compare_with_checkpoint, find_unlisted),
+    *(compare_with_checkpoint, find_unlisted, find_inconsistencies),
 )

@@ -11,6 +11,8 @@ from typing import Any
 from ckptkit.adapters.find import Adapted, find_adapters
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.examination import examine
+from ckptkit.examination.inconsistency import Inconsistency
 from ckptkit.files.path import to_model_path
 from ckptkit.layout import Layout, Spec
 from ckptkit.models.companions import find_companions, read_config
@@ -73,6 +75,11 @@ class Case:
     def renames(self) -> Mapping[str, str]:
         """Return the model's name of each tensor that has another name in the checkpoint, by a rule for names."""
         return self.misfits.renamed() if self.misfits and self.checkpoint.family is None else {}
+
+    @cached_property
+    def inconsistencies(self) -> tuple[Inconsistency, ...]:
+        """Return what in the checkpoint contradicts the rest of it."""
+        return examine(self.layout)
 
     @property
     def is_asked(self) -> bool:

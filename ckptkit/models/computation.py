@@ -1,42 +1,195 @@
-"""Compare two config.json for what decides how a model computes, and what no shape tells: class, heads, rope."""
+"""Compare two config.json for everything that changes what a model computes.
+
+A key that is not known to be harmless counts. A key that only one config has counts as the default of transformers
+where transformers knows the type of model; ckptkit asks it only about configs that differ as they are written.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-_DECISIVE = re.compile(r"model_type|architectures|(.*_)?n?_?heads?|.*head_dim|.*rotary.*|rope_(?!theta).*")
+from ckptkit.errors import and_more
+from ckptkit.models.known_types import default_head_width
+
+# keys that do not change the logits of given tokens with given tensors, by their last name; or that shapes tell
+_HARMLESS = re.compile(
+    "|".join(
+        (
+            r"_.*|name_or_path|model_name|auto_map|.*_version|(tokenizer|processor)_class|base_model_.*|unsloth_.*",
+            r"(torch_)?dtype|use_bfloat16|torchscript|quantization_config|compression_config",
+            r"init(ializer)?_.*|.*_init|.*_init_(std|scale|value|method)|rescale_prenorm_residual",
+            r".*drop_?out.*|.*_pdrop|.*drop_path.*|.*layer_?drop|gradient_checkpointing",
+            r".*_loss|.*_loss_.*|.*_aux_.*|aux_.*|seq_aux|(router|input)_jitter_noise|label_smoothing|ignore_index",
+            r"(apply_spec_augment|mask_(time|feature)_.*|ctc_.*)",
+            r"return_dict|use_return_dict|output_(attentions|hidden_states|router_logits|scores)",
+            r"use_cache|cache_implementation|(.*_)?attn_implementation|use_flash_attn.*|pretraining_tp|ep_size",
+            r"chunk_size_feed_forward|.*_[tp]p_plan",
+            r"(bos|eos|sep|cls|unk|mask|decoder_start|forced_bos|forced_eos)_token(_id)?|(begin_)?suppress_tokens",
+            r"max_length|min_length|do_sample|early_stopping|num_beam.*|diversity_penalty|temperature|top_p|typical_p",
+            r".*(repetition|length)_penalty|(encoder_)?no_repeat_ngram_size|bad_words_ids|num_return_sequences",
+            r"id2label|label2id|problem_type|finetuning_task|task_specific_params|summary_.*",
+            r"vocab_size|max_position_embeddings|n_positions|n_ctx|seq_length|(model_)?max_(sequence|seq)_?len(gth)?",
+            r"num_nextn_predict_layers|.*mtp.*",  # they predict further tokens
+        )
+    )
+)
+_IDENTITY = ("model_type", "architectures")  # a config that does not have them does not contradict another
+_PADDED = re.compile(r"Classification|Reward|Roberta|Electra|Camembert")  # classes that look for the padding token
 _ROPE = ("rope_scaling", "rope_parameters")
+_ABSENT = {"rope_type": "default"}  # what a key that is absent means in every library
+_BY_LENGTH = ("dynamic", "yarn", "longrope", "su")  # kinds of rope that depend on `max_position_embeddings`
+_TEXT = "text_config"
+# the names that libraries have for one number
+_ALIASES = (
+    ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "layernorm_epsilon"),
+    ("hidden_act", "activation_function", "hidden_activation", "mlp_hidden_act", "activation"),
+    ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_selected_experts"),
+    ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    ("partial_rotary_factor", "rotary_pct", "rotary_percent"),
+)
+POSITIONS = "position_embedding_type"
+_BY_PRESENCE = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "sliding_window")  # a model without is another
+_CANONICAL = {name: names[0] for names in _ALIASES for name in names}
+_NAMED = 4  # differences that a message names
 
 
 class ConfigDifference(NamedTuple):
-    """A key of config.json, with points between the keys of sections, and its two values."""
+    """A key of config.json, with dots between the keys of sections, and its two values; None where it is absent.
+
+    It is not certain where one of the two is absent and nobody knows what the model then computes with.
+    """
 
     key: str
     here: Any
     there: Any
+    is_certain: bool = True
 
 
-def find_differences(
-    config: Mapping[str, Any], other: Mapping[str, Any], section: str = ""
-) -> Iterator[ConfigDifference]:
-    """Yield what two models compute otherwise by their config.json. A key that only one has, or that is null, is open.
+def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[ConfigDifference]:
+    """Return what two models compute differently by their config.json, the certain differences first.
 
     The rope may be in `rope_theta` and `rope_scaling`, or in `rope_parameters`, as transformers writes it since 5.0.
+    Of a model with other towers and a text model alone, the text models are compared.
     """
-    rope, other_rope = rope_of(config), rope_of(other)
-    for key in sorted(rope.keys() & other_rope.keys()):
-        if rope[key] != other_rope[key]:
-            yield ConfigDifference(f"{section}{key}", rope[key], other_rope[key])
-    for key in sorted(config.keys() & other.keys() - {*_ROPE}):
-        here, there = plain(key, config[key]), plain(key, other[key])
-        if here is None or there is None or here == there:
+    one, two = same_part(config, other)
+    found = compare(flatten(one), flatten(two))
+    if not found:
+        return []
+    from ckptkit.models.transformers_model import with_defaults  # few configs differ, and the import takes seconds
+
+    full, other_full = with_defaults(one), with_defaults(two)
+    if full is None or other_full is None:
+        return found
+    return compare(flatten(full), flatten(other_full), is_full=True)
+
+
+def find_contradictions(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
+    """Return what a config.json says otherwise than `said`, the few keys of one that a trainer's own file gives.
+
+    Of these `POSITIONS` may be "rope" or another word.
+    """
+    text = config.get(_TEXT)
+    config = text if isinstance(text, Mapping) else config
+    found = contradictions(said, config)
+    if not found:
+        return []
+    from ckptkit.models.transformers_model import with_defaults  # as in `find_differences`
+
+    full = with_defaults(config)
+    return found if full is None else contradictions(said, full)
+
+
+def contradictions(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
+    """Return what a config says otherwise, and the keys among `_BY_PRESENCE` that it lacks."""
+    known = {canonical(key): value for key, value in flatten(said).items() if value is not None}
+    there = {canonical(key): value for key, value in flatten(config).items()}
+    if rope_of(config).get("rope_theta") is not None:
+        there[POSITIONS] = "rope"
+    found = compare(known, {key: value for key, value in there.items() if key in known})
+    return [one for one in found if (one.key in _BY_PRESENCE or one.there is not None) and not is_neutral(one)]
+
+
+def is_neutral(one: ConfigDifference) -> bool:
+    """Return whether a factor is 1 and absent, or a window counts the token itself or does not."""
+    if one.there is None:
+        return bool(one.here == 1)
+    is_window = one.key == "sliding_window" and one.here and isinstance(one.there, int)
+    return bool(is_window and abs(one.here - one.there) <= 1)
+
+
+def describe_differences(found: Sequence[ConfigDifference], there: str) -> str:
+    """Return differences in words: `rope_theta (10000.0, in OTHER 500000.0)` and how many more there are."""
+    words = (f"{one.key} ({spell(one.here)}, in {there} {spell(one.there)})" for one in found[:_NAMED])
+    return f"{', '.join(words)}{and_more(len(found) - _NAMED)}"
+
+
+def spell(value: Any) -> str:
+    """Return a value of config.json in a message."""
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def same_part(config: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return two configs, or the text model's of the one that has other towers too."""
+
+    def text_of(whole: Mapping[str, Any], wanted: object) -> Mapping[str, Any]:
+        text = whole.get(_TEXT)
+        return text if isinstance(text, Mapping) and text.get("model_type") == wanted else whole
+
+    one, two = config.get("model_type"), other.get("model_type")
+    return (config, other) if one == two else (text_of(config, two), text_of(other, one))
+
+
+def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = False) -> list[ConfigDifference]:
+    """Return the keys that differ. False, zero and null are the same as an absent key.
+
+    Of configs with all defaults (`is_full`), null is a value as any other.
+    """
+    found = []
+    for key in sorted({*one, *two}):
+        here, there = one.get(key), two.get(key)
+        last = key.rpartition(".")[2]
+        here, there = (_ABSENT.get(last) if value is None else value for value in (here, there))
+        if here == there or not (here or there):
             continue
-        if isinstance(here, Mapping) and isinstance(there, Mapping):
-            yield from find_differences(here, there, f"{section}{key}.")
-        elif _DECISIVE.fullmatch(key):
-            yield ConfigDifference(f"{section}{key}", here, there)
+        is_one_absent = here is None or there is None
+        if is_one_absent and last in _IDENTITY:
+            continue
+        is_certain = not is_one_absent or (is_full and key in one and key in two)
+        found.append(ConfigDifference(key, here, there, is_certain))
+    return sorted(found, key=lambda pair: not pair.is_certain)
+
+
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what changes what a model computes, by key; the rope's keys without a section of their own."""
+    is_padded = any(_PADDED.search(str(name)) for name in config.get("architectures") or ())
+    found = dict(entries_in(config, ""))
+    return found if is_padded else {key: one for key, one in found.items() if key.rpartition(".")[2] != "pad_token_id"}
+
+
+def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that are not harmless with their values, through all sections."""
+    entries: Iterable[tuple[str, Any]] = ({**config, **widths_of(config), **rope_of(config)}).items()
+    for key, value in entries:
+        if key in _ROPE or _HARMLESS.fullmatch(str(key)):
+            continue
+        if isinstance(value, Mapping):
+            yield from entries_in(value, f"{section}{key}.")
+        else:
+            yield f"{section}{key}", plain(str(key), value)
+    if config.get("max_position_embeddings") and rope_of(config).get("rope_type") in _BY_LENGTH:
+        yield f"{section}max_position_embeddings", config["max_position_embeddings"]
+
+
+def widths_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of heads that a config leaves open, and that follow from others."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not (isinstance(hidden, int) and isinstance(heads, int) and heads):
+        return {}
+    width = default_head_width(str(config.get("model_type"))) or hidden // heads
+    return {key: one for key, one in (("head_dim", width), ("num_key_value_heads", heads)) if config.get(key) is None}
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,14 +198,20 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in _ROPE:
         found |= config[key] if isinstance(config.get(key), Mapping) else {}
     kind = found.pop("type", None)  # of files before transformers 4.43; it rewrites `mrope` itself
-    found.setdefault("rope_type", kind if kind not in (None, "mrope") else "default")
+    if kind not in (None, "mrope"):
+        found.setdefault("rope_type", kind)
     if config.get("rope_theta") is not None:
         found["rope_theta"] = config["rope_theta"]
     return {key: value for key, value in found.items() if value is not None}
 
 
 def plain(key: str, value: Any) -> Any:
-    """Return a value of config.json; a class without what FSDP1 puts before its name."""
+    """Return a value of config.json as JSON has it; a class without FSDP1's prefix."""
     if key == "architectures" and isinstance(value, list):
         return [str(name).removeprefix("FSDP") for name in value]
-    return value
+    return list(value) if isinstance(value, tuple) else value
+
+
+def canonical(key: str) -> str:
+    """Return the name of a key that all libraries share here."""
+    return _CANONICAL.get(key, key)

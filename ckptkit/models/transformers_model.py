@@ -117,6 +117,17 @@ def build(text: str) -> MetaModel:
     )
 
 
+def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return a config.json with every key that transformers gives such a model, or None if transformers cannot tell."""
+    try:
+        kind = kind_of(import_transformers(), str(config.get("model_type")))
+        with quiet():
+            found = kind.from_dict(without_hints(dict(config))).to_dict()
+    except Exception:  # noqa: BLE001 - transformers' own code may raise anything, and then the keys are what they are
+        return None
+    return {**found, "architectures": config.get("architectures")}
+
+
 def import_transformers() -> Any:
     """Return the module transformers. Raises `NotInstalled` if it cannot be used, or torch is missing."""
     if missing := missing_package():

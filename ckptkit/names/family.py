@@ -31,6 +31,7 @@ class Family:
     writes such names, if others share them. With a tied head (`has_tied_head`) there is a tensor for this too,
     which is the embedding; with None it is left as it is. `biased` is the pattern of modules that have to have a
     bias. Where there is no config.json, `config_of` makes one of what the `sizes_file` beside the weights says.
+    `describe` returns what a whole checkpoint says of the computation, in keys of config.json.
     `written_as` gives the name for one that the rules write, where it differs by layer. `arithmetic` says by its name
     how the numbers of a tensor change on the way to the Hub. A family that `is_model_only` gives new names to weights
     alone: ckptkit does not know its optimizers.
@@ -48,6 +49,7 @@ class Family:
     has_tied_head: bool | None = False
     sizes_file: str = ""
     config_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    describe: Callable[[Layout], Mapping[str, Any]] = lambda _: {}
     biased: str = ""
     written_as: Callable[[str, Sizes], str] = lambda name, _: name
     arithmetic: Callable[[str, Sizes], Arithmetic | None] | None = None

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.errors import CkptError, Mismatch, Unsupported
+from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported
 from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor, edits
+from ckptkit.models.computation import describe_differences, find_contradictions
 from ckptkit.models.expected import AskBase
 from ckptkit.models.vocabulary import NewVocabulary, check_rows, with_vocabulary
 from ckptkit.names import KEEP, family_of, get_family
@@ -76,9 +77,11 @@ def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]
         **found.left_out,
         **dict.fromkeys(found.origins_of(made.unplaced), f"{asked.names} names cannot express this tensor"),
     }
-    return replace(found, layout=named, came_from=came_from, left_out=left_out), remarks(
-        found.layout, change, made, asked.config, vocabulary
-    )
+    notes = [
+        *remarks(found.layout, change, made, asked.config, vocabulary),
+        *contradictions(found.whole, change, asked),
+    ]
+    return replace(found, layout=named, came_from=came_from, left_out=left_out), notes
 
 
 def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
@@ -104,7 +107,7 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
         named, made = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.root) from None
-    notes = remarks(weights.layout, change, made, asked.config, vocabulary)
+    notes = [*remarks(weights.layout, change, made, asked.config, vocabulary), *contradictions(layout, change, asked)]
     left = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
     if left:
         notes.append(f"dropped {count(len(left), 'entry')} under old names of layers, such as `{min(left)}`")
@@ -177,6 +180,16 @@ def read_sizes(root: Path, family: Family) -> Config:
         return None
     found = parse_json(read_small(path, _LIMIT), path)
     return family.config_of(found if isinstance(found, dict) else {})
+
+
+def contradictions(checkpoint: Layout, change: FamilyChange | None, asked: AskedNames) -> list[Caution]:
+    """Return a warning if config.json lets the model compute something else than the checkpoint's own files say."""
+    if change is None or change.here is None or asked.config is None:
+        return []
+    said = {**(read_sizes(checkpoint.root, change.here) or {}), **change.here.describe(checkpoint)}
+    found = find_contradictions(said, asked.config)
+    words = f"config.json differs from what {change.here.whose} files say of the training"
+    return [Caution(f"{words}: {describe_differences(found, 'config.json')}")] if found else []
 
 
 def with_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:

@@ -25,7 +25,9 @@ from ckptkit.conversion.options import ADAPTER, MASTER, MODULE, ConvertOptions, 
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
-from ckptkit.errors import Mismatch, Unsupported, Usage
+from ckptkit.errors import Caution, Mismatch, Unsupported, Usage
+from ckptkit.examination import OF_EXPORTS, RULES, examine
+from ckptkit.examination.inconsistency import Certainty
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath, remarks_on_id, to_model_path
@@ -204,7 +206,22 @@ def draft_opened(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertO
     if options.salvage:
         return draft_salvage(checkpoints[0], dst, options)
     conversion, source = draft_of(checkpoints, dst, options), checkpoints[0].path
+    conversion = replace(conversion, notes=(*conversion.notes, *warn_of_inconsistencies(checkpoints, options)))
     return with_earlier_account(conversion, source) if is_there(source / ACCOUNT) else conversion
+
+
+def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> Iterator[Caution]:
+    """Yield a warning for what contradicts the rest of a source, as far as the output has it.
+
+    Raises `Mismatch` for states that have no place in a format that keeps each beside its parameter.
+    """
+    is_model = options.writer.is_model_only
+    for checkpoint in checkpoints:
+        for one in examine(checkpoint.layout, OF_EXPORTS if is_model else RULES):
+            if one.certainty is Certainty.CERTAIN and options.writer.needs_names:
+                raise one.to_error(checkpoint.path)
+            if is_model or one.certainty > Certainty.NOTE:
+                yield Caution(f"{checkpoint.path}: {one.line}")
 
 
 def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: Look | None = None) -> Conversion:

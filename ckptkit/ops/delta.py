@@ -20,6 +20,8 @@ from ckptkit.errors import Occupied, Unsupported, translate_os_errors
 from ckptkit.files.file import file_size, names_in
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath
+from ckptkit.models.companions import CONFIG
+from ckptkit.models.computation import describe_differences, find_differences
 from ckptkit.ops.as_consolidated import ConsolidatedView, both_consolidated
 from ckptkit.pictures.numbers import format_bytes, per_cent
 from ckptkit.pictures.words import count
@@ -167,17 +169,25 @@ class ComparedPair:
         found = FoundChanges(after.specs, sums.before, sums.after, spool, copying_from(after, self.jobs))
         return found, sums.checked_bytes
 
+    def compare_configs(self) -> Iterator[str]:
+        """Yield what the two compute differently by their config.json, which a delta does not contain."""
+        before, after = (side.checkpoint.companions.config for side in self.sides)
+        if before is not None and after is not None and (found := find_differences(before, after)):
+            differences = describe_differences(found, str(self.sides[1].path))
+            yield f"a delta does not contain {CONFIG}, and the new one differs: {differences}; copy it too"
+
     def report(self, output: Path, found: FoundChanges, checked: int) -> WrittenDelta:
         """Return what would be written of what was found."""
         from ckptkit.deltas.nan import say_nan
 
+        notes = say_nan(found.spool.nan) if found.spool.changed else ("no tensor changed",)
         return WrittenDelta(
             base=self.sides[0].path,
             new=self.sides[1].path,
             output=output,
             record=found.record(dict.fromkeys(found.payload, "")),
             nbytes=found.payload_bytes,
-            notes=say_nan(found.spool.nan) if found.spool.changed else ("nothing changed: the two are the same",),
+            notes=(*notes, *self.compare_configs()),
             checked_bytes=checked,
             dry_run=True,
         )

@@ -16,9 +16,11 @@ from ckptkit.comparison.matching import Side, match, pair_parts, with_names_of_h
 from ckptkit.comparison.renames import find_renames
 from ckptkit.conversion.selection import Edits
 from ckptkit.engine.compare import Comparison, compare
-from ckptkit.errors import Usage
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec, edits
+from ckptkit.models.companions import CONFIG
+from ckptkit.models.computation import find_differences
 from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, telling
 from ckptkit.tensors.distance import Distance, Tolerance
@@ -64,7 +66,7 @@ def diff(
     asked.check_globs([side.layout for pair in pairs for side in pair])
     if not any(side.layout.names for pair in pairs for side in pair):
         raise Usage(f"nothing to compare: this and {two.path} have no entries", path=one.path)
-    found = Diff(one.path, two.path, notes=tuple(notes))
+    found = Diff(one.path, two.path, notes=tuple(notes)).merge(compare_configs(one, two))
     for pair in pairs:
         ours, theirs = (side.select(asked.admit) for side in pair)
         found = found.merge(diff_sides(ours, theirs, terms, jobs, progress))
@@ -82,11 +84,20 @@ def prove(
     """Hold the tensors of what a conversion made against those of its source, bit for bit; by part of what it made.
 
     With `allow_cast` a tensor of another dtype is first converted to that which it has in `made`, as it was then.
-    Other entries are not compared.
+    Other entries are not compared. What their config.json let both models compute is compared too.
     """
+    one, two = Checkpoint.open(made), Checkpoint.open(source)
+    found = compare_tensors(one, two, allow_cast=allow_cast, jobs=jobs, progress=progress)
+    model = one.model_component.path
+    return {path: diff.merge(compare_configs(one, two)) if path == model else diff for path, diff in found.items()}
+
+
+def compare_tensors(
+    one: Checkpoint, two: Checkpoint, *, allow_cast: bool, jobs: int | None, progress: Progress | None
+) -> dict[Path, Diff]:
+    """Return what `prove` does of the tensors alone."""
     terms = Terms(allow_cast=allow_cast, is_conversion=True)
     found: dict[Path, Diff] = {}
-    one, two = Checkpoint.open(made), Checkpoint.open(source)
     pairs, shared = pair_parts(one, two)
     for pair in pairs:
         part, other = with_names_of_hub(one, two, pair)
@@ -99,6 +110,21 @@ def prove(
     if not any(diff.tensors or diff.only_in_a or diff.only_in_b or diff.different for diff in found.values()):
         raise Usage(f"nothing to compare: this and {two.path} have no tensors", path=one.path, hint=_ON_ENTRIES)
     return found
+
+
+def compare_configs(one: Checkpoint, two: Checkpoint) -> Diff:
+    """Return by which keys of config.json two models compute differently, and a note if only one has such a file."""
+    found = Diff(one.path, two.path)
+    try:
+        here, there = one.companions.config, two.companions.config
+    except (Corrupt, IOFailure, Unsafe) as error:
+        return replace(found, notes=(f"{CONFIG} was not compared: {error.message}",))
+    if here is not None and there is not None:
+        return replace(found, configs=tuple(find_differences(here, there)))
+    if here is there:
+        return found
+    lacking = one.path if here is None else two.path
+    return replace(found, notes=(f"{lacking} has no {CONFIG}: what the models compute was not compared",))
 
 
 @dataclass(frozen=True, slots=True)

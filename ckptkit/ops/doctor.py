@@ -19,6 +19,7 @@ from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix
 from ckptkit.diagnosis.optimizer import list_missing_states
 from ckptkit.errors import Usage, and_more
+from ckptkit.examination.inconsistency import Certainty
 from ckptkit.files.path import remarks_on_id
 from ckptkit.models.companions import CONFIG
 from ckptkit.ops.dry_run_fix import dry_run_fix, run_fix
@@ -153,6 +154,7 @@ def notes_on(case: Case | None) -> Iterator[str]:
             f"the optimizer has remainders of the masters of {count(len(found), 'weight')} in {REMAINDERS}, such as "
             f"`{found[0]}`: an optimizer without remainders loads them as numbers; `--weights-from master` adds them"
         )
+    yield from (one.line for one in case.inconsistencies if one.certainty is Certainty.NOTE)
     if case.model is None:
         if case.like is None:
             yield "no config.json is here: names and shapes were not compared (pass --model or --like)"

@@ -26,11 +26,15 @@ from ckptkit.checkpoints.store_sums import StoreSums, ask_store, tell_proved, te
 from ckptkit.comparison.masters import compare_copies, compare_masters
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, translate_os_errors
+from ckptkit.examination import examine
+from ckptkit.examination.inconsistency import Certainty, Inconsistency
 from ckptkit.files.crc32 import RESTORE, WAS_CHANGED, tell_damage
 from ckptkit.files.file import children, file_size, is_there
 from ckptkit.files.origin import Origin
 from ckptkit.formats import detect_format, find_format, locate
 from ckptkit.layout import Extent, FileOffset, Layout
+from ckptkit.models.companions import CONFIG
+from ckptkit.models.computation import describe_differences
 from ckptkit.ops.own_files import OwnFiles, within
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
@@ -129,6 +133,7 @@ def verify(
     tell = telling(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
     look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=tell)
     wholes = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
+    wholes = [(checkpoint, with_inconsistencies(checkpoint, parts)) for checkpoint, parts in wholes]
     found = [part for one, parts in wholes for part in (parts if fast else with_masters(one, parts, jobs))]
     if against is not None and all(part.is_ok for part in found):
         from ckptkit.ops.diff import prove  # and with it all that copies and compares
@@ -141,6 +146,25 @@ def verify(
 
         found = [replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in found]
     return found
+
+
+def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[Verified]:
+    """Return what was found of a checkpoint, and if that is whole, what in its metadata contradicts the rest."""
+    if not (checkpoint.components and all(part.is_ok for part in found)):
+        return found
+    odd = inconsistencies_in(checkpoint)
+    problems = [one.to_error(checkpoint.path) for one in odd if one.certainty is Certainty.CERTAIN]
+    notes = [one.line for one in odd if one.certainty is not Certainty.CERTAIN]
+    first = replace(found[0], problems=(*found[0].problems, *problems), notes=(*found[0].notes, *notes))
+    return [first, *found[1:]]
+
+
+def inconsistencies_in(checkpoint: Checkpoint) -> tuple[Inconsistency, ...]:
+    """Return what in a checkpoint contradicts the rest; nothing of parts that make no whole."""
+    try:
+        return examine(checkpoint.layout)
+    except (Corrupt, Mismatch, NotACheckpoint, Unsupported):
+        return ()
 
 
 def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None) -> list[Verified]:
@@ -169,7 +193,10 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
         return found
     from ckptkit.comparison.problems import problems_of
 
-    return replace(found, problems=(*found.problems, *problems_of(compared)), compared=compared)
+    open_keys = [one for one in compared.configs if not one.is_certain]
+    notes = (f"{CONFIG}: {describe_differences(open_keys, str(compared.b))}",) if open_keys else ()
+    problems = (*found.problems, *problems_of(compared))
+    return replace(found, problems=problems, notes=(*found.notes, *notes), compared=compared)
 
 
 def find_all(source: Source) -> list[Checkpoint]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,12 @@ from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.files.file import read_small
 from ckptkit.files.path import remarks_on_id
 from ckptkit.models.companions import Companions, find_companions
+from ckptkit.models.computation import ConfigDifference, describe_differences, find_differences
 from ckptkit.models.transformers_model import missing_package
-from ckptkit.ops.diff import prove as compare_tensors
+from ckptkit.ops.diff import compare_tensors
+from ckptkit.pictures.words import count
 from ckptkit.progress import Progress
+from ckptkit.proving.lengths import choose_length, find_lengths
 from ckptkit.proving.logits import Logits
 from ckptkit.proving.model import Runnable
 from ckptkit.summary import Summarized
@@ -22,7 +25,6 @@ from ckptkit.summary import Summarized
 if TYPE_CHECKING:
     from ckptkit.comparison.differences import Diff
 
-_TOKENS = 64
 _LIMIT = 1 << 24  # bytes of a file of tokens
 _DIGITS = 10
 _TOKENIZER = ("tokenizer", "vocab.", "merges.", "spiece.", "sentencepiece.", "tekken.")  # how its files' names begin
@@ -32,22 +34,33 @@ _TOKENIZER = ("tokenizer", "vocab.", "merges.", "spiece.", "sentencepiece.", "te
 class Proved(Summarized):
     """The findings on the model at `out` and the checkpoint at `source` that it is to be of.
 
-    `tensors` are the differences of tensors by part, after a conversion of dtype.
+    `tensors` are the differences of tensors by part, after a conversion of dtype, and `configs` the keys of config.json
+    by which the two compute differently. `unreached` are the lengths, by key of config.json, beyond which the models
+    compute in another way, and which the run did not reach.
     """
 
     out: Path
     source: Path
     tensors: tuple[Diff, ...]
     logits: Logits
+    configs: tuple[ConfigDifference, ...] = ()
+    unreached: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
     def is_ok(self) -> bool:
-        """Return whether `out` computes what `source` does."""
-        return all(diff.is_equal for diff in self.tensors) and self.logits.is_ok
+        """Return whether tensors, configs and logits of `out` are those of `source`."""
+        are_alike = all(diff.is_equal for diff in self.tensors) and not any(one.is_certain for one in self.configs)
+        return are_alike and self.logits.is_ok
 
     def summary(self) -> Iterator[str]:
-        yield f"{'proved' if self.is_ok else 'not proved'}: {self.out} computes what {self.source} does"
+        if self.configs:
+            yield f"config.json differs: {describe_differences(self.configs, str(self.source))}"
+        if self.unreached:
+            lengths = ", ".join(f"{key} {length:,}" for key, length in self.unreached.items())
+            yield f"not reached with {self.logits.tokens:,} tokens: {lengths}; pass more with --tokens FILE"
+        run = f"{self.out} computes what {self.source} does for {count(self.logits.tokens, 'token')}"
+        yield f"{'proved' if self.is_ok else 'not proved'}: {run}"
 
 
 def prove(
@@ -62,9 +75,10 @@ def prove(
 ) -> Proved:
     """Return whether the Hugging Face model at `out` computes the same as its source, the checkpoint `against`.
 
-    First its tensors are held against those of the checkpoint, across names and dtypes, as `verify` does. Then
-    transformers runs both, in float32, on the same `tokens`: a list of numbers, in a file perhaps, or else 64 that are
-    drawn by `seed`. No more than one block of the model is in memory at a time.
+    First ckptkit compares the config.json of both, and all tensors, across names and dtypes, as `verify` does. Then
+    transformers runs both, in float32, on the same `tokens`: a list of numbers, in a file perhaps, or else random ones
+    drawn by `seed`. These are 64, or more than every window and original context of the models, if that many fit. No
+    more than one block of the model is in memory at a time.
 
     The model at `out` is what its config.json says; the other is what the config.json of `base` says, a directory or
     Hub id, or one that lies by the checkpoint, or else the same. Raises `Unsupported` without transformers, and for
@@ -84,8 +98,18 @@ def prove(
     differences = compare_tensors(ours, theirs, allow_cast=True, jobs=jobs, progress=progress)
     from ckptkit.proving.forward import choose_tokens, compare_logits  # imports torch
 
-    ids = choose_tokens(wanted, _TOKENS, seed, (one, two))
-    return Proved(ours.path, theirs.path, tuple(differences.values()), compare_logits(one, two, ids), tuple(notes))
+    described = [model.meta.model.config.to_dict() for model in (one, two)]
+    ids = choose_tokens(wanted, choose_length(described), seed, (one, two))
+    logits = compare_logits(one, two, ids)
+    return Proved(
+        ours.path,
+        theirs.path,
+        tuple(differences.values()),
+        logits,
+        configs=() if there.config is None else tuple(find_differences(here.config, there.config)),
+        unreached={key: length for key, length in find_lengths(described).items() if length >= ids.shape[1]},
+        notes=tuple(notes),
+    )
 
 
 def companions_of(checkpoint: Checkpoint, base: str | None = None) -> Companions:

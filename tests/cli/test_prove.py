@@ -33,7 +33,7 @@ def test_proved(source: Path, tmp_path: Path) -> None:
     tensors, logits, verdict = done.stdout.splitlines()
     assert tensors.startswith("the tensors are the same: 36 tensors, ")
     assert logits.startswith("the logits of 3 tokens, with rounded weights: mean KL ")
-    assert verdict == f"proved: {tmp_path / 'out'} computes what {source} does"
+    assert verdict == f"proved: {tmp_path / 'out'} computes what {source} does for 3 tokens"
     assert "36 tensors were converted to be compared" in done.stderr
 
 

@@ -21,7 +21,7 @@ from ckptkit.names.rule import Rule, with_bias
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.steps import Concatenated, Cropped, Grouped
 from ckptkit.names.tables import megatron_hybrid as hybrid
-from ckptkit.names.tables.megatron_args import LAYERNORM_1P, ZERO_CENTERED, check
+from ckptkit.names.tables.megatron_args import LAYERNORM_1P, ZERO_CENTERED, check, describe
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
@@ -142,6 +142,7 @@ MEGATRON = Family(
     written_as=written_as,
     types=_TYPES,
     check=check,
+    describe=describe,
     files=files,
     told_by_files=ZERO_CENTERED,
 )

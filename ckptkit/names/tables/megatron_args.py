@@ -18,6 +18,7 @@ from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.layout import Blob, Layout
+from ckptkit.models.computation import POSITIONS
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.tables import megatron_hybrid as hybrid
 
@@ -29,6 +30,15 @@ _OF_GPT = frozenset("*-E|")  # in the pattern of a HybridModel: what a GPT has, 
 _ACTIVATION = "relu2"  # what transformers calls it, and its default for these types
 _TENSOR_PARALLEL = "tensor_model_parallel_size"
 _JOINED = "megatron"  # the format of files of ranks, whose tensors are joined by rules
+_COMPUTED = {"norm_epsilon": "rms_norm_eps"}
+_OF_ROUTER = {
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+}
+_ROTARY = ("rope", "mrope", "yarn")  # kinds of positions that transformers has as rope
+_ROTARY_NUMBERS = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
 _OF_MAMBA = [
     ("mamba_num_heads", "mamba_heads"),
     ("mamba_head_dim", "mamba_width"),
@@ -64,6 +74,47 @@ def check(checkpoint: Layout, sizes: Sizes) -> None:
         if args.get(name) is True:
             raise Unsupported(f"Megatron's arguments say {name}: {meaning}", hint="pass --names keep to keep the names")
     check_norms(args.get(LAYERNORM_1P), sizes.model_type)
+
+
+def describe(checkpoint: Layout) -> dict[str, Any]:
+    """Return what the arguments say of the computation, in keys of config.json; {} where none are kept.
+
+    Source: megatron/training/arguments.py and megatron/core/transformer/transformer_config.py.
+    """
+    args = read_args(checkpoint)
+    numbers = _COMPUTED | (_OF_ROUTER if args.get("num_experts") else {})
+    found = {hub: args[own] for own, hub in numbers.items() if args.get(own) is not None}
+    if args.get("swiglu") is True:
+        found["hidden_act"] = "silu"
+    elif args.get("squared_relu") is True:
+        found["hidden_act"] = _ACTIVATION
+    if (
+        args.get("num_experts")
+        and args.get("moe_router_score_function") == "softmax"
+        and type(args.get("moe_router_pre_softmax")) is bool
+    ):
+        found["norm_topk_prob"] = not args["moe_router_pre_softmax"]
+    return found | describe_positions(args) if args else {}
+
+
+def describe_positions(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the arguments say of positions and windows.
+
+    A window of Megatron's is the tokens before and after one; transformers' counts the token itself, too.
+    """
+    found: dict[str, Any] = {}
+    window = args.get("window_size")
+    if "window_size" in args:
+        found["sliding_window"] = window[0] + 1 if isinstance(window, list | tuple) and window else 0
+    kind = args.get("position_embedding_type")
+    if kind in _ROTARY:
+        found |= {hub: args[own] for own, hub in _ROTARY_NUMBERS.items() if args.get(own) is not None}
+        scaled = "llama3" if args.get("use_rope_scaling") is True else "default"
+        scaled = "linear" if args.get("rotary_seq_len_interpolation_factor") else scaled
+        found["rope_type"] = "yarn" if kind == "yarn" else scaled
+    if kind is not None:
+        found[POSITIONS] = "rope" if kind in _ROTARY else kind
+    return found
 
 
 def check_pattern(pattern: object) -> None:

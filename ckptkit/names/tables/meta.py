@@ -24,7 +24,11 @@ _SIZES = {
     "head_dim": "head_dim",
     "n_layers": "num_hidden_layers",
     "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "sliding_window": "sliding_window",
 }
+_OF_MIXTURE = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 _WITHOUT_LAYER = {
     "tok_embeddings": "model.embed_tokens",
     "norm": "model.norm",
@@ -61,7 +65,16 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what params.json says, in keys of config.json.
+
+    Source of `use_scaled_rope`: `apply_scaling` in llama-models, models/llama3/model.py, whose factors are Llama 3.1's.
+    """
     found = {hub: params[own] for own, hub in _SIZES.items() if own in params}
+    mixture = params.get("moe")
+    if isinstance(mixture, Mapping):
+        found |= {hub: mixture[own] for own, hub in _OF_MIXTURE.items() if own in mixture}
+    if type(params.get("use_scaled_rope")) is bool:
+        found["rope_parameters"] = {"rope_type": "llama3" if params["use_scaled_rope"] else "default"}
     return {"model_type": "mixtral" if "moe" in params else "llama", **found}
 
 

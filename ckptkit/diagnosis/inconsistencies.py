@@ -1,0 +1,28 @@
+"""Say which entries of a checkpoint contradict each other, and the command that fixes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.fix import Fix, rewrite
+from ckptkit.examination.inconsistency import Certainty, Inconsistency
+
+_BY_NAME = frozenset(["layer_gap", "empty_weight"])  # said of each tensor where the model's tensors are known
+
+
+def find_inconsistencies(case: Case) -> Iterator[Finding]:
+    """Yield the entries that contradict the rest of the checkpoint."""
+    for one in case.inconsistencies:
+        is_said = one.code in _BY_NAME and case.misfits is not None and bool(case.misfits.missing)
+        if one.certainty > Certainty.NOTE and not is_said:
+            yield Finding(one.code, one.tensor, one.message, fix_of(case, one), one.names)
+
+
+def fix_of(case: Case, one: Inconsistency) -> Fix | None:
+    """Return the command that takes a prefix off all names; None for anything else."""
+    if one.code not in ("wrapped_state", "wrapped_weight"):
+        return None
+    return rewrite(case.checkpoint, rename=(rf"(^|\.){re.escape(one.data['prefix'])}=>\1",))

@@ -1,0 +1,98 @@
+"""Whether two config.json describe models that compute the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptkit.models.computation import find_contradictions, find_differences
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+ODD = {"model_type": "odd", "architectures": ["OddForCausalLM"], **SIZES}  # which transformers does not know
+LLAMA = {"model_type": "llama", **SIZES}
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "two"),
+    [
+        ("rope_theta", 1e4, 5e5),
+        ("rms_norm_eps", 1e-6, 1e-5),
+        ("hidden_act", "silu", "gelu"),
+        ("sliding_window", 16, 4096),
+        ("num_experts_per_tok", 1, 2),
+        ("final_logit_softcapping", 30.0, 50.0),
+        ("attention_multiplier", 1.0, 0.01),
+        ("logits_scaling", 1.0, 8.0),
+        ("query_pre_attn_scalar", 8, 256),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 8.0}),
+        ("rope_parameters", {"long_factor": [1.0, 2.0]}, {"long_factor": [1.0, 4.0]}),
+        ("rope_parameters", {"full_attention": {"rope_theta": 1e6}}, {"full_attention": {"rope_theta": 1e4}}),
+        ("text_config", {"rms_norm_eps": 1e-6}, {"rms_norm_eps": 1e-5}),
+        ("a_key_that_nobody_knows", 1, 2),
+        ("image_token_id", 7, 9),
+        ("layer_types", ["full_attention"], ["sliding_attention"]),
+    ],
+)
+def test_what_changes_the_computation_differs(key: str, one: object, two: object) -> None:
+    first, *_ = find_differences({**ODD, key: one}, {**ODD, key: two})
+    assert first.is_certain
+    assert first.key.split(".")[-1] in (key, "factor", "long_factor", "rope_theta", "rms_norm_eps")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"torch_dtype": "float16", "transformers_version": "4.1", "_name_or_path": "x", "use_cache": False},
+        {"attention_dropout": 0.5, "hidden_dropout_prob": 0.1, "resid_pdrop": 0.1, "initializer_range": 0.5},
+        {"bos_token_id": 5, "eos_token_id": [5, 6], "pad_token_id": 7, "vocab_size": 99},
+        {"max_position_embeddings": 99, "router_aux_loss_coef": 0.5, "output_router_logits": True},
+        {"architectures": ["FSDPOddForCausalLM"], "auto_map": {"AutoModel": "m.M"}, "id2label": {"0": "a"}},
+        {"rope_scaling": None, "sliding_window": None, "mlp_bias": False, "rope_parameters": {"rope_type": "default"}},
+        {"head_dim": 8},
+        {"text_config": {"dtype": "float16"}},
+    ],
+)
+def test_harmless_keys_do_not_differ(change: dict[str, Any]) -> None:
+    assert find_differences(ODD, {**ODD, **change}) == []
+
+
+def test_a_key_of_one_config_is_open() -> None:
+    (found,) = find_differences(ODD, {**ODD, "my_scale": 4})
+    assert not found.is_certain
+    assert (found.key, found.here, found.there) == ("my_scale", None, 4)
+
+
+def test_lengths_count_where_the_rope_depends_on_them() -> None:
+    for kind, differs in (("linear", False), ("dynamic", True), ("yarn", True), ("longrope", True)):
+        one = {**ODD, "rope_scaling": {"rope_type": kind, "factor": 2.0}}
+        found = find_differences({**one, "max_position_embeddings": 64}, {**one, "max_position_embeddings": 128})
+        assert bool(found) is differs
+
+
+def test_the_padding_token_of_a_classifier_counts() -> None:
+    classifier = {**ODD, "architectures": ["OddForSequenceClassification"]}
+    assert find_differences({**classifier, "pad_token_id": 1}, {**classifier, "pad_token_id": 2})
+
+
+def test_what_a_trainers_files_say() -> None:
+    said = {"rope_theta": 5e5, "layer_norm_epsilon": 1e-6, "rope_type": "llama3", "position_embedding_type": "rope"}
+    config = {**ODD, "rope_theta": 1e4, "rms_norm_eps": 1e-5}
+    assert [one.key for one in find_contradictions(said, config)] == ["rms_norm_eps", "rope_theta", "rope_type"]
+    fitting = {**ODD, "rope_theta": 5e5, "rms_norm_eps": 1e-6, "rope_scaling": {"rope_type": "llama3"}}
+    assert find_contradictions(said, fitting) == []
+    assert find_contradictions({"sliding_window": 4096}, {**ODD, "sliding_window": 4095}) == []
+    assert find_contradictions({"partial_rotary_factor": 1.0, "n_group": 2}, ODD) == []
+
+
+def test_defaults_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    assert find_differences(LLAMA, {**LLAMA, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "hidden_act": "silu"}) == []
+    (found,) = find_differences(LLAMA, {**LLAMA, "rope_theta": 5e5})
+    assert found == ("rope_theta", 10000.0, 5e5, True)
+    windows = {"model_type": "qwen2", **SIZES}
+    assert find_differences(windows, {**windows, "sliding_window": 4096, "use_sliding_window": False}) == []
+    gemma = {"model_type": "gemma3_text", **SIZES}
+    assert find_differences(gemma, {**gemma, "rope_local_base_freq": 1e4}) == []
+    assert find_differences(gemma, {**gemma, "rope_local_base_freq": 1e5})
+    assert find_differences({"model_type": "gemma3", "text_config": gemma, "vision_config": {}}, gemma) == []
