@@ -10,7 +10,7 @@ import typer
 from typer.main import get_command
 
 from ckptkit.cli.settings import name_options
-from ckptkit.cli.values import PlainCommand, PlainGroup
+from ckptkit.cli.values import PlainCommand, PlainGroup, print_help
 from ckptkit.errors import Usage
 from ckptkit.version import __version__
 
@@ -50,7 +50,8 @@ def load(name: str) -> Any:
     """Return a command, made out of its function."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     function = getattr(import_module(f"ckptkit.cli.{COMMANDS[name]}"), name)
-    app.command(name, cls=PlainCommand)(name_options(function))
+    # Every argument of `train` has a default: alone it would train.
+    app.command(name, cls=PlainCommand, no_args_is_help=name == "train")(name_options(function))
     command: Any = get_command(app)
     for argument in command.params:
         if argument.param_type_name == "argument":
@@ -78,8 +79,7 @@ class Commands(PlainGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read a command line as far as the command; print the help if there is none."""
         if not args and not ctx.resilient_parsing:  # as a shell asks for completions
-            typer.echo(ctx.get_help(), err=True)
-            raise typer.Exit(2)
+            print_help(ctx)
         return super().parse_args(ctx, args)
 
     def main(self, *args: Any, **settings: Any) -> Any:

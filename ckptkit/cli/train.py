@@ -17,6 +17,9 @@ from ckptkit.destinations.stores import to_destination
 from ckptkit.files.path import to_local, to_path
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.training.config import SETTINGS, Device, TrainConfig, find_settings, read_settings, settings
+from ckptkit.training.data.documents import find_files
+from ckptkit.training.models.config import require_known
+from ckptkit.training.resume import find_resume
 
 if TYPE_CHECKING:
     from ckptkit.training.loop import Note
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 NPROC = typer.Option("--nproc", min=1, help="Processes to start here; by default one per GPU, or one.")
 DEVICE = typer.Option("--device", help="Where to train.")
-TERMINATED = 128 + signal.SIGTERM
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 @with_options(settings(), over_a_file=True)
@@ -60,27 +63,41 @@ def train(
     Prints a line per step, and saves checkpoints to RUN/ckpt-N.
 
     train starts its own processes, or runs as one rank under `torchrun -m ckptkit train`. A resumed run uses the
-    settings in its train.toml. On SIGTERM it saves a checkpoint and ends. RUN may be s3://bucket/prefix: each rank then
-    sends its shards directly to the store.
+    settings in its train.toml. On SIGTERM or Ctrl-C it saves a checkpoint and ends; a second Ctrl-C ends it without
+    a save. RUN may be s3://bucket/prefix: each rank then sends its shards directly to the store.
 
     Example: ckptkit train run --model 3m --nproc 2 --steps 200 --save-every 50 --keep-last 2 --resume auto
 
     Exit codes: 0 done; 1 the loss is not finite, or a rank died; 2 usage; 3 the checkpoint to start from is damaged or
-    of another model; 4 an I/O failure; 5 the run has checkpoints already, or another job saves to it; 143 ended by
-    SIGTERM, and saved.
+    of another model; 4 an I/O failure; 5 the run has checkpoints already, or another job saves to it; 130 ended by
+    Ctrl-C; 143 ended by SIGTERM, and saved.
     """
     found = (read_settings(config) if config else own_settings(run, resume)) | given(options)
-    last_step = TrainConfig(run=run, resume=resume, **found).steps  # refused before torch is imported
+    asked = TrainConfig(run=run, resume=resume, **found)
+    if os.environ.get("RANK", "0") == "0":
+        refuse(asked)
+        if "save_every" not in found and asked.steps > asked.save_every:
+            note(f"saving every {asked.save_every} steps and at the end (--save-every)")
     from ckptkit.training.launch import torchrun_place
     from ckptkit.training.train import train as work
 
     if torchrun_place():
         reserve_stdout()
-    told = Told(last_step)
-    work(run, resume=resume, config=config, nproc=nproc, report=told.hear, **given(options))
+    told = Told(asked.steps)
+    try:
+        work(run, resume=resume, config=config, nproc=nproc, report=told.hear, **given(options))
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
     if torchrun_place():
         leave(told.exit_code)
     raise typer.Exit(told.exit_code)
+
+
+def refuse(asked: TrainConfig) -> None:
+    """Raise the errors of a run that cannot start, as far as they can be known before torch is imported."""
+    find_resume(asked)
+    require_known(asked.model)
+    find_files(asked.data)
 
 
 def own_settings(run: Path, resume: str | None) -> dict[str, Any]:

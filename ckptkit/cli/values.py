@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
+import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 Parameter = TyperArgument | TyperOption
@@ -19,7 +20,9 @@ class PlainCommand(TyperCommand):
     """A command that reads the plain values of its parameters itself."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a command line."""
+        """Read a command line; print the help if there is none, where the command asks for that."""
+        if self.no_args_is_help and not args and not ctx.resilient_parsing:
+            print_help(ctx)
         take_over(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
@@ -40,6 +43,12 @@ class PlainGroup(TyperGroup):
         """Read a command line as far as the command."""
         take_over(self.get_params(ctx))
         return super().parse_args(ctx, args)
+
+
+def print_help(ctx: Any) -> NoReturn:
+    """Print the help of a command to stderr, and exit as after a wrong use."""
+    typer.echo(ctx.get_help(), err=True)
+    raise typer.Exit(2)
 
 
 def take_over(parameters: Any) -> None:

@@ -72,7 +72,7 @@ class TrainConfig:
     compile: Annotated[bool, "Compile the blocks."] = False
     deterministic: Annotated[bool, "Make results repeatable bit for bit on a GPU, where possible; slower."] = False
     # checkpoints and metrics
-    save_every: Annotated[int, "Steps between checkpoints; 0: only the last."] = 0
+    save_every: Annotated[int, "Steps between checkpoints; the last step is always saved. 0: only the last."] = 500
     state_dict: Annotated[StateDict, "What to save: shards, one file, a Hugging Face model, or only adapters."] = (
         "sharded"
     )

@@ -26,15 +26,17 @@ Work = Callable[[RankPlace, Report], None]
 Ranks = dict[Connection, BaseProcess]  # processes of ours, by the pipes over which they report
 
 
-def launch(work: Work, nproc: int | None, report: Report) -> None:
+def launch(work: Work, nproc: int | None, report: Report, on_interrupt: Callable[[], bool] = lambda: False) -> None:
     """Do `work` on `nproc` new processes, or as the rank that torchrun started; `report` hears what a rank reports.
 
     `nproc` None is one process per GPU, or one. `work` is pickled: a function of a module, or a partial of one.
     A CkptError raised on a rank is raised here; when a rank dies, the others are ended and a CkptError says so.
+    The new processes get a SIGTERM that this one gets. The first Ctrl-C calls `on_interrupt`: if that returns True,
+    they get a SIGTERM too, else they end at once, as they do at the second one.
     """
     place = torchrun_place()
     if place is None:
-        launch_here(work, nproc or max(1, torch.cuda.device_count()), report)
+        launch_here(work, nproc or max(1, torch.cuda.device_count()), report, on_interrupt)
     elif nproc is None:
         work(place, report)
     else:
@@ -50,13 +52,13 @@ def torchrun_place() -> RankPlace | None:
     return RankPlace(rank, world_size, local_rank, local_world_size, rendezvous="env://")
 
 
-def launch_here(work: Work, nproc: int, report: Report) -> None:
+def launch_here(work: Work, nproc: int, report: Report, on_interrupt: Callable[[], bool]) -> None:
     """Start `nproc` processes that meet in a file of a new temporary directory, and wait until all are done."""
     with tempfile.TemporaryDirectory(prefix="ckptkit-") as room:
         rendezvous = (Path(room) / "rendezvous").as_uri()
         ranks = dict(start(work, RankPlace(number, nproc, number, nproc, rendezvous)) for number in range(nproc))
         try:
-            with forwarding(signal.SIGTERM, ranks):
+            with forwarding(ranks, on_interrupt):
                 follow(ranks, report)
         finally:
             for process in ranks.values():
@@ -66,19 +68,30 @@ def launch_here(work: Work, nproc: int, report: Report) -> None:
 
 
 @contextmanager
-def forwarding(number: signal.Signals, ranks: Ranks) -> Iterator[None]:
-    """Pass a signal to this process on to its ranks, inside the block: each ends as it sees fit, and so do we."""
+def forwarding(ranks: Ranks, on_interrupt: Callable[[], bool]) -> Iterator[None]:
+    """Pass SIGTERM on to the ranks, inside the block, and as that the first Ctrl-C: each ends as it sees fit."""
 
     def forward(*_: object) -> None:
         for process in ranks.values():
             if process.pid is not None and process.is_alive():
-                os.kill(process.pid, number)
+                os.kill(process.pid, signal.SIGTERM)
 
-    before = signal.signal(number, forward)
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        if on_interrupt():
+            forward()
+        else:
+            signal.raise_signal(signal.SIGINT)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, forward)
+    if before[signal.SIGINT] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def start(work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:

@@ -29,7 +29,7 @@ class Note:
 def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
     """Train as one of the ranks; rank 0 reports the `StepMetrics` of each step, and a `Note` now and then."""
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
-        asked = Asked(signal.SIGTERM)
+        asked = Asked(signal.SIGTERM, signal.SIGINT)
         tell = report if place.rank == 0 else lambda _: None
         trainer, run = start(config, mesh, lambda text: tell(Note(text)))
         if trainer.progress.step:
@@ -59,11 +59,13 @@ def is_due(config: TrainConfig, step: int) -> bool:
 
 
 class Asked:
-    """A signal that is remembered, so that the current step is finished and saved first."""
+    """Signals that are remembered, so that the current step is finished and saved first; but for ignored ones."""
 
-    def __init__(self, number: signal.Signals) -> None:
+    def __init__(self, *numbers: signal.Signals) -> None:
         self._asked = False
-        signal.signal(number, self._note)
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
 
     def _note(self, *_: object) -> None:
         self._asked = True

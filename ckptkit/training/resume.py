@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
 from ckptkit.destinations.exchange import move_into_place
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
 from ckptkit.files.path import RemotePath, to_path
-from ckptkit.storage.ranks import Ranks
+from ckptkit.runs.run import RunFolder
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.saving.run import Run
-from ckptkit.training.trainer import Trainer
+from ckptkit.training.places import look_again
+
+if TYPE_CHECKING:  # the command line asks `find_resume` before it imports torch
+    from ckptkit.storage.ranks import Ranks
+    from ckptkit.training.saving.run import Run
+    from ckptkit.training.trainer import Trainer
 
 AUTO = "auto"
 _DAMAGED = "damaged-"  # before the name of a checkpoint that a run could not resume from
@@ -24,7 +29,7 @@ def find_resume(config: TrainConfig) -> list[Path]:
 
     Raises `Occupied` if the run must not be resumed, and `Corrupt` if no checkpoint is readable.
     """
-    complete = Run(config.run).checkpoints()[::-1]
+    complete = RunFolder(look_again(config.run)).checkpoints()[::-1]
     if config.resume is None and complete:
         hint = "continue with `--resume auto`, or name another run"
         raise Occupied("the run has checkpoints already", path=config.run, hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,37 @@ def train(
     `run` is a local directory or `s3://bucket/prefix`. `settings` are fields of `TrainConfig`; `config` is a TOML file
     of them. `resume` is "auto" or a checkpoint: the run then keeps the settings that it was started with, unless you
     pass others. Starts `nproc` processes, by default one per GPU, or one; under torchrun this process is one of the
-    ranks. `report` gets each step of rank 0 and other events. Raises the `CkptError` of a rank.
+    ranks. `report` gets each step of rank 0 and other events. Raises the `CkptError` of a rank, and after a Ctrl-C
+    `KeyboardInterrupt`, when the current step is saved; at the second one at once.
     """
     root = to_destination(run)
     found = find_settings(root, resume) if config is None else read_settings(to_path(config))
     chosen = TrainConfig(run=root, resume=resume, **{**found, **settings})
-    launch(partial(loop.train, chosen), nproc, report or (lambda _: None))
+    heard = Heard(report or (lambda _: None))
+    launch(partial(loop.train, chosen), nproc, heard.report, heard.interrupt)
+    if heard.was_interrupted:
+        raise KeyboardInterrupt
     return RunFolder(look_again(root)).latest()
+
+
+class Heard:
+    """What was heard of the ranks, passed on to `tell`, and whether a Ctrl-C let them save first."""
+
+    def __init__(self, tell: Callable[[StepMetrics | Note], None]) -> None:
+        self._tell = tell
+        self._has_begun = False
+        self.was_interrupted = False
+
+    def report(self, message: StepMetrics | Note) -> None:
+        """Pass a message on."""
+        self._has_begun = True
+        self._tell(message)
+
+    def interrupt(self) -> bool:
+        """Return whether the ranks have anything to save, and say so."""
+        if self._has_begun:
+            self.was_interrupted = True
+            text = "saving after this step; press Ctrl-C again to stop without a save"
+            # A signal may come while a line is printed: another thread waits for its end, this one could not.
+            threading.Thread(target=self._tell, args=(Note(text),)).start()
+        return self._has_begun

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch import nn
 from typer.testing import CliRunner, Result
 
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError
 from ckptkit.runs.run import RunFolder
 from ckptkit.training.config import settings
+from ckptkit.training.saving.run import Run
 from ckptkit.training.smoke.checks import CHECKS
 
 TINY = ["--sequence-length", "32", "--device", "cpu"]
@@ -96,11 +98,9 @@ def test_every_setting_is_an_option_of_train(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code", "left"),
-    [(signal.SIGINT, 130, 0), pytest.param(signal.SIGTERM, 143, 1, marks=pytest.mark.nightly)],
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly)]
 )
-def test_an_interrupted_train_ends_its_ranks(tmp_path: Path, number: signal.Signals, code: int, left: int) -> None:
-    """Ctrl-C at once; a request to end with a checkpoint of where it was."""
+def test_a_train_that_is_asked_to_end_saves_first(tmp_path: Path, number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "ckptkit", "train", "--steps", "100000", "--nproc", "2", *TINY]
     with subprocess.Popen(
         command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -115,7 +115,56 @@ def test_an_interrupted_train_ends_its_ranks(tmp_path: Path, number: signal.Sign
         _, errors = process.communicate()
     assert process.returncode == code, errors
     assert "Traceback" not in errors
-    assert len(RunFolder(tmp_path / "run").checkpoints()) == left
+    assert ("saving after this step; press Ctrl-C again" in errors) == (number == signal.SIGINT)
+    assert "stopped on request, after a save: continue with `--resume auto`" in errors
+    assert len(RunFolder(tmp_path / "run").checkpoints()) == 1
+
+
+@pytest.mark.slow
+def test_a_second_interruption_ends_a_train_without_a_save(tmp_path: Path) -> None:
+    """The ranks are stopped meanwhile, so that the first one cannot have ended them."""
+    command = [sys.executable, "-m", "ckptkit", "train", "--steps", "100000", "--nproc", "2", *TINY]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        for server in children_of(process.pid):
+            for rank in children_of(server):
+                os.kill(rank, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        said = [process.stderr.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert said[-1] == "saving after this step; press Ctrl-C again to stop without a save\n"
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    assert RunFolder(tmp_path / "run").checkpoints() == []
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_train_and_smoke_refuse_before_torch_is_imported(tmp_path: Path) -> None:
+    Run(tmp_path / "run").save(1, nn.Linear(2, 2))
+    for words in (
+        ["train", "run", "--steps", "1"],
+        ["train", "other", "--model", "huge"],
+        ["train", "other", "--data", "absent.txt"],
+        ["train", "other", "--resume", "absent"],
+        ["smoke", "--run", "run"],
+        ["train"],
+    ):
+        code = f"import sys; sys.argv[1:] = {words}; sys.modules['torch'] = None; from ckptkit.cli import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode in (2, 3, 4, 5), done.stderr
+        assert done.stderr.startswith(("error: ", "Usage: ")), done.stderr
+        assert "torch" not in done.stderr.partition("\n")[0]
 
 
 @pytest.mark.nightly

@@ -9,10 +9,9 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.files.path import is_model_id
 from ckptkit.files.stores.hub import downloading
 from ckptkit.models.companions import FILES
-from ckptkit.training.models.config import SIZES, ModelConfig
+from ckptkit.training.models.config import SIZES, ModelConfig, require_known
 from ckptkit.training.models.llama import LlamaBlueprint
 
 
@@ -57,11 +56,9 @@ def resolve_model(model: str) -> str:
 
     One rank does it for all that share a disk. Raises `Usage` where there is no such model.
     """
+    require_known(model)
     if model in SIZES or Path(model).exists():
         return model
-    if not is_model_id(model):
-        hint = f"use one of {', '.join(SIZES)}, a config.json, a model's directory or a Hub id like `org/model`"
-        raise Usage(f"unknown model `{model}`", hint=hint)
     from huggingface_hub import snapshot_download
 
     with downloading(model):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage, translate_os_errors
+from ckptkit.files.path import is_model_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,3 +201,10 @@ PLAIN_LLAMA: dict[str, Any] = {
     "attention_dropout": 0.0,
     "mlp_bias": False,
 }
+
+
+def require_known(model: str) -> None:
+    """Raise `Usage` unless `model` is a size, exists as a path, or looks like a Hub id."""
+    if model not in SIZES and not Path(model).exists() and not is_model_id(model):
+        hint = f"use one of {', '.join(SIZES)}, a config.json, a model's directory or a Hub id like `org/model`"
+        raise Usage(f"unknown model `{model}`", hint=hint)

@@ -16,14 +16,13 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
-from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.layout import Spec
 from ckptkit.ops.verify import verify_part
 from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, translate
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap
-from ckptkit.training.saving.trees import Tree, flatten, map_tensors, outlined
+from ckptkit.training.saving.trees import Tree, flatten, map_tensors, outlined, unflatten
 
 FILE = "state.pt"
 
@@ -85,8 +84,7 @@ def read_outline(reader: Reader) -> Tree:
         keys |= layout.keys
     if not keys:
         raise Unsupported("saved without the names of its nested entries", path=reader.path)
-    outline: Tree = unflatten(leaves, keys.__getitem__, leaves.__getitem__)
-    return outline
+    return unflatten(leaves, keys)
 
 
 def without_data(spec: Spec) -> Tensor:

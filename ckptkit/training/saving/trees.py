@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ckptkit.errors import Mismatch, and_more
+from ckptkit.errors import Mismatch, Unsupported, and_more
 
 Tree = dict[str, Any]
 
@@ -31,6 +31,33 @@ def flatten(tree: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
     inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for step, value in inside:
         yield from flatten(value, f"{key}.{step}" if key else str(step))
+
+
+def unflatten(leaves: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> Tree:
+    """Return the leaves in the nested dicts and lists that their `keys` lead through; a number leads into a list.
+
+    Raises `Unsupported` for a list that lacks members.
+    """
+    tree: Tree = {}
+    for name, leaf in leaves.items():
+        *above, last = keys[name]
+        node: dict[Any, Any] = tree
+        for step in above:
+            node = node.setdefault(step, {})
+        node[last] = leaf
+    return {name: with_lists(part) for name, part in tree.items()}
+
+
+def with_lists(tree: Any) -> Any:
+    """Return a tree of dicts with a list in the place of each that has numbers for keys."""
+    if not isinstance(tree, dict):
+        return tree
+    inside = {key: with_lists(value) for key, value in tree.items()}
+    if not all(isinstance(key, int) for key in inside):
+        return inside
+    if sorted(inside) != list(range(len(inside))):
+        raise Unsupported(f"expected the members 0 to {len(inside) - 1} of a list, found {sorted(inside)}")
+    return [inside[key] for key in range(len(inside))]
 
 
 def outlined(tree: Any) -> Any:

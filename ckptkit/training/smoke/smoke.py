@@ -15,9 +15,6 @@ from ckptkit.destinations.staging import check_destination
 from ckptkit.errors import CkptError, Occupied, translate_os_errors
 from ckptkit.files.path import to_local
 from ckptkit.training.config import Device, TrainConfig
-from ckptkit.training.smoke.checks import CHECKS
-from ckptkit.training.smoke.judging import Skipped
-from ckptkit.training.smoke.runs import SAVED, STEPS, Failed, SmokeRuns
 
 MARK = ".smoke"  # in a run that smoke made, and so may replace
 
@@ -49,6 +46,9 @@ def smoke(
     """
     run, out = to_local(run), to_local(out)
     clear(run, out, overwrite=overwrite)
+    from ckptkit.training.smoke.checks import CHECKS  # they import torch, which takes seconds
+    from ckptkit.training.smoke.runs import SAVED, STEPS, SmokeRuns
+
     config = TrainConfig(
         run=run, untied=not tied, steps=STEPS, save_every=SAVED, device=device,
         sequence_length=128, lr=3e-3, warmup=2, deterministic=True,
@@ -64,6 +64,9 @@ def smoke(
 
 def make(name: str, look: Callable[[], str]) -> Check:
     """Make one check: `look` returns what it compared, or raises."""
+    from ckptkit.training.smoke.judging import Skipped
+    from ckptkit.training.smoke.runs import Failed
+
     started = time.perf_counter()
     ok: bool | None = True
     try:
