@@ -69,7 +69,10 @@ def translate(error: Exception) -> CkptError:
 
 def main() -> None:
     """Run the command line; every error of ours ends here."""
-    if sys.argv[1:] == ["--version"]:  # all that is imported below would take four times as long as the answer
+    if sys.argv[1:] in (
+        ["--version"],
+        ["-V"],
+    ):  # all that is imported below would take four times as long as the answer
         print(f"ckptkit {__version__}")
         return
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -45,6 +45,13 @@ GROUPS = {
 }
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
+# What people type before they read the help, which does not show it: commands, and options of a command.
+SYNONYMS = {"export": "consolidate", "info": "inspect"}
+OPTION_SYNONYMS = {
+    "consolidate": {"--model": "--base", "--config": "--base"},
+    "reshard": {"--world-size": "--to", "--ranks": "--to"},
+}
+
 
 def load(name: str) -> Any:
     """Return a command, made out of its function."""
@@ -53,6 +60,7 @@ def load(name: str) -> Any:
     # Every argument of `train` has a default: alone it would train.
     app.command(name, cls=PlainCommand, no_args_is_help=name == "train")(name_options(function))
     command: Any = get_command(app)
+    command.synonyms = OPTION_SYNONYMS.get(name, {})
     for argument in command.params:
         if argument.param_type_name == "argument":
             argument.display_type_rich = lambda ctx: None  # noqa: ARG005 - typer 0.29 would print `SRC <Path>`
@@ -69,6 +77,10 @@ class Commands(PlainGroup):
         """Return a command, None if there is none of this name."""
         return load(cmd_name) if cmd_name in COMMANDS else None
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name of a command, the command and its arguments."""
+        return super().resolve_command(ctx, [SYNONYMS.get(args[0], args[0]), *args[1:]])
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """Write a section of the help for each group, with the whole summary of each command."""
         width = max(map(len, COMMANDS))
@@ -80,6 +92,8 @@ class Commands(PlainGroup):
         """Read a command line as far as the command; print the help if there is none."""
         if not args and not ctx.resilient_parsing:  # as a shell asks for completions
             print_help(ctx)
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
         return super().parse_args(ctx, args)
 
     def main(self, *args: Any, **settings: Any) -> Any:
@@ -118,7 +132,7 @@ def print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", "-V", callback=print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Convert and check checkpoints of PyTorch distributed training: consolidate, reshard, inspect, verify, train.

@@ -47,7 +47,10 @@ else:
     WritableOrAdapter = Literal[(*writable_formats(), ADAPTER)]
 To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
 ToOrAdapter = Annotated[
-    WritableOrAdapter, typer.Option(help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC alone.")
+    WritableOrAdapter | None,
+    typer.Option(
+        help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC alone. By default pt if OUT is a file such as x.pt."
+    ),
 ]
 OPTIONS = settings_of(ConvertOptions)
 # options of a conversion of one checkpoint: those that make one model of several have them not

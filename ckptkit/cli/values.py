@@ -5,8 +5,10 @@ What is not plain, or is wrong, is left to typer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn, get_args
 
 import typer
@@ -17,7 +19,18 @@ _PLAIN = (bool, int, float, str)
 
 
 class PlainCommand(TyperCommand):
-    """A command that reads the plain values of its parameters itself."""
+    """A command that reads the plain values of its parameters itself. `synonyms` of its options are not in its help."""
+
+    synonyms: Mapping[str, str] = MappingProxyType({})
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Return the parser of a command line. It knows each option by its synonyms too."""
+        parser = super().make_parser(ctx)
+        for synonym, name in self.synonyms.items():
+            (option,) = (copy(param) for param in self.params if name in param.opts)
+            option.opts = [synonym]
+            option.add_to_parser(parser, ctx)
+        return parser
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read a command line; print the help if there is none, where the command asks for that."""

@@ -91,12 +91,12 @@ def watch(
 
 def require_command(line: str) -> None:
     """Raise `Usage` if a line does not begin with a command that makes sense here."""
-    from ckptkit.cli.commands import COMMANDS
+    from ckptkit.cli.commands import COMMANDS, SYNONYMS
 
     words: list[str] = []
     with suppress(ValueError):  # which is said elsewhere
         words = shlex.split(line)
-    if words and words[0] not in COMMANDS:
+    if words and words[0] not in {*COMMANDS, *SYNONYMS}:
         near = get_close_matches(words[0], COMMANDS, n=1)
         hint = f"there is `{near[0]}`" if near else "use --exec to run another program"
         raise Usage(f"unknown command `{words[0]}`", hint=hint)

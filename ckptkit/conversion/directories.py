@@ -9,12 +9,12 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import is_left, is_true_here_only
 from ckptkit.destinations.staging import check_destination
-from ckptkit.errors import Unsafe, translate_os_errors
+from ckptkit.errors import Unsafe, Usage, translate_os_errors
 from ckptkit.files.file import children
 from ckptkit.files.joined import JoinedPath, roots_of
 from ckptkit.files.local import is_strange_link
 from ckptkit.files.path import RemotePath, is_url
-from ckptkit.formats import FORMATS, FormatWriter, get_format
+from ckptkit.formats import FORMATS, FormatWriter, format_of_file, get_format
 from ckptkit.layout import Layout
 from ckptkit.models.companions import places_of
 from ckptkit.trainers import is_kept
@@ -47,6 +47,13 @@ def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
             require_no_checkpoint(dst)
         else:
             check_absent(dst)
+
+
+def require_directory_name(dst: Path, writer: FormatWriter) -> None:
+    """Raise `Usage` if the format writes a directory, and the destination is named like a file, as `model.pt`."""
+    if dst.suffix not in writer.suffixes and format_of_file(dst.name) is not None:
+        hint = f"name a directory, such as `{dst.name.removesuffix(dst.suffix)}`"
+        raise Usage(f"`{writer.name}` writes a directory, but this is the name of a file", path=dst, hint=hint)
 
 
 def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWriter) -> None:

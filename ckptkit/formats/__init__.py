@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple, cast
 
 from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translate_os_errors
@@ -61,6 +61,10 @@ class KnownFormat(NamedTuple):
 
 
 _STATES = r"(state|.*model.*|checkpoint.*|ckpt.*)\.(pt|pth|bin|ckpt)"
+_FORMATS_OF_FILES = {  # not .ckpt: Lightning names directories so too
+    ".safetensors": "hf",
+    **dict.fromkeys((".pt", ".pth", ".bin"), "pt"),
+}
 _COMMON = ("dcp", "hf", "deepspeed", "pt")  # formats that the hint on an unknown path names
 
 # by the word that users type; `detect_format` asks in this order
@@ -148,6 +152,11 @@ def get_writer(name: str) -> FormatWriter:
 def writable_formats() -> tuple[str, ...]:
     """Return the names of all formats that can be written."""
     return tuple(name for name, known in FORMATS.items() if known.is_written)
+
+
+def format_of_file(name: str) -> str | None:
+    """Return the format whose files are named like this one, for an output. None if the name may be a directory's."""
+    return _FORMATS_OF_FILES.get(PurePath(name).suffix)
 
 
 def describe_writable() -> str:

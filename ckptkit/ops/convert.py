@@ -18,7 +18,13 @@ from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.one_of_several import require_whole
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.collector import collector_paused
-from ckptkit.conversion.directories import check_free, files_taken, require_separate_destination, to_output
+from ckptkit.conversion.directories import (
+    check_free,
+    files_taken,
+    require_directory_name,
+    require_separate_destination,
+    to_output,
+)
 from ckptkit.conversion.draft import Conversion, draft_of_model
 from ckptkit.conversion.model import Model, Step, take
 from ckptkit.conversion.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, spell_out
@@ -187,6 +193,7 @@ def report_on(
 def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conversion:
     """Plan a conversion: locate every byte and lay out the output files. Writes nothing."""
     writer = options.writer
+    require_directory_name(dst, writer)
     check_free(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:

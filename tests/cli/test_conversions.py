@@ -191,3 +191,24 @@ def test_a_missing_config_is_an_error_where_you_are_strict(run: Path) -> None:
     assert not (run / "out").exists()
     ran = ckptkit("consolidate", "ckpt-2", "out", "--strict", "--names", "keep", cwd=run)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.pth", "x.bin"])
+def test_a_file_says_its_format(name: str, run: Path) -> None:
+    ran = ckptkit("convert", run, name, "--json", cwd=run.parent)
+    assert json.loads(ran.stdout)["format"] == "pt"
+    assert (run.parent / name).is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "to"), [("x.safetensors", []), ("x.safetensors", ["--to", "hf"]), ("x.pt", ["--to", "dcp"])]
+)
+def test_no_directory_is_named_like_a_file(name: str, to: list[str], run: Path) -> None:
+    ran = ckptkit("convert", run, name, *to, cwd=run.parent)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    wanted = to[1] if to else "hf"
+    assert ran.stderr == (
+        f"error: {name}: `{wanted}` writes a directory, but this is the name of a file\n"
+        "hint: name a directory, such as `x`\n"
+    )
+    assert files(run.parent) == {"run"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from ckptkit.cli.commands import COMMANDS, app
+from ckptkit.cli.commands import COMMANDS, OPTION_SYNONYMS, SYNONYMS, app, load
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.settings import Setting, settings_of
 from ckptkit.training.config import settings as settings_of_training
@@ -20,6 +20,11 @@ COMMAND: Any = get_command(app)
 def help_of(capsys: pytest.CaptureFixture[str], command: str, *options: str) -> str:
     """The help of a command, given with other options. An option that the command does not have is an error."""
     COMMAND.main([command, "--help", *options], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def whole_help(capsys: pytest.CaptureFixture[str]) -> str:
+    COMMAND.main(["--help"], standalone_mode=False)
     return capsys.readouterr().out
 
 
@@ -49,3 +54,30 @@ def test_every_setting_is_an_option(
     options = options_in(help_of(capsys, command)).keys()
     names = [name.replace("_", "-") for name in settings]
     assert not [name for name in names if not options & {f"--{name}", f"--no-{name}"}]
+
+
+@pytest.mark.parametrize(("synonym", "name"), SYNONYMS.items())
+def test_synonyms_of_commands_are_accepted(synonym: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_of(capsys, synonym) == help_of(capsys, name)
+    assert synonym not in [line.split()[0] for line in whole_help(capsys).splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("command", "synonym", "name"),
+    [(command, *pair) for command, pairs in OPTION_SYNONYMS.items() for pair in pairs.items()],
+)
+def test_synonyms_of_options_are_accepted(
+    command: str, synonym: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = [load(command).make_context(command, ["a", "b", option, "7"]).params for option in (synonym, name)]
+    assert read[0] == read[1]
+    assert str(read[0][name.removeprefix("--")]) == "7"
+    assert synonym not in options_in(help_of(capsys, command))
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = whole_help(capsys)
+    COMMAND.main(["help"], standalone_mode=False)
+    assert capsys.readouterr().out == whole
+    COMMAND.main(["help", "reshard"], standalone_mode=False)
+    assert capsys.readouterr().out == help_of(capsys, "reshard")

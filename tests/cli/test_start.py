@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from ckptkit.cli.commands import COMMANDS
+from ckptkit.version import __version__
 from tests import producers
 from tests.conftest import Produce
 
@@ -31,8 +32,10 @@ def imported_by(*arguments: object) -> set[str]:
     return start(*arguments)[1]
 
 
-def test_the_version_needs_nothing() -> None:
-    imported = imported_by("--version")
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_version_needs_nothing(option: str) -> None:
+    printed, imported = start(option)
+    assert printed == f"ckptkit {__version__}\n"
     assert "ckptkit.cli" in imported
     assert not imported & {"typer", "click", "json", "ckptkit.cli.commands", *HEAVY}
 
