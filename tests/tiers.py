@@ -20,7 +20,7 @@ def nightly_but(kept: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def pairs(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """Return every pair as parameters of a test; scripts/test runs enough to try each value of both once."""
+    """Return every pair as parameters of a test; scripts/test runs just enough of them to try each value of both."""
     return [
         _parameter((one, two), i % len(second) == j % len(first))
         for i, one in enumerate(first)
