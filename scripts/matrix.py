@@ -17,9 +17,11 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from scripts.markdown import ROOT, paragraph, read_part, table, write_part
 
@@ -149,11 +151,17 @@ def activated(environment: Path) -> dict[str, str]:
 
 
 def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> Ended:
-    """Run a command to its end, and show what it printed if it failed."""
-    ended = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        print(*command, ended.stdout, ended.stderr, sep="\n", file=sys.stderr)
-    return ended
+    """Run a command to its end, and show what it printed if it failed. Ends what it started if we are interrupted."""
+    settings: dict[str, Any] = {"cwd": cwd, "env": env, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings) as process:
+        try:
+            out, err = process.communicate()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        print(*command, out, err, sep="\n", file=sys.stderr)
+    return Ended(command, process.returncode, out, err)
 
 
 def counted(ends: Sequence[Ended]) -> str:
