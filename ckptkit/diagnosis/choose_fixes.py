@@ -78,7 +78,8 @@ class Trials:
 def others(fix: Fix) -> Iterator[Fix]:
     """Yield commands that do nearly the same where the command itself is refused.
 
-    Files that cannot be written for other ranks become shards. Where nothing of a model can be saved, the checkpoint that would fill it is used.
+    Files that cannot be written for other ranks become shards. Where nothing of a model can be saved, the checkpoint
+    that would fill it is used.
     """
     options = dict(fix.options)
     if "fill_from" in options:
