@@ -145,10 +145,7 @@ TORCHTITAN = TrainerFacts(
 
 # torchtune/training/checkpointing/_checkpointer.py: `epoch_N`, and recipe states with `epochs_run`.
 TORCHTUNE = TrainerFacts(
-    name="torchtune",
-    # recipes/full_finetune_single_device.py, `_setup_optimizer`: one group, `self._model.parameters()`
-    marks=(Mark("torchtune", keys=("epochs_run",), optimizer_groups=1),),
-    epochs=("epoch_([0-9]{1,18})",),
+    name="torchtune", marks=(Mark("torchtune", keys=("epochs_run",)),), epochs=("epoch_([0-9]{1,18})",)
 )
 
 # olmo_core/train/checkpoint.py: `stepN` with DCP in `model_and_optim`, the state of each rank in `train`, and

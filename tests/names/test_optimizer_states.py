@@ -42,7 +42,7 @@ class Soap(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 1e-3})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in (one for group in self.param_groups for one in group["params"]):
             state, gradient = self.state[parameter], parameter.grad
             state["step"] = state.get("step", 0) + 1
@@ -56,7 +56,7 @@ class Soap(torch.optim.Optimizer):
 class Shampoo(Soap):
     """One preconditioner, in a dict: torch flattens that, but no lists."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for state in self.state.values():
             grams, _ = state.pop("GG", None), state.pop("Q", None)
