@@ -67,7 +67,7 @@ def require_names(weights: Weights, path: Path) -> None:
     keys = [weights.whole.key(old) for old in weights.came_from.values()]
     if keys and all(isinstance(key[-1], int) for key in keys):
         where = ".".join(map(str, keys[0][:-1])) or "the file"
-        message = f"`{where}` lists {count(len(keys), 'tensor')} without names, as EMAModel of diffusers does"
+        message = f"`{where}` lists {count(len(keys), 'tensor')} without names, as some averages do"
         hint = "copy the average into its model with its library (`copy_to`), and save that model"
         raise Unsupported(message, path=path, hint=hint)
 

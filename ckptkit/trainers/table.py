@@ -174,7 +174,8 @@ AUTOMODEL = TrainerFacts(
 )
 
 # verl/utils/checkpoint/fsdp_checkpoint_manager.py: `global_step_N/{actor,critic}` with a file of torch.save for each
-# rank, config and tokenizer in `huggingface`, and an adapter's config in `lora_adapter`.
+# rank, config and tokenizer in `huggingface`, and an adapter's config in `lora_adapter`. verl/workers/fsdp_workers.py
+# and verl/workers/engine/fsdp/transformer_impl.py give the optimizer `module.parameters()`, as SkyRL's strategy does.
 VERL = TrainerFacts(
     name="verl",
     marks=(Mark("verl", files=(r"model_world_size_[0-9]+_rank_[0-9]+\.pt",)),),

@@ -90,7 +90,7 @@ def test_a_value_head_is_kept_with_a_warning(tmp_path: Path, head: str) -> None:
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     base, state = save(tmp_path, llama, llama.state_dict() | {f"{head}.weight": torch.ones(1, 16)})
     done = ckptkit.consolidate(state, tmp_path / "out", base=base)
-    assert any("is a value head, which LlamaForCausalLM of config.json does not have" in note for note in done.notes)
+    assert any("is a value head, which LlamaForCausalLM of config.json does not have" in said for said in done.warnings)
     assert f"{head}.weight" in ckptkit.open(tmp_path / "out")
 
 
