@@ -55,6 +55,7 @@ def open_model(part: Component, options: ConvertOptions, instead: Layout | None 
     )
     if options.writer.is_model_only:
         require_names(model.weights, part.path)
+        require_one_module(companions)
     if not options.rename:
         return model
     options.edits.check_renames(model.layout.tensors, part.path)
@@ -66,9 +67,18 @@ def require_names(weights: Weights, path: Path) -> None:
     keys = [weights.whole.key(old) for old in weights.came_from.values()]
     if keys and all(isinstance(key[-1], int) for key in keys):
         where = ".".join(map(str, keys[0][:-1])) or "the file"
-        message = f"`{where}` lists {count(len(keys), 'tensor')} without names, as EMAModel of diffusers does"
+        message = f"`{where}` lists {count(len(keys), 'tensor')} without names, as some averages do"
         hint = "copy the average into its model with its library (`copy_to`), and save that model"
         raise Unsupported(message, path=path, hint=hint)
+
+
+def require_one_module(companions: Companions) -> None:
+    """Raise `Unsupported` for a model of several modules with weights: a config.json describes only the first."""
+    if companions.modules:
+        names = ", ".join(f"`{name}`" for name in companions.modules)
+        message = f"a SentenceTransformer whose {names} has weights of its own: ckptkit writes only its transformer"
+        hint = "load the checkpoint into the SentenceTransformer, and save that with `save_pretrained`"
+        raise Unsupported(message, path=companions.found_in, hint=hint)
 
 
 def names_of_base(base: str | None) -> AskBase:

@@ -13,7 +13,7 @@ from ckptkit.diagnosis.fix import SHARDS, Fix, Value
 from ckptkit.errors import CkptError
 
 _ALONE = frozenset(["include", "salvage"])  # look at what these make before you do more to it
-_RESHARD, _CONVERT = "reshard", "convert"
+_RESHARD, _CONVERT, _EXPORT = "reshard", "convert", "consolidate"
 
 
 class Trial(NamedTuple):
@@ -78,11 +78,15 @@ class Trials:
 def others(fix: Fix) -> Iterator[Fix]:
     """Yield commands that do nearly the same where the command itself is refused.
 
-    Files that cannot be written for other ranks become shards. Where nothing of a model can be saved, the checkpoint that would fill it is used.
+    A rename with `names="keep"` is not compared with the config, which another finding says is incomplete here. Files
+    that cannot be written for other ranks become shards. Where nothing of a model can be saved, the checkpoint that
+    would fill it is used.
     """
     options = dict(fix.options)
     if "fill_from" in options:
         yield Fix.of("doctor", Path(str(options["fill_from"])))
+    elif fix.verb == _EXPORT and "rename" in options and "names" not in options:
+        yield Fix.of(fix.verb, *fix.paths, **options, names="keep")
     elif fix.verb == _RESHARD:
         yield as_shards(fix)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,9 @@ FILES = (
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 TEMPLATES = "additional_chat_templates"
+# of sentence-transformers: the modules after the transformer, such as pooling, each with a directory for its config
+MODULES = "modules.json"
+_OF_MODULES = (MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
 _LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
 _CONFIG_LIMIT = 1 << 24  # bytes of a config.json of which little is asked
 
@@ -50,7 +54,8 @@ class Companions:
     """The small files found in `found_in`, by name, as bytes; `config` parsed, None if there is none.
 
     `beside` are the files of a tokenizer that were found elsewhere, by name. `absent` are files with code that
-    config.json names and that do not lie beside it.
+    config.json names and that do not lie beside it. `modules` are the modules after the transformer that have weights
+    of their own, as in sentence-transformers.
     """
 
     found_in: Path | None = None
@@ -58,6 +63,7 @@ class Companions:
     config: dict[str, Any] | None = None
     absent: tuple[str, ...] = ()
     beside: Mapping[str, Path] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
 
     def path_of(self, name: str) -> Path:
         """Return where one of the files was found."""
@@ -134,8 +140,11 @@ def read_companions(place: Path, *, follow_links: bool = False) -> Companions | 
         return None
     code = code_files(config)
     names = [*FILES, *templates_in(place, follow_links=follow_links), *(python_in(place) if code else ())]
+    modules = modules_in(place)
+    names += [*_OF_MODULES, *(f"{module}/{CONFIG}" for module in modules)] if modules else []
     files = {name: read(name) for name in names if (place / name).is_file()}
-    return Companions(place, files, config, tuple(sorted(code - files.keys())))
+    trained = tuple(name for name in modules if any(map(is_weights, children(place / name))))
+    return Companions(place, files, config, tuple(sorted(code - files.keys())), modules=trained)
 
 
 def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
@@ -162,6 +171,22 @@ def templates_in(place: Path, *, follow_links: bool) -> list[str]:
     if not folder.is_dir() or (folder.is_symlink() and not follow_links):
         return []
     return [f"{TEMPLATES}/{child.name}" for child in children(folder) if child.suffix == ".jinja"]
+
+
+def modules_in(place: Path) -> list[str]:
+    """Return the directories of the modules after the transformer, in a model of sentence-transformers; [] in others.
+
+    Source: `save_pretrained` in sentence_transformers/base/model.py.
+    """
+    if not (place / MODULES).is_file():
+        return []
+    found = parse_json(read_small(place / MODULES, _CONFIG_LIMIT), place / MODULES)
+    paths = [one.get("path") for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return [path for path in paths if isinstance(path, str) and re.fullmatch(r"\w+", path) and (place / path).is_dir()]
+
+
+def is_weights(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".bin")
 
 
 def python_in(place: Path) -> list[str]:

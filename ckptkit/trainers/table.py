@@ -147,10 +147,7 @@ TORCHTITAN = TrainerFacts(
 
 # torchtune/training/checkpointing/_checkpointer.py: `epoch_N`, and recipe states with `epochs_run`.
 TORCHTUNE = TrainerFacts(
-    name="torchtune",
-    # recipes/full_finetune_single_device.py, `_setup_optimizer`: one group, `self._model.parameters()`
-    marks=(Mark("torchtune", keys=("epochs_run",), optimizer_groups=1),),
-    epochs=("epoch_([0-9]{1,18})",),
+    name="torchtune", marks=(Mark("torchtune", keys=("epochs_run",)),), epochs=("epoch_([0-9]{1,18})",)
 )
 
 # olmo_core/train/checkpoint.py: `stepN` with DCP in `model_and_optim`, the state of each rank in `train`, and
@@ -180,7 +177,8 @@ AUTOMODEL = TrainerFacts(
 )
 
 # verl/utils/checkpoint/fsdp_checkpoint_manager.py: `global_step_N/{actor,critic}` with a file of torch.save for each
-# rank, config and tokenizer in `huggingface`, and an adapter's config in `lora_adapter`.
+# rank, config and tokenizer in `huggingface`, and an adapter's config in `lora_adapter`. verl/workers/fsdp_workers.py
+# and verl/workers/engine/fsdp/transformer_impl.py give the optimizer `module.parameters()`, as SkyRL's strategy does.
 VERL = TrainerFacts(
     name="verl",
     marks=(Mark("verl", files=(r"model_world_size_[0-9]+_rank_[0-9]+\.pt",)),),

@@ -230,7 +230,7 @@ def test_what_cannot_be_is_refused(made: Made, tmp_path: Path) -> None:
         (changed("some", some, **place), "flat", {}, "expected experts 0 to 2 of `w1`, found 2"),
         (changed("gates", gates, **place), "flat", {}, "has gate_proj without up_proj"),
         (changed("odd", {**experts, first: torch.zeros(RANK, 7)}, **place), "3d", {}, "as of the other experts"),
-        (changed("narrow", narrow, **place), "flat", {}, "does not fit"),
+        (changed("narrow", narrow, **place), "flat", {}, "expected a shape that fits"),
         (changed("fewer", fewer, **place), "flat", {}, "matrices of 3 experts, or one for all"),
         (changed("both", {**three, **experts}, **place), "flat", {}, "stores experts as 3d and per-expert"),
         (changed("other", flat, **up_down), "flat", {}, "expected experts with gate_up_proj and down_proj"),

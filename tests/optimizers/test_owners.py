@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import ckptkit
@@ -274,3 +274,51 @@ def test_a_rename_leaves_the_optimizer_of_another_model(tmp_path: Path) -> None:
     assert set(found["opt_d"]["param_groups"][0]["params"]) == parameters(two)
     with pytest.raises(Usage, match="matches no tensor"):
         ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no.pt", to="pt", rename=r"^b\.=>c.")
+
+
+# -- optimizers that torch has flattened -------------------------------------------------------------------------------
+
+
+def save_flattened(root: Path) -> tuple[nn.Module, torch.optim.AdamW]:
+    """A model with decay of weights alone: the groups do not have the model's order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    groups = [[one for one in model.parameters() if (one.dim() > 1) == wide] for wide in (True, False)]
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2
+    )
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(state, checkpoint_id=root)
+    return model, optimizer
+
+
+def test_a_flattened_optimizer_of_one_process_has_the_order_of_its_groups(tmp_path: Path) -> None:
+    _, optimizer = save_flattened(tmp_path / "in")
+    ckptkit.convert(tmp_path / "in", tmp_path / "out.pt", to="pt", optimizer_keys="ids")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]
+    truth = optimizer.state_dict()
+    assert [group["params"] for group in found["param_groups"]] == [group["params"] for group in truth["param_groups"]]
+    assert [group["weight_decay"] for group in found["param_groups"]] == [0.1, 0.0]
+    torch.testing.assert_close({int(key): one for key, one in found["state"].items()}, truth["state"], rtol=0, atol=0)
+
+
+def test_a_flattened_optimizer_that_was_rewritten_needs_an_order(tmp_path: Path) -> None:
+    model, optimizer = save_flattened(tmp_path / "in")
+    ckptkit.reshard(tmp_path / "in", tmp_path / "two", to=2)
+    for to, keys in (("pt", "ids"), ("universal", None)):
+        with pytest.raises(Unsupported, match="the order of its parameters is unknown"):
+            ckptkit.convert(tmp_path / "two", tmp_path / f"no-{to}", to=to, optimizer_keys=keys)
+    names = {one: name for name, one in model.named_parameters()}
+    order = [names[one] for group in optimizer.param_groups for one in group["params"]]
+    (tmp_path / "order").write_text("\n".join(order))
+    file = str(tmp_path / "order")
+    done = ckptkit.convert(tmp_path / "two", tmp_path / "out.pt", to="pt", optimizer_keys="ids", optimizer_order=file)
+    assert any("assumed" in note for note in done.notes)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]
+    truth = optimizer.state_dict()["state"]
+    torch.testing.assert_close({int(key): one for key, one in found["state"].items()}, truth, rtol=0, atol=0)
+    ckptkit.convert(tmp_path / "two", tmp_path / "universal", to="universal", optimizer_order=file)

@@ -84,13 +84,15 @@ def settings(stage: int, flags: tuple[str, ...]) -> dict[str, Any]:
 
 
 def start(model: nn.Module, stage: int, flags: tuple[str, ...], **more: Any) -> Any:
-    """The engine that trains a model."""
+    """The engine that trains a model; without ZeRO the optimizer records the names of its parameters."""
     import deepspeed
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [parameter for _, parameter in named]
     matrices = {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1}
     vectors = {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([matrices, vectors] if "groups" in flags else trained, lr=1e-2)
+    alone: Any = trained if stage else named
+    optimizer = torch.optim.AdamW([matrices, vectors] if "groups" in flags else alone, lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(stage, flags) | more)
     return engine
 

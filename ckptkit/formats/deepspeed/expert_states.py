@@ -72,7 +72,9 @@ def put_unpartitioned_experts(
     shared = trained(model)
     own_shapes = shares(experts, model, len(optimizers)) if optimizers else []
     names = [
-        names_in_order(one, one_order(one), {**shared, **own}) for one, own in zip(optimizers, own_shapes, strict=True)
+        # moe/utils.py, `split_params_into_different_moe_groups_for_optimizer`, splits one list of parameters
+        names_in_order(one, one_order(one), {**shared, **own}, is_in_order=True)
+        for one, own in zip(optimizers, own_shapes, strict=True)
     ]
     masters: dict[str, StoredTensor] = {}
     if all(names):

@@ -111,10 +111,13 @@ def put_weight(
     gathering.put_twin((MODEL, name), flattening.stored(value))
 
 
-def names_in_order(optimizer: Numbered, numbers: Sequence[Any], parameters: Mapping[str, Shape]) -> list[str]:
+def names_in_order(
+    optimizer: Numbered, numbers: Sequence[Any], parameters: Mapping[str, Shape], *, is_in_order: bool = False
+) -> list[str]:
     """Return the names of an optimizer's parameters in the order of their numbers, [] if that is not certain.
 
-    Recorded names decide, or shapes that allow only one assignment. The shapes of all states and of all masters have to
+    Recorded names decide, or shapes that allow only one assignment, or the order of `parameters` if the optimizer
+    `is_in_order`. The shapes of all states and of all masters have to
     agree with it.
     """
     moments = dict(shapes_in(optimizer.states))
@@ -123,6 +126,8 @@ def names_in_order(optimizer: Numbered, numbers: Sequence[Any], parameters: Mapp
         recorded = read_recorded(optimizer.numbers, [group.get(PARAM_NAMES) for group in optimizer.groups])
         if recorded:
             found = match_recorded(recorded, moments, parameters)
+        elif is_in_order:
+            found = dict(zip(sorted(numbers), parameters, strict=False))
         else:
             found = match_by_size([numbers], masters or moments, parameters)
     except (Corrupt, Mismatch, Unsupported):

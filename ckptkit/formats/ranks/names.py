@@ -47,7 +47,7 @@ WITH_WORLD = Naming(
         OPTIMIZER: "optim_world_size_{world}_rank_{rank}.pt",
         REST: "extra_state_world_size_{world}_rank_{rank}.pt",
     },
-    is_in_order=True,  # verl and SkyRL, see `numbered`
+    is_in_order=True,  # ckptkit/trainers/table.py has the sources
 )
 WITHOUT_WORLD = Naming(
     {MODEL: f"pytorch_model_fsdp{_PLAIN}", OPTIMIZER: f"optimizer{_PLAIN}"},

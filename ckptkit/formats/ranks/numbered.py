@@ -1,9 +1,8 @@
 """Name the states of an optimizer that numbers its parameters, where it is certain which parameter each number is.
 
 Source: torch/optim/optimizer.py: parameters are numbered through all groups, in the order in which the training script
-passed them. verl (`workers/fsdp_workers.py`, `workers/engine/fsdp/transformer_impl.py`) and SkyRL
-(`skyrl_train/distributed/fsdp_strategy.py`) pass `model.parameters()`: their files have the model's order. For any
-other file, recorded names decide, or sizes that allow only one assignment. An uncertain number stays a number.
+passed them. Some trainers pass `model.parameters()`, so that their files have the model's order. For any other file,
+recorded names decide, or sizes that allow only one assignment. An uncertain number stays a number.
 """
 
 from __future__ import annotations

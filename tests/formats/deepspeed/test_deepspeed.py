@@ -307,6 +307,13 @@ def test_without_zero_a_state_of_a_stranger_leaves_all_numbers(copy: Any) -> Non
     assert {"optimizer.state.0.exp_avg", "optimizer.state.99.exp_avg"} <= layout.tensors.keys()
 
 
+def test_without_zero_and_names_the_order_is_no_evidence(copy: Any) -> None:
+    """The script may have passed the parameters in any order; two of them have one shape."""
+    root = copy("zero0-fp32")
+    change(root / MODEL, lambda state: state["optimizer"]["param_groups"][0].pop("param_names"))
+    assert "optimizer.state.0.exp_avg" in open_layout(root).tensors
+
+
 def test_without_zero_recorded_names_decide(copy: Any) -> None:
     """An optimizer that has the parameters in the reverse of the model's order, and says so."""
     root = copy("zero0-fp32")
