@@ -267,4 +267,5 @@ def join_layouts(root: Path, components: Sequence[Component], layouts: Sequence[
         descriptions=tuple(path for layout in layouts for path in layout.descriptions),
         file_sums={path: sums for layout in layouts for path, sums in layout.file_sums.items()},
         twins=twins,
+        texts=layouts[0].texts,
     )

@@ -26,6 +26,7 @@ from ckptkit.formats import FormatWriter, locate, unpack
 from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, StoredTensor, WriterOptions
 from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
+from ckptkit.models.fit import abridge
 from ckptkit.names.weights import UNKNOWN, LeftOut, Weights, summarize
 from ckptkit.tensors.box import whole
 from ckptkit.version import __version__
@@ -59,19 +60,29 @@ class Draft:
 
     @classmethod
     def of(
-        cls, sources: Sequence[Layout], options: ConvertOptions, world_size: int, file: str | None = None, **more: Any
+        cls,
+        sources: Sequence[Layout],
+        options: ConvertOptions,
+        world_size: int,
+        file: str | None = None,
+        stem: str = "model",
+        **more: Any,
     ) -> Self:
-        """Return the draft of what the first of `sources` has, in the format that `options` name, or in one `file`."""
+        """Return the draft of what the first of `sources` has, in the format that `options` name.
+
+        The files of a model are called by `stem`, or it is one `file`.
+        """
         given = sources[0]
         if options.salvage:
             given = with_lost_operands(sources, more.get("recipes", {}))
             sources = [without_lost(source)[0] for source in (given, *sources[1:])]
         unpacked = tuple(map(unpack, sources))
-        files = options.writer.arrange(unpacked[0], WriterOptions(options.max_shard_size, world_size, file))
+        asked = WriterOptions(options.max_shard_size, world_size, file, stem=stem)
+        files = options.writer.arrange(unpacked[0], asked)
         remarks = tuple(options.writer.remarks(unpacked[0]))
         read = tuple(layout.root / name for layout in sources for name in sorted(layout.files))
         found, more_remarks = find_bytes(unpacked, options)
-        remarks += more_remarks
+        remarks += (*more_remarks, *say_unwritten(given, options))
         more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}
         return cls(sources=found, read=read, writer=options.writer, files=files, **more)
 
@@ -96,6 +107,12 @@ def find_bytes(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tu
         return tuple(one.layout for one in checked), tuple(remarks)
     located = tuple(map(locate, sources))
     return located, tuple(say_widened(sources[0], located[0]))
+
+
+def say_unwritten(given: Layout, options: ConvertOptions) -> Iterator[str]:
+    """Yield a remark on the metadata of safetensors that another format does not have a place for."""
+    if given.texts and not options.writer.is_model_only:
+        yield f"not in the output: `__metadata__` of the safetensors ({abridge(sorted(given.texts))})"
 
 
 def say_widened(promised: Layout, located: Layout) -> Iterator[str]:
@@ -262,6 +279,7 @@ def draft_of_model(model: Model, origins: Sequence[Origin], output: Path, option
         renamed=renamed_in(model),
         cast=model.casts,
         recipes=model.made_recipes(),
+        stem=model.companions.stem if is_alone else "model",
     )
     return Conversion(
         origins=origins,

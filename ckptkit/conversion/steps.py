@@ -263,9 +263,27 @@ def wide_tensors(model: Model, options: ConvertOptions) -> Sequence[str]:
     return sorted(name for name in kept if name in specs and specs[name].dtype == DTYPES["float32"])
 
 
-def describe(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
-    """Say in config.json which dtype the weights have."""
-    return model.with_config(describe_weights(model.config, model.layout.specs.values()))
+def describe(model: Model, options: ConvertOptions) -> Model:
+    """Say in config.json which dtype the weights have: loaders with `dtype="auto"` cast all of them to that."""
+    config = describe_weights(model.config, model.layout.specs.values())
+    dtype = str(config.get("dtype", config.get("torch_dtype")))
+    if not (wider := rounded_by(model, dtype)):
+        return model.with_config(config)
+    which = f"{count(len(wider), 'float32 tensor')}, such as `{wider[0]}`"
+    if not options.dtype:  # the checkpoint was mixed before
+        return model.with_config(config).say(f"config.json says dtype {dtype}: loaders round {which}")
+    words = f"config.json says dtype float32, not {dtype}, because loaders would round {which}"
+    return model.with_config(describe_weights(model.config, model.layout.specs.values(), "float32")).say(words)
+
+
+def rounded_by(model: Model, dtype: str) -> list[str]:
+    """Return the fp32 tensors that loaders cast to a dtype of 16 bits, all but those that they keep in fp32."""
+    if dtype not in ("bfloat16", "float16"):
+        return []
+    kept = model.expected.in_fp32.get(dtype, ()) if isinstance(model.expected, Form) else ()
+    return sorted(
+        name for name, spec in model.layout.specs.items() if spec.dtype.name == "float32" and name not in kept
+    )
 
 
 def describe_predictors(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form

@@ -8,6 +8,7 @@ each lies, since a rank has only its own part.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,7 @@ SPELLINGS: dict[str, str] = {
 }
 _DTYPES = {spelling: DTYPES[name] for name, spelling in SPELLINGS.items()}
 _RANK = {name: rank for rank, name in enumerate(SPELLINGS)}
+_OWN = re.compile("format$|DCP_")  # of a file, not of the model
 _PACKED = "float4_e2m1fn_x2"  # two numbers in an element of torch's; the header counts numbers
 
 
@@ -58,14 +60,24 @@ def read_header(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
 
     That is the whole tensor, unless the file says where in it the part lies; with `is_shard` it must say so of each.
     """
+    return read_with_metadata(path, is_shard=is_shard)[0]
+
+
+def read_with_metadata(path: Path, *, is_shard: bool = False) -> tuple[dict[str, Chunk], dict[str, str]]:
+    """Return what a file holds of each tensor, as `read_header` does, and what its `__metadata__` says of the model.
+
+    The framework's name, torch's notes on shards and what is said of single tensors are left out.
+    """
     header, data_start, size = load_header(path)
-    starts = read_starts(header.pop("__metadata__", None), path)
+    metadata = header.pop("__metadata__", None)
+    starts = read_starts(metadata, path)
     if is_shard and starts.keys() != header.keys():
         name = next(iter(starts.keys() ^ header.keys()))
         raise Corrupt(f"the header and its `{_STARTS}` do not name the same tensors", path=path, tensor=name)
     chunks = {name: read_entry(name, entry, starts.get(name), path, data_start) for name, entry in header.items()}
     check_contiguous(chunks, path, data_start, size)
-    return chunks
+    free = {key: text for key, text in (metadata or {}).items() if key not in chunks and not _OWN.match(key)}
+    return chunks, free
 
 
 def load_header(path: Path) -> tuple[dict[str, Any], int, int]:

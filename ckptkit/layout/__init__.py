@@ -263,14 +263,16 @@ class NewFile:
 class WriterOptions:
     """The options of a writer: the most bytes in a file, and how many ranks will load the checkpoint.
 
-    `file` is the name of the single file to write, if loaders look for that name. `places` has the file of each tensor,
-    if they are to be shared out as in another checkpoint. A writer ignores options that its format does not have.
+    `file` is the name of the single file to write, if loaders look for that name; `stem` begins the names of one or
+    several. `places` has the file of each tensor, if they are to be shared out as in another checkpoint. A writer
+    ignores options that its format does not have.
     """
 
     max_shard_size: int
     world_size: int = 1
     file: str | None = None
     places: Mapping[str, str] | None = None
+    stem: str = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +285,8 @@ class Layout:
     size in bytes and the CRC-32 of files with data, by name, where a manifest has them. `keeper` is what must
     not go before the layout does: the temporary file that some of the bytes were unpacked into. `twins` are second
     copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are. `spares` are
-    further copies of chunks that other ranks saved, by the names of their tensors.
+    further copies of chunks that other ranks saved, by the names of their tensors. `texts` is what a model's files say
+    of it besides, such as the `__metadata__` of safetensors.
 
     A reader that reports problems instead of raising them also describes what is damaged: chunks of files that are
     missing or cannot be read are `Unreadable`; `absent` are the names of tensors that could not be read, each with the
@@ -302,6 +305,7 @@ class Layout:
     twins: Mapping[str, StoredTensor] = field(default_factory=dict)
     spares: Mapping[str, tuple[Chunk, ...]] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -17,7 +17,8 @@ from ckptkit.files.path import hint_on_id, is_model_id, to_model_path, to_path
 from ckptkit.files.stores.hub import downloading
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Spec
-from ckptkit.trainers import companion_folders, step_of
+from ckptkit.trainers import companion_folders, config_of, step_of
+from ckptkit.trainers.trainer import ConfigOf
 
 CONFIG = "config.json"
 FILES = (
@@ -55,7 +56,8 @@ class Companions:
 
     `beside` are the files of a tokenizer that were found elsewhere, by name. `absent` are files with code that
     config.json names and that do not lie beside it. `modules` are the modules after the transformer that have weights
-    of their own, as in sentence-transformers.
+    of their own, as in sentence-transformers. `library` is whose config.json it is, if not transformers': then `config`
+    is None, and the file is copied unchanged.
     """
 
     found_in: Path | None = None
@@ -64,6 +66,7 @@ class Companions:
     absent: tuple[str, ...] = ()
     beside: Mapping[str, Path] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
+    library: ConfigOf | None = None
 
     def path_of(self, name: str) -> Path:
         """Return where one of the files was found."""
@@ -78,7 +81,14 @@ class Companions:
 
     def to_files(self) -> dict[str, bytes]:
         """Return the files as they will be written, by name; {} without a config.json."""
+        if self.library is not None:
+            return self.files
         return {} if self.config is None else self.files | {CONFIG: dump_config(self.config)}
+
+    @property
+    def stem(self) -> str:
+        """Return how the names of the files begin that loaders look for."""
+        return "model" if self.library is None else self.library.stem
 
 
 def find_companions(checkpoint: Path, base: str | None) -> Companions:
@@ -91,9 +101,10 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
         if found is None:
             raise NotACheckpoint("expected a model's config.json in the base, found none", path=base)
         return with_tokenizer(found, checkpoint)
+    own = checkpoint.absolute() if checkpoint.is_dir() else checkpoint.absolute().parent
     for place in places_of(checkpoint.absolute()):
         found = read_companions(place)
-        if found is not None:
+        if found is not None and (found.library is None or place == own):
             return with_tokenizer(found, checkpoint)
     return Companions()
 
@@ -113,6 +124,9 @@ def with_tokenizer(found: Companions, checkpoint: Path) -> Companions:
 def places_of(checkpoint: Path) -> Iterator[Path]:
     """Return where companions may lie: in the checkpoint, in the run above, in a trainer's folder in each."""
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    if place != checkpoint and step_of(place) is None:  # a file by itself: what lies elsewhere is of other models
+        yield place
+        return
     levels = [place, place.parent]
     if step_of(place.parent) is not None:  # a part of a checkpoint: the run is one further up
         levels.append(place.parent.parent)
@@ -122,7 +136,7 @@ def places_of(checkpoint: Path) -> Iterator[Path]:
 
 
 def read_companions(place: Path, *, follow_links: bool = False) -> Companions | None:
-    """Return the companions in one directory, None if it has no config.json that names a model.
+    """Return the companions in one directory, None if it has no config.json that can be one of a model.
 
     Links are followed only in a directory that the user vouches for: a stranger's may lead to any file of ours.
     """
@@ -136,8 +150,11 @@ def read_companions(place: Path, *, follow_links: bool = False) -> Companions | 
         config = json.loads(read(CONFIG))
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"not valid JSON ({error})", path=place / CONFIG) from error
-    if not isinstance(config, dict) or not ("model_type" in config or "architectures" in config):
+    if not isinstance(config, dict) or not config:
         return None
+    if not ("model_type" in config or "architectures" in config):
+        files = {name: read(name) for name in FILES if (place / name).is_file()}
+        return Companions(place, files, library=config_of(config))
     code = code_files(config)
     names = [*FILES, *templates_in(place, follow_links=follow_links), *(python_in(place) if code else ())]
     modules = modules_in(place)
@@ -220,8 +237,11 @@ def resolve_base(base: str) -> Path:
         return Path(snapshot_download(base, allow_patterns=[*FILES, f"{TEMPLATES}/*.jinja", "*.py"]))
 
 
-def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec]) -> dict[str, Any]:
-    """Return a config with the dtype that the weights really have, and architectures without FSDP1's prefix."""
+def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec], dtype: str | None = None) -> dict[str, Any]:
+    """Return a config with the dtype that most bytes of the weights have, and architectures without FSDP1's prefix.
+
+    A `dtype` that is given takes its place.
+    """
     described = dict(config)
     nbytes: Counter[str] = Counter()
     for spec in specs:
@@ -229,7 +249,7 @@ def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec]) -> dict[s
             nbytes[spec.dtype.name] += spec.nbytes
     if nbytes:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        described[key] = nbytes.most_common(1)[0][0]
+        described[key] = dtype or nbytes.most_common(1)[0][0]
     if isinstance(config.get("architectures"), list):
         described["architectures"] = [str(name).removeprefix("FSDP") for name in config["architectures"]]
     return described

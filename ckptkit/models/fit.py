@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ckptkit.engine.compare import compare
@@ -16,6 +17,7 @@ from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.names.renames import find_prefix_rule
 from ckptkit.pictures.words import count
+from ckptkit.trainers.trainer import ConfigOf
 
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
 
@@ -56,7 +58,7 @@ def fit(
     return layout, dropped, notes
 
 
-def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> list[Caution]:
+def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> list[str]:
     """Return a warning if there is no config.json, or not the code that it needs: loaders cannot open the output.
 
     Without a config.json `strict` raises `Mismatch` instead.
@@ -65,11 +67,21 @@ def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> l
         missing = ", ".join(companions.absent)
         words = f"config.json needs {missing}, not found beside it: loaders with trust_remote_code need it"
         return [Caution(f"{words}; copy it into {companions.found_in}, and run this again")] if missing else []
+    if companions.library is not None:
+        return [about_library(companions.library, companions.found_in)]
     problem = "no config.json found: loaders of Hugging Face models cannot open the output"
     if strict:
         hint = "pass --base MODEL (a directory or Hub id), or --names keep for a model that is not on the Hub"
         raise Mismatch(problem, path=layout.root, hint=hint)
     return [Caution(f"{problem}; run this again with --base MODEL --overwrite (MODEL is a directory or Hub id)")]
+
+
+def about_library(library: ConfigOf, place: Path | None) -> str:
+    """Return that config.json is another library's, as a warning if that does not load safetensors."""
+    words = f"config.json in {place} is of {library.title}, not of transformers: copied unchanged, names kept"
+    if not library.needs:
+        return words
+    return Caution(f"{words}; {library.title} loads `{library.needs}`: write that with torch.save")
 
 
 def without_declared(names: Sequence[str], config: Mapping[str, Any]) -> Sequence[str]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from ckptkit.layout import KeyPath
 from ckptkit.trainers.foreign import FOREIGN
 from ckptkit.trainers.table import TRAINERS
-from ckptkit.trainers.trainer import Evidence, MetricsFile, Unread
+from ckptkit.trainers.trainer import ConfigOf, Evidence, MetricsFile, Unread
 
 Found = TypeVar("Found")
 NUMBER = re.compile(r"[0-9]{1,18}")
@@ -210,6 +210,12 @@ def companion_folders() -> tuple[str, ...]:
 def metrics_files() -> dict[str, MetricsFile]:
     """Return the files of metrics that trainers leave, by name; ours comes first."""
     return {name: file for trainer in TRAINERS.values() for name, file in trainer.metrics.items()}
+
+
+def config_of(config: Mapping[str, object]) -> ConfigOf:
+    """Return whose config.json it is that does not name a model of transformers."""
+    known = (trainer.config for trainer in TRAINERS.values() if trainer.config is not None)
+    return next((one for one in known if config.keys() >= set(one.keys)), ConfigOf("an unknown library", ()))
 
 
 def find_unread(names: Iterable[str]) -> Unread | None:

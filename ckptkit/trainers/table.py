@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ckptkit.plugins import PluginTable
 from ckptkit.trainers.ckptkit import CKPTKIT
-from ckptkit.trainers.trainer import Mark, TrainerFacts, Unread
+from ckptkit.trainers.trainer import ConfigOf, Mark, TrainerFacts, Unread
 from ckptkit.trainers.transformers import STATE, TRANSFORMERS
 
 # accelerate/utils/{constants,fsdp_utils}.py, `save_fsdp_model` and `save_fsdp_optimizer`: what models and optimizers
@@ -367,13 +367,38 @@ PEFT = TrainerFacts(
 )
 
 # diffusers/configuration_utils.py: models, by the version in their config.
-DIFFUSERS = TrainerFacts(name="diffusers", marks=(Mark("Diffusers", json=("config.json", "_diffusers_version")),))
+DIFFUSERS = TrainerFacts(
+    name="diffusers",
+    marks=(Mark("Diffusers", json=("config.json", "_diffusers_version")),),
+    config=ConfigOf("diffusers", ("_class_name",), stem="diffusion_pytorch_model"),
+)
+
+# timm/models/_hub.py, `save_config_for_hf`
+TIMM = TrainerFacts(
+    name="timm",
+    marks=(Mark("timm", json=("config.json", "pretrained_cfg")),),
+    config=ConfigOf("timm", ("architecture", "pretrained_cfg")),
+)
+
+# state-spaces/mamba, mamba_ssm/utils/hf.py: it loads `pytorch_model.bin` alone
+MAMBA_SSM = TrainerFacts(
+    name="mamba_ssm", config=ConfigOf("mamba_ssm", ("d_model", "n_layer"), needs="pytorch_model.bin")
+)
+
+# huggingface/lerobot, configs/policies.py; common/utils/train_utils.py: `005000/pretrained_model` and, in files of
+# states, `training_state`; `last` is a link to the latest
+LEROBOT = TrainerFacts(
+    name="lerobot",
+    marks=(Mark("LeRobot", files=(r"train_config\.json",), json=("config.json", "type")),),
+    states=(r"training_step\.json", r"train_config\.json"),
+    config=ConfigOf("LeRobot", ("type",)),
+)
 
 # Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
 # libraries whose files lie beside its own.
 _ALL = (
     *(CKPTKIT, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
     *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM),
-    *(TENSORRT_LLM, RAY_TRAIN, TORCH, PEFT, TRANSFORMERS, DIFFUSERS),
+    *(TENSORRT_LLM, RAY_TRAIN, LEROBOT, TORCH, PEFT, TRANSFORMERS, DIFFUSERS, TIMM, MAMBA_SSM),
 )
 TRAINERS = PluginTable("ckptkit.trainers", TrainerFacts, {trainer.name: trainer for trainer in _ALL})

@@ -82,6 +82,18 @@ class Unread(NamedTuple):
     json: tuple[str, str] | None = None
 
 
+class ConfigOf(NamedTuple):
+    """A config.json that is another library's than transformers': its name, and the keys that tell it.
+
+    `stem` begins the names of the files that the library loads, `needs` is a file that it loads in their place.
+    """
+
+    title: str
+    keys: tuple[str, ...]
+    stem: str = "model"
+    needs: str = ""
+
+
 class MetricsFile(NamedTuple):
     """A JSON file of metrics: its largest size in bytes, and the function that finds the numbers in it."""
 
@@ -151,6 +163,8 @@ class TrainerFacts:
     exported: tuple[str, ...] = ()
     metrics: Mapping[str, MetricsFile] = field(default_factory=dict)
     unread: Mapping[str, Unread] = field(default_factory=dict)
+    # Whose config.json it is, of a library that has its own.
+    config: ConfigOf | None = None
 
     # Entries with a rank's own state: a pattern for each of the first steps of their key paths, with a group that is
     # the rank. A position N in a list is "[N]".

@@ -18,12 +18,13 @@ from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.indices import make_index, read_index
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import JOURNAL, FormatWriter
-from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
+from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_with_metadata
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_cover
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
+_INDEX = f"{_SUFFIX}.index.json"
 _NUMBERED = re.compile(r"model-([0-9]+)-of-([0-9]+)\.safetensors")
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")  # rank and part, from 1
 _DELTA = re.compile(r"delta-[0-9]{5}-of-[0-9]{5}\.safetensors")  # what changed, and no model
@@ -41,7 +42,7 @@ class HuggingFace(FormatWriter):
 
     def owns(self, name: str) -> bool:
         """Return True for safetensors and an index of them."""
-        return name.endswith((_SUFFIX, f"{_SUFFIX}.index.json"))
+        return name.endswith((_SUFFIX, _INDEX))
 
     def rank_of(self, name: str) -> int | None:
         """Return the rank that wrote a shard; other files are of no rank."""
@@ -51,7 +52,7 @@ class HuggingFace(FormatWriter):
     def detect(self, path: Path) -> bool:
         """Return True for a safetensors file, or a directory with one or with an index of several."""
         if path.is_dir():
-            return any(name.endswith(_SUFFIX) or name == INDEX for name in names_in(path))
+            return any(map(self.owns, names_in(path)))
         return path.suffix == _SUFFIX
 
     def check_names(self, path: Path, report: Report) -> None:
@@ -66,21 +67,24 @@ class HuggingFace(FormatWriter):
         """
         found = find_files(path, report)
         chunks: dict[str, list[Chunk]] = {}
+        texts: dict[str, str] = {}
         unread = set(found.missing)
         for file in read_ahead(found.root, found.names, lambda name: [(name, 0, _HEAD)]):
             try:
-                header = read_header(found.root / file, is_shard=found.world_size is not None)
+                header, more = read_with_metadata(found.root / file, is_shard=found.world_size is not None)
             except CkptError as error:
                 unread.add(file)
                 report(error)
                 continue
+            texts = more | texts
             for name, chunk in header.items():
                 chunks.setdefault(name, []).append(chunk)
         if found.index is not None:
-            check_index(found.root / INDEX, found.index, chunks, unread, report)
+            check_index(found.root / found.described_by, found.index, chunks, unread, report)
         tensors = {name: assemble(name, parts, found.root) for name, parts in chunks.items()}
-        described_by = () if found.index is None else (INDEX,)
-        layout = Layout(found.root, self.name, tensors, world_size=found.world_size, descriptions=described_by)
+        described_by = () if found.index is None else (found.described_by,)
+        ranks = found.world_size
+        layout = Layout(found.root, self.name, tensors, world_size=ranks, descriptions=described_by, texts=texts)
         if unread:
             return replace(layout, absent=find_absent(found, unread, layout))
         gaps: list[CkptError] = []
@@ -101,12 +105,14 @@ class HuggingFace(FormatWriter):
         for name, spec in specs.items():
             check_writable(name, spec)
         if options.file is not None:
-            return (new_file(options.file, specs),)
+            return (new_file(options.file, specs, wanted.texts),)
         shares = share_out(specs, options)
-        files = [new_file(file, {name: specs[name] for name in members}) for file, members in shares.items()]
+        files = [
+            new_file(file, {name: specs[name] for name in members}, wanted.texts) for file, members in shares.items()
+        ]
         if len(files) > 1:
             index = make_index(specs, {name: file for file, members in shares.items() for name in members})
-            files.append(NewFile(INDEX, len(index), ((0, index),)))
+            files.append(NewFile(f"{options.stem}{_INDEX}", len(index), ((0, index),)))
         return tuple(files)
 
     def check(self, made: Layout) -> None:
@@ -119,9 +125,9 @@ class HuggingFace(FormatWriter):
             check_readable(made.root / file, chunks)
 
 
-def new_file(name: str, specs: Mapping[str, Spec]) -> NewFile:
-    """Return a safetensors file with its header, and holes for the tensors."""
-    header = make_header(specs)
+def new_file(name: str, specs: Mapping[str, Spec], texts: Mapping[str, str]) -> NewFile:
+    """Return a safetensors file with its header, which has `texts` as metadata, and holes for the tensors."""
+    header = make_header(specs, {"format": "pt", **texts})
     return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
 
 
@@ -130,7 +136,8 @@ class IndexedFiles:
     """The files of a checkpoint in directory `root`, and what their index says, where there is one.
 
     `missing` are those that the index names besides. `world_size` is the number of ranks that wrote the files, where
-    each wrote its own, and `lost` says which rank's is not here: one that held nothing wrote none.
+    each wrote its own, and `lost` says which rank's is not here: one that held nothing wrote none. `described_by` is
+    the name of the index.
     """
 
     root: Path
@@ -139,6 +146,7 @@ class IndexedFiles:
     missing: Sequence[str] = ()
     world_size: int | None = None
     lost: Corrupt | None = None
+    described_by: str = ""
 
 
 def find_files(path: Path, report: Report) -> IndexedFiles:
@@ -160,8 +168,8 @@ def find_files(path: Path, report: Report) -> IndexedFiles:
     if shards:
         return find_shards(path, shards, present)
     check_is_model(path)
-    if INDEX in present:
-        return find_indexed(path, present, report)
+    if index := find_index(path, present):
+        return find_indexed(path, index, present, report)
     if any(map(_DELTA.fullmatch, present)):
         raise of_delta(path)
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
@@ -177,7 +185,7 @@ def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) 
     """
     names = [match[0] for match in shards]
     ranks, parts = ({int(match[i]) for match in shards} for i in (1, 2))
-    other = min((name for name in present.difference(names) if name.endswith(_SUFFIX) or name == INDEX), default=None)
+    other = min((name for name in present.difference(names) if name.endswith((_SUFFIX, _INDEX))), default=None)
     if other is not None:
         raise Corrupt(
             f"both the shards of {len(ranks)} ranks and `{other}` are here",
@@ -252,17 +260,28 @@ def check_is_model(folder: Path) -> None:
     raise Unsupported(message, path=folder, hint=f"apply them with {trainer}, and pass the model")
 
 
-def find_indexed(path: Path, present: set[str], report: Report) -> IndexedFiles:
+def find_index(path: Path, present: set[str]) -> str | None:
+    """Return the name of the index in a directory, None if there is none. Libraries name it after their files."""
+    found = sorted(name for name in present if name.endswith(_INDEX))
+    if len(found) > 1 and INDEX not in found:
+        hint = f"pass one of them alone: move the others away from {path}"
+        raise Unsupported(f"expected the index of one model, found {', '.join(found)}", path=path, hint=hint)
+    return INDEX if INDEX in found else next(iter(found), None)
+
+
+def find_indexed(path: Path, described_by: str, present: set[str], report: Report) -> IndexedFiles:
     """Return the files that the index names, and report missing ones; a single file beside them is ambiguous."""
-    index, _ = read_index(path / INDEX)
+    index, _ = read_index(path / described_by)
+    single = described_by.removesuffix(".index.json")
     names = sorted(set(index.values()))
-    if SINGLE in present and SINGLE not in names:
-        raise of_two_exports(path, INDEX)
+    if single in present and single not in names:
+        raise of_two_exports(path, described_by)
     missing = [name for name in names if name not in present]
     if missing:
         message = f"{len(missing)} of {len(names)} files are missing: {', '.join(missing)}"
         report(Incomplete(message, path=path, files=missing))
-    return IndexedFiles(path, [name for name in names if name in present], index, missing)
+    there = [name for name in names if name in present]
+    return IndexedFiles(path, there, index, missing, described_by=described_by)
 
 
 def find_only(path: Path, present: set[str]) -> str:
@@ -337,15 +356,15 @@ def share_out(specs: Mapping[str, Spec], options: WriterOptions) -> dict[str, li
     """Return the names of the tensors in each file: as they are shared out elsewhere, or by size."""
     if options.places is None:
         shards = split(specs, options.max_shard_size)
-        return dict(zip(shard_names(len(shards)), shards, strict=True))
+        return dict(zip(shard_names(len(shards), options.stem), shards, strict=True))
     shares: dict[str, list[str]] = {}
     for name in specs:
         shares.setdefault(options.places[name], []).append(name)
     return dict(sorted(shares.items()))
 
 
-def shard_names(count: int) -> list[str]:
+def shard_names(count: int, stem: str) -> list[str]:
     """Return the file names of a model in `count` files."""
     if count == 1:
-        return [SINGLE]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        return [f"{stem}{_SUFFIX}"]
+    return [f"{stem}-{i:05d}-of-{count:05d}{_SUFFIX}" for i in range(1, count + 1)]
