@@ -25,7 +25,7 @@ from ckptkit.names.prefixes import remove_prefix
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.quantized.signs import is_declared_quantized
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.tensors.dtypes import DTYPES, DType
 from ckptkit.trainers import who_wrote
 
 WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
@@ -226,9 +226,32 @@ def wide_tensors(model: Model, options: ConvertOptions) -> Sequence[str]:
     return sorted(name for name in kept if name in specs and specs[name].dtype == DTYPES["float32"])
 
 
-def describe(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
-    """Say in config.json which dtype the weights have."""
-    return model.with_config(describe_weights(model.config, model.layout.specs.values()))
+def describe(model: Model, options: ConvertOptions) -> Model:
+    """Say in config.json which dtype most weights have, or if you asked for several dtypes, the widest of them.
+
+    Loaders that follow config.json round wider weights to its dtype.
+    """
+    config = describe_weights(model.config, model.layout.specs.values())
+    key = "torch_dtype" if "dtype" not in config else "dtype"
+    wider = weights_wider_than(model, str(config.get(key)))
+    if not wider:
+        return model.with_config(config)
+    widest = max(wider.values(), key=lambda dtype: dtype.itemsize).name
+    which = f"`{next(iter(wider))}`{and_more(len(wider) - 1)}"
+    if options.dtype:
+        words = f"config.json says dtype {widest}, because loaders round wider weights to its dtype: {which}"
+        return model.with_config({**config, key: widest}).say(words)
+    return model.with_config(config).say(f"config.json says dtype {config[key]}, to which loaders round {which}")
+
+
+def weights_wider_than(model: Model, name: str) -> dict[str, DType]:
+    """Return the weights that a loader rounds if config.json has a dtype of this name, with their own dtypes."""
+    if name not in DTYPES or is_declared_quantized(model.config):
+        return {}
+    kept = model.expected.in_fp32.get(name, frozenset()) if isinstance(model.expected, Form) else frozenset()
+    dtypes = {one: spec.dtype for one, spec in model.layout.specs.items() if one not in kept}
+    size = DTYPES[name].itemsize
+    return {one: dtype for one, dtype in dtypes.items() if dtype.kind == "float" and dtype.itemsize > size}
 
 
 def describe_predictors(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
