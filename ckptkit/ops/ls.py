@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, name_of, no_checkpoint, path_of, runs_in
+from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.destinations.claims import StoreClaim, claimed_in, read_claim
 from ckptkit.destinations.destination import CLAIM
@@ -67,7 +68,7 @@ class Listed:
     is_weights_only: bool = False
     trainer: str | None = None
     claim: StoreClaim | None = None
-    sizes_compared: bool = False
+    sizes_compared: bool = field(default=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -198,26 +199,39 @@ def can_compare_sizes(checkpoint: Checkpoint) -> bool:
     try:
         parts = checkpoint.components
         return bool(parts) and sum(part.reader.metadata_bytes(part.path) for part in parts) <= _MOST_METADATA
-    except (Corrupt, IOFailure):
+    except (Corrupt, IOFailure, Unsafe):
         return False
 
 
 def fault_in_metadata(checkpoint: Checkpoint) -> str | None:
     """Return what in a checkpoint is not as its manifest or metadata say, in few words."""
+    found: list[CkptError] = []
     try:
-        for part in checkpoint.components:
-            for name, known in (part.manifest.files if part.manifest else {}).items():
-                place = (part.path if part.path.is_dir() else part.path.parent) / name
-                if file_size(place) != known.nbytes:
-                    return f"{name} expected {known.nbytes:,} bytes (manifest), found {file_size(place):,}"
-        layout = checkpoint.layout
-    except (Mismatch, NotACheckpoint, Unsupported):  # parts that make no whole are no fault of a file
-        return None
+        layouts = [part.reader.read(part.path, found.append) for part in checkpoint.components]
+        found += (problem for part in checkpoint.components for problem in wrong_sizes(part))
     except (Corrupt, IOFailure, Unsafe) as error:
-        if isinstance(error, IOFailure) and not checkpoint.path.exists():
-            return "deleted meanwhile"
-        return describe(error, checkpoint.path)
-    return next((one.line for one in examine(layout) if one.certainty is Certainty.CERTAIN), None)
+        found.append(error)
+    except Unsupported:  # nothing is known of its files
+        return None
+    if found:
+        return describe(found[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
+    try:
+        odd = examine(layouts[0] if len(layouts) == 1 else checkpoint.layout)
+    except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported):  # parts that make no whole
+        return None
+    return next((one.line for one in odd if one.certainty is Certainty.CERTAIN), None)
+
+
+def wrong_sizes(part: Component) -> Iterator[Corrupt]:
+    """Yield the files of a part whose size is not the one in its manifest. A damaged manifest is left to `verify`."""
+    place = part.path if part.path.is_dir() else part.path.parent
+    try:
+        known = part.manifest.files if part.manifest else {}
+    except (Corrupt, Unsafe):
+        return
+    for name, recorded in known.items():
+        if (size := file_size(place / name)) != recorded.nbytes:
+            yield Corrupt(f"expected {recorded.nbytes} bytes (manifest), found {size}", path=place / name)
 
 
 def describe(error: CkptError, checkpoint: Path) -> str:
