@@ -8,6 +8,7 @@ from __future__ import annotations
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Layout
 
+EMPTY = "empty_adapter"  # the code of the error
 _WHY = "ZeRO-3 saved it without gathering the parameters"
 
 
@@ -18,4 +19,8 @@ def find_empty(layout: Layout) -> Corrupt | None:
         return None
     what = f"{len(empty)} of {len(layout.tensors)} tensors have size 0" if empty else "the file contains no tensors"
     hint = "pass the training's checkpoint, whose `global_step` directory has the weights"
-    return Corrupt(f"the adapter is empty, {what}: {_WHY}", path=layout.root, tensor=next(iter(empty), None), hint=hint)
+    error = Corrupt(
+        f"the adapter is empty, {what}: {_WHY}", path=layout.root, tensor=next(iter(empty), None), hint=hint
+    )
+    error.code = EMPTY
+    return error

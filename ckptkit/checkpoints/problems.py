@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from itertools import islice
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Incomplete
+from ckptkit.errors import CkptError, Corrupt, Incomplete
 from ckptkit.pictures.words import count
 
 _NAMED = 3  # tensors of a problem that are named
@@ -50,6 +50,31 @@ class Problems:
             lacking = [left.pop(path) for path in sorted(files_of(problem) & left.keys())]
             found.append(with_tensors(problem, dict.fromkeys(name for tensors in lacking for name in tensors)))
         return (*found, *map(of_tensors, left.values()))
+
+
+def fold_files(problems: Iterable[CkptError], entries: Mapping[Path | None, int]) -> tuple[CkptError, ...]:
+    """Return problems with those of one file as one if most of its entries have one: it is not the file that is meant.
+
+    `entries` are how many tensors and other entries each file contains by the metadata.
+    """
+    problems = tuple(problems)
+    wrong: dict[Path | None, set[str]] = {}
+    for one in problems:
+        if one.tensor is not None and not isinstance(one, Incomplete):
+            wrong.setdefault(one.path, set()).add(one.tensor)
+    foreign = {path for path, names in wrong.items() if len(names) > _NAMED and 2 * len(names) > entries.get(path, 0)}
+    kept: dict[object, CkptError] = {}
+    for one in problems:
+        if one.path not in foreign or one.tensor is None or isinstance(one, Incomplete):
+            kept[id(one)] = one
+        elif one.path not in kept:
+            message = (
+                f"{len(wrong[one.path]):,} of {entries[one.path]:,} entries are not as the metadata describes them, "
+                f"such as `{one.tensor}`: {one.message}"
+            )
+            hint = "restore the file from a copy: it may belong to another save"
+            kept[one.path] = Corrupt(message, path=one.path, hint=hint)
+    return tuple(kept.values())
 
 
 def files_of(problem: CkptError) -> set[Path]:

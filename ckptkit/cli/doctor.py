@@ -76,7 +76,7 @@ def doctor(
 
 def to_json(found: Diagnosis) -> dict[str, Any]:
     findings = [pick(one, "code", "tensor", "message", "fix", "count", "names") for one in found.findings]
-    result = {"ok": found.is_ok, "path": found.path, "findings": findings, "notes": found.notes}
+    result = {"ok": found.is_ok, "path": found.path, "findings": findings, "notes": found.notes, "not_read": "tensors"}
     fixed = {"fixed_by": str(found.fixed_by), "fixed": to_json(found.fixed)} if found.fixed else {}
     return result | fixed
 
@@ -97,6 +97,7 @@ def report(found: Diagnosis, *, every: bool) -> None:
     if len(fixes) > 1:
         note("hint: run one of them, then run `ckptkit doctor` on its output")
     say(found.verdict)
+    note(found.not_read)
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, age, note, pick, print_json, print_table, say, terminal_width
 from ckptkit.cli.sources import Also, with_others
+from ckptkit.errors import and_more
 from ckptkit.files.path import to_path
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count, visible
@@ -67,6 +68,7 @@ def listed_json(one: Listed, *, is_latest: bool) -> dict[str, Any]:
         "latest": is_latest,
         "weights_only": one.is_weights_only,
         "named_by": one.named_by,
+        "sizes_compared": one.sizes_compared,
     }
 
 
@@ -96,6 +98,9 @@ def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
         note(f"note: this is one checkpoint: `ckptkit inspect {run}` shows what is in it")
     for inside in found.runs:
         note(f"note: {inside} is a run: `ckptkit ls {inside}` lists its checkpoints")
+    blind = [one.name for one in found.checkpoints if one.is_complete and not one.sizes_compared]
+    if blind:
+        note(f"note: not compared with their metadata: the sizes of {', '.join(blind[:3])}{and_more(len(blind) - 3)}")
     claims = [one.claim for one in found.checkpoints if one.claim]
     if any(not claim.is_deletion for claim in claims):
         note(f"hint: `ckptkit prune --uploads {found.root}` lists uploads; with --yes it aborts the stale ones")

@@ -28,7 +28,7 @@ from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import Weights, find_weights
 from ckptkit.pictures.words import count
 from ckptkit.quantized.signs import is_declared_quantized
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.tensors.dtypes import DTYPES, DType
 from ckptkit.trainers import who_wrote
 
 WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
@@ -264,26 +264,31 @@ def wide_tensors(model: Model, options: ConvertOptions) -> Sequence[str]:
 
 
 def describe(model: Model, options: ConvertOptions) -> Model:
-    """Say in config.json which dtype the weights have: loaders with `dtype="auto"` cast all of them to that."""
+    """Say in config.json which dtype most weights have, or if you asked for several dtypes, the widest of them.
+
+    Loaders that follow config.json round wider weights to its dtype.
+    """
     config = describe_weights(model.config, model.layout.specs.values())
-    dtype = str(config.get("dtype", config.get("torch_dtype")))
-    if not (wider := rounded_by(model, dtype)):
+    key = "torch_dtype" if "dtype" not in config else "dtype"
+    wider = weights_wider_than(model, str(config.get(key)))
+    if not wider:
         return model.with_config(config)
-    which = f"{count(len(wider), 'float32 tensor')}, such as `{wider[0]}`"
-    if not options.dtype:  # the checkpoint was mixed before
-        return model.with_config(config).say(f"config.json says dtype {dtype}: loaders round {which}")
-    words = f"config.json says dtype float32, not {dtype}, because loaders would round {which}"
-    return model.with_config(describe_weights(model.config, model.layout.specs.values(), "float32")).say(words)
+    widest = max(wider.values(), key=lambda dtype: dtype.itemsize).name
+    which = f"`{next(iter(wider))}`{and_more(len(wider) - 1)}"
+    if options.dtype:
+        words = f"config.json says dtype {widest}, because loaders round wider weights to its dtype: {which}"
+        return model.with_config({**config, key: widest}).say(words)
+    return model.with_config(config).say(f"config.json says dtype {config[key]}, to which loaders round {which}")
 
 
-def rounded_by(model: Model, dtype: str) -> list[str]:
-    """Return the fp32 tensors that loaders cast to a dtype of 16 bits, all but those that they keep in fp32."""
-    if dtype not in ("bfloat16", "float16"):
-        return []
-    kept = model.expected.in_fp32.get(dtype, ()) if isinstance(model.expected, Form) else ()
-    return sorted(
-        name for name, spec in model.layout.specs.items() if spec.dtype.name == "float32" and name not in kept
-    )
+def weights_wider_than(model: Model, name: str) -> dict[str, DType]:
+    """Return the weights that a loader rounds if config.json has a dtype of this name, with their own dtypes."""
+    if name not in DTYPES or is_declared_quantized(model.config):
+        return {}
+    kept = model.expected.in_fp32.get(name, frozenset()) if isinstance(model.expected, Form) else frozenset()
+    dtypes = {one: spec.dtype for one, spec in model.layout.specs.items() if one not in kept}
+    size = DTYPES[name].itemsize
+    return {one: dtype for one, dtype in dtypes.items() if dtype.kind == "float" and dtype.itemsize > size}
 
 
 def describe_predictors(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,14 +13,24 @@ from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import rewrite
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
+from ckptkit.files.path import RemotePath
 
 Damage = Mapping[Path, Sequence[CkptError]]
 
 
-def look_for_damage(checkpoint: Checkpoint) -> Damage:
-    """Return what keeps each part of a checkpoint from being read, by its path, as far as metadata tell."""
-    found = {part.path: problems_of(part) for part in checkpoint.components}
+def look_for_damage(checkpoint: Checkpoint, check: Callable[[Path], Sequence[CkptError]]) -> Damage:
+    """Return what is wrong with each part of a checkpoint, by its path; `check` returns the problems of a local part.
+
+    A part in a store is judged by its metadata: `check` may read the beginning of each entry.
+    """
+    found = {
+        part.path: problems_of(part) if isinstance(part.path, RemotePath) else check(part.path)
+        for part in checkpoint.components
+    }
     found |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
+    failed = next((one for problems in found.values() for one in problems if isinstance(one, IOFailure)), None)
+    if failed is not None:
+        raise failed
     return {path: problems for path, problems in found.items() if problems}
 
 

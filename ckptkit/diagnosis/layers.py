@@ -14,7 +14,7 @@ _TOWERS = {
     "vision_config": re.compile(r"vis(ion|ual)|image|vit\b|clip|\bvpm\b"),  # vpm and apm: MiniCPM-V, MiniCPM-o
     "audio_config": re.compile(r"audio|speech|\bapm\b"),
 }
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
 _MOST_GLOBS = 3
 
 
@@ -40,7 +40,7 @@ def find_layers(case: Case, model: TargetModel) -> Iterator[Finding]:
     """Yield that fewer layers have tensors than the config declares."""
     inner = model.config.get("text_config")
     count = (inner if isinstance(inner, Mapping) else model.config).get("num_hidden_layers")
-    numbers = {int(number) for name in case.shapes if not is_of_tower(name) for number in _LAYER.findall(name)}
+    numbers = {int(number) for name in case.shapes if not is_of_tower(name) for number in LAYER.findall(name)}
     missing = [number for number in range(count) if number not in numbers] if isinstance(count, int) else []
     if numbers and missing:
         found = f"found no tensors for {len(missing)} of them, such as layer {missing[0]}"

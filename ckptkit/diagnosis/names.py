@@ -11,6 +11,7 @@ from ckptkit.diagnosis.exports import find_named_experts
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, Value, convert, export, is_model, rewrite
 from ckptkit.diagnosis.renamed import say_renamed
+from ckptkit.diagnosis.shapes import is_another_model, pairs_of
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.models.expected import closest
 from ckptkit.models.fit import abridge
@@ -70,7 +71,7 @@ def find_names(case: Case) -> Iterator[Finding]:
     With the rule, family or prefix that fixes it, where there is one.
     """
     model, misfits = case.model, case.misfits
-    if model is None or misfits is None:
+    if model is None or misfits is None or is_another_model(case, pairs_of(case)):
         return
     if not misfits:
         yield from find_names_on_disk(case, model)

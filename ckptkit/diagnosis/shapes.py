@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import export, rewrite
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.diagnosis.layers import LAYER
+from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.files.path import RemotePath
+from ckptkit.models.computation import find_differences
 from ckptkit.models.fit import check_equal, ties_of
+from ckptkit.models.known_types import find_embedding
 from ckptkit.models.vocabulary import vocabulary_in
+from ckptkit.pictures.words import count
 from ckptkit.tensors.box import Shape
 
-_SIZES = (
-    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "n_embd", "n_layer", "n_head", "num_experts", "num_local_experts"),
-)
 Pairs = Mapping[str, tuple[Shape, Shape]]
 
 
@@ -25,8 +24,7 @@ def find_shapes(case: Case) -> Iterator[Finding]:
     """Yield the tensors that have another shape than the model calls for."""
     if case.model is None or case.form is None or case.weights is None or not case.is_plain:
         return
-    there = {name: case.form.shapes.get(case.renames.get(name, name), shape) for name, shape in case.shapes.items()}
-    pairs = {name: (shape, there[name]) for name, shape in case.shapes.items() if there[name] != shape}
+    pairs = pairs_of(case)
     vocabulary = vocabulary_in(case.model.config)
     padded = {
         name: found for name, pair in pairs.items() if (found := vocabulary.sizes(case.renames.get(name, name), *pair))
@@ -38,26 +36,66 @@ def find_shapes(case: Case) -> Iterator[Finding]:
         base = case.model.name if case.model.asked else None
         yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=called_for, base=base))
     others = {name: pair for name, pair in pairs.items() if name not in padded}
+    if is_another_model(case, others):
+        yield conclude(case, others)
+        return
     yield from find_other_model(case, others)
     for name, (shape, wanted) in others.items():
         yield Finding("shape", name, f"expected {list(wanted)} as in {case.model.name}, found {list(shape)}")
 
 
-def find_other_model(case: Case, pairs: Pairs) -> Iterator[Finding]:
-    """Yield that the model is of another size, where the checkpoint's own config says so."""
+def pairs_of(case: Case) -> dict[str, tuple[Shape, Shape]]:
+    """Return the tensors that have another shape than the model calls for, with both shapes."""
+    if case.form is None or not case.is_plain:
+        return {}
+    there = {name: case.form.shapes.get(case.renames.get(name, name), shape) for name, shape in case.shapes.items()}
+    return {name: (shape, there[name]) for name, shape in case.shapes.items() if there[name] != shape}
+
+
+def is_another_model(case: Case, pairs: Pairs) -> bool:
+    """Return whether most tensors have another shape, so that no single one is at fault."""
+    return 2 * len(pairs) > len(case.shapes)
+
+
+def conclude(case: Case, pairs: Pairs) -> Finding:
+    """Return the finding that a model is another one, with the sizes of both."""
+    assert case.model is not None
+    assert case.form is not None
+    here, there = (describe_sizes(shapes) for shapes in (case.shapes, case.form.shapes))
+    name, (shape, wanted) = next(iter(pairs.items()))
+    example = f"such as `{name}`: expected {list(wanted)}, found {list(shape)}"
+    message = (
+        f"{case.model.name} is another model: {here} here, {there} in its config; "
+        f"{len(pairs)} of {len(case.shapes)} tensors have another shape, {example}"
+    )
     own = case.checkpoint.companions
-    if not pairs or not case.is_asked or own.config is None or case.model is None:
+    fix = export(case.checkpoint, base=str(own.found_in)) if case.is_asked and own.config is not None else None
+    return Finding("config", None, message, fix)
+
+
+def describe_sizes(shapes: Mapping[str, Shape]) -> str:
+    """Return how many layers a model has, and how wide they are, by its tensors."""
+    layers = {int(number) for name in shapes for number in LAYER.findall(name)}
+    embedding = find_embedding(shapes)
+    width = f" of width {shapes[embedding][-1]}" if embedding and shapes[embedding] else ""
+    return f"{count(len(layers), 'layer')}{width}" if layers else f"{count(len(shapes), 'tensor')}{width}"
+
+
+def find_other_model(case: Case, pairs: Pairs) -> Iterator[Finding]:
+    """Yield that the model computes something else, or has other sizes, than the checkpoint's own config says."""
+    own = case.checkpoint.companions
+    if not case.is_asked or own.config is None or case.model is None or not case.model.config:
         return
-    sizes = [key for key in _SIZES if size_of(own.config, key) != size_of(case.model.config, key)]
-    if sizes:
-        said = ", ".join(f"{key} {size_of(case.model.config, key)}, not {size_of(own.config, key)}" for key in sizes)
-        message = f"{case.model.name} is another model: {said}"
-        yield Finding("config", None, message, export(case.checkpoint, base=str(own.found_in)))
-
-
-def size_of(config: Mapping[str, Any], key: str) -> object:
-    inner = config.get("text_config")
-    return (inner if isinstance(inner, Mapping) else config).get(key)
+    differ = [one for one in find_differences(own.config, case.model.config) if one.is_certain]
+    if not differ:
+        return
+    said = f"{', '.join(f'{one.key} {one.there}, not {one.here}' for one in differ[:4])}{and_more(len(differ) - 4)}"
+    if pairs:
+        fix = export(case.checkpoint, base=str(own.found_in))
+        yield Finding("config", None, f"{case.model.name} is another model: {said}", fix)
+    else:
+        message = f"{case.model.name} computes something else than the config.json in {own.found_in}: {said}"
+        yield Finding("config", None, message)
 
 
 def find_ties(case: Case) -> Iterator[Finding]:

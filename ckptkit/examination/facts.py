@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ckptkit.errors import CkptError
+from ckptkit.errors import Corrupt, Unsafe, Unsupported
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.names.parameters import FLATTENED
@@ -18,6 +18,7 @@ from ckptkit.optimizers.keys import Optimizer, find_optimizers, recorded_names
 from ckptkit.tensors.box import Shape
 
 _STATE, _GROUPS = "state", "param_groups"
+_UNREADABLE = (Corrupt, Unsafe, Unsupported)  # entries of which `verify` says more
 
 
 States = Mapping[str, Mapping[str, str]]  # by parameter and by kind, the entries of an optimizer's state
@@ -82,7 +83,7 @@ class Facts:
         at = key.index(_STATE)
         first = str(key[at + 1])
         if at + 3 == len(key) and last in self.shapes_by_name and first not in self.shapes_by_name:
-            return StatePlace(key[:at], last, first)  # Megatron's optimizers have the kind first
+            return StatePlace(key[:at], last, first)  # some optimizers have the kind first
         return StatePlace(key[:at], first, ".".join(map(str, key[at + 2 :])))
 
     @cached_property
@@ -90,7 +91,7 @@ class Facts:
         """Return the optimizers with lists of parameters in their groups; none if these make no sense."""
         try:
             return tuple(find_optimizers(self.layout))
-        except CkptError:
+        except _UNREADABLE:
             return ()
 
     def names_of_indices(self, above: KeyPath) -> Mapping[str, str]:
@@ -98,7 +99,7 @@ class Facts:
         found = next((one for one in self.optimizers if one.above == above and one.is_numbered), None)
         try:
             names = recorded_names(self.layout, found) if found else {}
-        except CkptError:
+        except _UNREADABLE:
             return {}
         return {str(index): name for index, name in names.items()}
 
@@ -114,7 +115,7 @@ class Facts:
             if is_nested or is_flat:
                 try:
                     yield load_value(self.layout.root, blob)
-                except CkptError:
+                except _UNREADABLE:
                     return
 
     def has_setting(self, above: KeyPath, names: frozenset[str]) -> bool:

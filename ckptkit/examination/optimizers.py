@@ -19,7 +19,7 @@ from ckptkit.names.wrappers import WRAPPERS, WrapperPrefix
 from ckptkit.tensors.box import Shape
 
 # states with an element for each of the parameter's. Sources: torch/optim, facebookresearch/schedule_free,
-# NVIDIA/apex, NVIDIA/TransformerEngine and Megatron-LM
+# NVIDIA/apex and NVIDIA/TransformerEngine
 _ELEMENTWISE = frozenset(
     [
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "exp_avg_slow", "exp_avg_diff", "exp_avg_res"),

@@ -24,14 +24,12 @@ def find_empty_weights(facts: Facts) -> Iterator[Inconsistency]:
     has no part of a parameter. An embedding of no tokens, [0, n], may be meant so.
     """
     specs = {name: facts.layout.tensors[name].spec for name in facts.weights}
-    names = [name for name, spec in specs.items() if not spec.numel and spec.dtype.kind == "float"]
+    names = [name for name, spec in specs.items() if not spec.numel and name.endswith((".weight", ".bias"))]
     if len(names) == len(specs) or may_be_adapted(facts.weights.values()):
         return
     for name in names:
-        is_placeholder = specs[name].shape == (0,) and name.endswith((".weight", ".bias"))
-        yield Inconsistency(
-            "empty_weight" if is_placeholder else "empty_tensor", name, {"found": list(specs[name].shape)}
-        )
+        code = "empty_weight" if specs[name].shape == (0,) else "empty_tensor"
+        yield Inconsistency(code, name, {"found": list(specs[name].shape)})
 
 
 def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse, translate_os_errors
+from ckptkit.files.file import names_in
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
+_HEADER = 1 << 15  # bytes, as a header of a file has them
 JOURNAL = ".ckptkit-delta"  # in a directory whose files are being changed in place, or were when that was interrupted
 
 
@@ -61,6 +63,10 @@ class FormatReader(Protocol):
         """Return True if what `detect` saw has no problems."""
         return not self.problems(path)
 
+    def metadata_bytes(self, path: Path) -> int:
+        """Return about how many bytes `read` has to parse: without metadata of their own, a little of each file."""
+        return _HEADER * (len(names_in(path)) if path.is_dir() else 1)
+
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return where every chunk of the checkpoint at `path` lies. Opens no tensor data.
 
@@ -96,11 +102,13 @@ class FormatWriter(FormatReader, Protocol):
 
     `suffixes` are those of a file that is a checkpoint by itself, if one can be. With `needs_names` a model has to lie
     under `model`, and its optimizer by the names of parameters under `optimizer`, as torch's own state dicts have it.
+    With `needs_shapes` each elementwise state has to have the shape of its parameter.
     With `repeats` some data stands in several files, and `seal` copies it from one to the others.
     """
 
     suffixes: tuple[str, ...] = ()
     needs_names: bool = False
+    needs_shapes: bool = False
     repeats: bool = False
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:

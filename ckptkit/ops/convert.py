@@ -225,7 +225,7 @@ def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertO
     is_model = options.writer.is_model_only
     for checkpoint in checkpoints:
         for one in examine(checkpoint.layout, OF_EXPORTS if is_model else RULES):
-            if one.certainty is Certainty.CERTAIN and options.writer.needs_names:
+            if one.certainty is Certainty.CERTAIN and options.writer.needs_shapes:
                 raise one.to_error(checkpoint.path)
             if is_model or one.certainty > Certainty.NOTE:
                 yield Caution(f"{checkpoint.path}: {one.line}")

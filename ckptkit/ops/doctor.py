@@ -1,4 +1,4 @@
-"""Say what will break when a checkpoint is loaded somewhere, and the command that fixes it. Reads metadata only."""
+"""Say what will break when a checkpoint is loaded somewhere, and the command that fixes it. Reads no tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ckptkit.adapters.empty import EMPTY
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
 from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.collector import collector_paused
@@ -18,11 +19,12 @@ from ckptkit.diagnosis.exports import find_broken_export
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix
 from ckptkit.diagnosis.optimizer import list_missing_states
-from ckptkit.errors import Usage, and_more
+from ckptkit.errors import CkptError, Usage, and_more
 from ckptkit.examination.inconsistency import Certainty
 from ckptkit.files.path import remarks_on_id
 from ckptkit.models.companions import CONFIG
 from ckptkit.ops.dry_run_fix import dry_run_fix, run_fix
+from ckptkit.ops.verify import verify_part
 from ckptkit.optimizers.masters import REMAINDERS, remainders_in
 from ckptkit.pictures.words import count
 from ckptkit.summary import Summarized, first_few
@@ -52,10 +54,16 @@ class Diagnosis(Summarized):
         what = count(len(self.findings), "finding") if self.findings else "no problem found"
         return f"{self.path}: {what}"
 
+    @property
+    def not_read(self) -> str:
+        """Return what doctor did not look at, and the command that does."""
+        return f"not read: tensors (`ckptkit verify {self.path}`)"
+
     def summary(self) -> Iterator[str]:
         yield self.verdict
         yield from first_few((f"{one.code}: {one.line}" for one in self.findings), len(self.findings))
         yield from [f"fixed: {self.fixed.verdict}"] if self.fixed else []
+        yield self.not_read
 
 
 @collector_paused()
@@ -70,9 +78,9 @@ def doctor(
     """Find what will break when you load the checkpoint at `ckpt`, or the latest of the run there.
 
     doctor checks the checkpoint alone, or against a target: the `model` in a directory, a config.json or a Hub
-    repository; a job of `world_size` ranks; or the checkpoint `like`, which loads there. It reads no tensors, except
-    two that should be tied. With `fix`, doctor runs the one command that is certain to help, writes its output to the
-    directory `fix`, and diagnoses that output too.
+    repository; a job of `world_size` ranks; or the checkpoint `like`, which loads there. It finds all that `verify`
+    finds with `fast`. It reads no tensors, except two that should be tied: `not_read` says so. With `fix`, doctor runs
+    the one command that is certain to help, writes its output to the directory `fix`, and diagnoses that output too.
 
     Raises `NotACheckpoint` if there is no checkpoint, `Usage` if the model does not exist.
     """
@@ -118,13 +126,18 @@ def open_case(
     """
     if broken := find_broken_export(checkpoint):
         return None, broken
-    damage = look_for_damage(checkpoint)
+    damage = look_for_damage(checkpoint, check_part)
     findings = list(find_damage(checkpoint, damage))
     if checkpoint.model_component.path in damage:
         return None, findings
     whole = replace(checkpoint, components=tuple(part for part in checkpoint.components if part.path not in damage))
     other = None if like is None else Checkpoint.open(like)
     return Case(whole, open_model(whole, model), other, world_size), findings
+
+
+def check_part(path: Path) -> Sequence[CkptError]:
+    """Return the problems of a part, but for an empty adapter, of which a finding says more."""
+    return [problem for problem in verify_part(path, fast=True).problems if problem.code != EMPTY]
 
 
 def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel | None:
@@ -140,7 +153,7 @@ def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel 
 def notes_on(case: Case | None) -> Iterator[str]:
     """Yield what was not looked at, and what happens on purpose."""
     if case is None:
-        yield "the checkpoint cannot be opened, so nothing else was checked"
+        yield "the checkpoint is damaged, so nothing else was checked"
         return
     states = [] if case.checkpoint.model_component.reader.is_sharded else list(list_missing_states(case))
     if states:

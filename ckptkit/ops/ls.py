@@ -1,14 +1,15 @@
 """List every checkpoint of a run, complete or not, with its metrics, by names, sizes and small files.
 
-ls reads no metadata, which takes seconds for a large checkpoint. So "complete" means that the file that is written last
-is there; `verify` checks whether every shard is there and undamaged.
+"Complete" means that the file that is written last is there, and that no file is shorter than a manifest or the
+metadata say. ls does not read the metadata of a very large checkpoint, which takes seconds, or of one in a store: then
+`sizes_compared` is false. `verify` checks whether every shard is undamaged.
 """
 
 from __future__ import annotations
 
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import (
@@ -21,11 +22,23 @@ from ckptkit.checkpoints.checkpoint import (
     path_of,
     runs_in,
 )
+from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.destinations.claims import StoreClaim, claimed_in, read_claim
 from ckptkit.destinations.destination import CLAIM
-from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
-from ckptkit.files.file import absent, children
+from ckptkit.errors import (
+    CkptError,
+    Corrupt,
+    IOFailure,
+    Mismatch,
+    NotACheckpoint,
+    Unsafe,
+    Unsupported,
+    translate_os_errors,
+)
+from ckptkit.examination import examine
+from ckptkit.examination.inconsistency import Certainty
+from ckptkit.files.file import absent, children, file_size
 from ckptkit.files.joined import roots_of
 from ckptkit.files.path import RemotePath
 from ckptkit.pictures.numbers import format_bytes
@@ -36,6 +49,8 @@ from ckptkit.summary import Summarized
 from ckptkit.trainers import stem_of, step_of
 from ckptkit.trainers.trackers import Tracker, trackers_in
 
+_MOST_METADATA = 1 << 23  # bytes: a second of reading
+
 
 @dataclass(frozen=True, slots=True)
 class Listed:
@@ -44,7 +59,8 @@ class Listed:
     `nbytes` counts all its files; `saved_at` is the time of the newest file, in seconds since 1970; `metrics` are those
     that were saved with it. `problem` says in few words what is wrong, None if nothing is. `named_by` are the tracker
     files that name it. One that `is_weights_only` is a model: no training can resume from it. `claim` is of
-    an unfinished upload or deletion in a store: it may be at work, or have died.
+    an unfinished upload or deletion in a store: it may be at work, or have died. Where `sizes_compared` is false, only
+    names tell that it is complete.
     """
 
     path: Path
@@ -61,6 +77,7 @@ class Listed:
     is_weights_only: bool = False
     trainer: str | None = None
     claim: StoreClaim | None = None
+    sizes_compared: bool = field(default=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -93,7 +110,7 @@ class Listing(Summarized):
 def ls(run: Source) -> Listing:
     """List the checkpoints of the run at `run`, of a folder of checkpoints, or the one checkpoint that is there.
 
-    Reads no tensors and no metadata. Raises `NotACheckpoint` if there is none.
+    Reads no tensors, and metadata only if it is small. Raises `NotACheckpoint` if there is none.
     """
     root = path_of(run)
     if isinstance(root, RemotePath):
@@ -140,7 +157,9 @@ def look_at(
 
     The directories `others` do not belong to it.
     """
-    fault = fault_of(checkpoint)
+    fault, sizes_compared = fault_of(checkpoint), can_compare_sizes(checkpoint)
+    if fault is None and sizes_compared:
+        fault = fault_in_metadata(checkpoint)
     metrics, unreadable = metrics_of(checkpoint.path)
     nbytes, saved_at = measure(checkpoint.path, others)
     return Listed(
@@ -158,6 +177,7 @@ def look_at(
         checkpoint.is_weights_only,
         checkpoint.named_trainer,
         read_claim(checkpoint.path),
+        sizes_compared,
     )
 
 
@@ -180,6 +200,56 @@ def fault_of(checkpoint: Checkpoint) -> str | None:
         return None
     place = problem.path
     return problem.message if place in (None, checkpoint.path) else f"{place.name} {problem.message}"
+
+
+def can_compare_sizes(checkpoint: Checkpoint) -> bool:
+    """Return whether a manifest or metadata that is quick to read says how large the files of a checkpoint are."""
+    if isinstance(checkpoint.path, RemotePath):
+        return False
+    try:
+        parts = checkpoint.components
+        return bool(parts) and sum(part.reader.metadata_bytes(part.path) for part in parts) <= _MOST_METADATA
+    except (Corrupt, IOFailure, Unsafe):
+        return False
+
+
+def fault_in_metadata(checkpoint: Checkpoint) -> str | None:
+    """Return what in a checkpoint is not as its manifest or metadata say, in few words."""
+    found: list[CkptError] = []
+    try:
+        layouts = [part.reader.read(part.path, found.append) for part in checkpoint.components]
+        found += (problem for part in checkpoint.components for problem in wrong_sizes(part))
+    except (Corrupt, IOFailure, Unsafe) as error:
+        found.append(error)
+    except Unsupported:  # nothing is known of its files
+        return None
+    if found:
+        return describe(found[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
+    try:
+        odd = examine(layouts[0] if len(layouts) == 1 else checkpoint.layout)
+    except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported):  # parts that make no whole
+        return None
+    return next((one.line for one in odd if one.certainty is Certainty.CERTAIN), None)
+
+
+def wrong_sizes(part: Component) -> Iterator[Corrupt]:
+    """Yield the files of a part whose size is not the one in its manifest. A damaged manifest is left to `verify`."""
+    place = part.path if part.path.is_dir() else part.path.parent
+    try:
+        known = part.manifest.files if part.manifest else {}
+    except (Corrupt, Unsafe):
+        return
+    for name, recorded in known.items():
+        if (size := file_size(place / name)) != recorded.nbytes:
+            yield Corrupt(f"expected {recorded.nbytes} bytes (manifest), found {size}", path=place / name)
+
+
+def describe(error: CkptError, checkpoint: Path) -> str:
+    """Return a problem in one line, without what is above the checkpoint."""
+    path = error.path
+    if path is None or path == checkpoint or not path.is_relative_to(checkpoint):
+        return error.message
+    return f"{path.relative_to(checkpoint)}: {error.message}"
 
 
 def metrics_of(path: Path) -> tuple[dict[str, float], str | None]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint
 from ckptkit.errors import (
-    CkptError,
     Corrupt,
     Mismatch,
     NotACheckpoint,
@@ -27,7 +26,7 @@ from ckptkit.files.file import folders
 from ckptkit.files.joined import roots_of
 from ckptkit.files.path import RemotePath
 from ckptkit.ops.demote import demote, foresee
-from ckptkit.ops.ls import measure
+from ckptkit.ops.ls import describe, measure
 from ckptkit.ops.verify import inconsistencies_in, verify_part
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
@@ -230,11 +229,3 @@ def examine(path: Path) -> SavedCheckpoint | str:
         return SavedCheckpoint(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only)
     except (Corrupt, Unsafe) as error:
         return f"cannot be read: {describe(error, path)}"
-
-
-def describe(problem: CkptError, checkpoint: Path) -> str:
-    """Return a problem in one line, without what is above the checkpoint."""
-    path = problem.path
-    if path is None or path == checkpoint or not path.is_relative_to(checkpoint):
-        return problem.message
-    return f"{path.relative_to(checkpoint)}: {problem.message}"

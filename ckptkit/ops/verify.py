@@ -7,6 +7,7 @@ read, and compared with the CRC-32 that the format or a manifest has for it.
 from __future__ import annotations
 
 import stat
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, n
 from ckptkit.checkpoints.component import Component, find_unfinished
 from ckptkit.checkpoints.find_components import EXPORTED, LOST, LeftBehind
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
-from ckptkit.checkpoints.problems import Problems
+from ckptkit.checkpoints.problems import Problems, fold_files
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
 from ckptkit.checkpoints.store_sums import StoreSums, ask_store, tell_proved, tell_unproved
@@ -252,7 +253,7 @@ def verify_part(
 
     With `fast` and `by_store`, the checksums that a store keeps of files are compared with the manifest's.
     """
-    problems = Problems()
+    problems, entries = Problems(), Counter[Path | None]()
     found = Verified(path)
     try:
         origin = Origin.of(path)
@@ -262,6 +263,7 @@ def verify_part(
         reader = here.components[0].reader if here.is_direct else find_format(path)
         with translate_os_errors(path):
             layout = reader.read(path, problems.add)
+            entries.update(entries_by_file(layout))
             if unfinished := find_unfinished(path):
                 problems.add(unfinished)
             manifest = read_known(path, problems) if with_manifest else None
@@ -275,7 +277,14 @@ def verify_part(
             origin.check()
     except CkptError as error:
         problems.add(error.blame(path=path))
-    return replace(found, problems=problems.list())
+    return replace(found, problems=fold_files(problems.list(), entries))
+
+
+def entries_by_file(layout: Layout) -> Iterator[Path]:
+    """Yield the files of each tensor and other entry."""
+    for tensor in layout.tensors.values():
+        yield from {layout.root / chunk.path for chunk in tensor.chunks}
+    yield from (layout.root / blob.path for blob in layout.blobs.values())
 
 
 def note_empty(parts: Iterable[Component], layout: Layout, problems: Problems) -> None:

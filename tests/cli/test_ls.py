@@ -117,6 +117,7 @@ def test_ls_in_json(run: Path) -> None:
         "weights_only": False,
         "named_by": ["latest"],
         "claim": None,
+        "sizes_compared": False,
     }
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import Mismatch
 from ckptkit.examination import examine
 from ckptkit.examination.inconsistency import Certainty
 from ckptkit.layout import Layout
@@ -155,7 +156,7 @@ def test_exports_warn(tmp_path: Path) -> None:
     assert not any("expected shape" in note for note in done.warnings)  # the model alone has no states
     done = ckptkit.convert(tmp_path / "step-2", tmp_path / "copy", to="dcp")
     assert any("expected shape [4, 8, 6] of its parameter, found [2, 8, 6]" in note for note in done.warnings)
-    with pytest.raises(ckptkit.Mismatch, match="expected shape") as raised:
+    with pytest.raises(Mismatch, match="expected shape") as raised:
         ckptkit.convert(tmp_path / "step-2", tmp_path / "universal", to="universal")
     assert raised.value.path == tmp_path / "step-2"
 

@@ -370,6 +370,40 @@ add_config(
 )
 
 
+def _compute_otherwise(root: Path) -> None:
+    if (root / "config.json").exists():
+        (root / "config.json").write_text(json.dumps({**CONFIG, "rms_norm_eps": 0.125, "rope_theta": 77.0}))
+
+
+add(
+    "configs-differ",  # the checkpoint's own is not the base's, and shapes are the same
+    (Piece(("rms_norm_eps",)), Piece(("rope_theta",))),
+    ("hf", "bins", "trainer"),
+    frozenset({"consolidate", "convert-hf", "diff", "doctor-model"}),
+    lay=_compute_otherwise,
+    base=lambda root: (root / "config.json").write_text(
+        json.dumps({**CONFIG, "rms_norm_eps": 1e-5, "rope_theta": 10000.0})
+    ),
+)
+
+
+def _states_of_one_rank() -> Tree:
+    states = optimizer(model(), 1)
+    for name in ("exp_avg", "exp_avg_sq"):
+        state = states["state"]["model.embed_tokens.weight"]
+        state[name] = state[name][:8].clone()
+    return {"optimizer": states}
+
+
+add(
+    "states-differ",  # those of one rank, beside whole weights
+    (Piece(("expected shape [16, 8]",)),),
+    ("dcp", "pt"),
+    COPIES - {"parts"} | {"verify", "doctor"},
+    more=_states_of_one_rank,
+)
+
+
 def _base_with(weights: dict[str, Tensor], changes: Mapping[str, Any]) -> Callable[[Path], None]:
     def lay(root: Path) -> None:
         save_file(weights, root / "model.safetensors", metadata={"format": "pt"})

@@ -79,6 +79,10 @@ class Dcp(FormatWriter):
         """Raise `Corrupt` unless the metadata is there, which DCP writes last."""
         find_metadata(path)
 
+    def metadata_bytes(self, path: Path) -> int:
+        """Return the bytes of the metadata, which is all that is parsed."""
+        return sum(map(file_size, find_metadata(path).values()))
+
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`; chunks still in their envelopes."""
         with collector_paused():

@@ -29,6 +29,7 @@ class Universal(FormatWriter):
     name = NAME
     known_by = "`zero/optimizer_state.pt`"
     needs_names = True
+    needs_shapes = True
 
     def owns(self, name: str) -> bool:
         """Return True for the directory of the parameters, model states and the pointer."""

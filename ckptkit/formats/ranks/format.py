@@ -48,6 +48,7 @@ class FilePerRank(FormatWriter):
 
     name = "ranks"
     known_by = "a file of torch.save for each rank"
+    needs_shapes = True
     is_sharded = True
 
     def owns(self, name: str) -> bool:
