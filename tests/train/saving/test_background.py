@@ -18,6 +18,8 @@ from ckptkit.training.saving.run import Run
 from ckptkit.training.saving.save import ADAPTER, FORMATS, copy_to_cpu
 from tests.train.saving.networks import Trainee, differing, whole
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 WRAPPERS = ("fsdp2", "fsdp1 FULL_SHARD", "fsdp1 FULL_SHARD bare", "plain")
 WAYS = list(product(WRAPPERS, FORMATS))
