@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -73,6 +74,8 @@ def spawn(world_size: int, function: Callable[..., None], *arguments: object, ti
                 rank.kill()
                 rank.join()
         failures = [path.read_text() for path in sorted(Path(meeting).glob("failure-*"))]
+        if missing := re.search(r"^ModuleNotFoundError: No module named '(.+)'$", "\n".join(failures), re.MULTILINE):
+            raise ModuleNotFoundError(missing[0], name=missing[1])
         if failures or any(rank.exitcode for rank in ranks):
             codes = [rank.exitcode for rank in ranks]
             raise ChildProcessError(f"ranks exited with {codes}\n" + "\n".join(failures))
