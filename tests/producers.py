@@ -50,8 +50,8 @@ PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "transformers.modeling_utils",  # left out where it is missing
 ]
+_TRANSFORMERS = "transformers.modeling_utils"  # which may look at a GPU; left out where it is missing
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ PRELOADED = [
 def spawn(world_size: int, function: Callable[..., None], *arguments: object, timeout: float = 120) -> None:
     """Run `function(*arguments)` as every rank of a gloo process group; end all ranks when one fails or time is up."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(PRELOADED)
+    processes.set_forkserver_preload([*PRELOADED, _TRANSFORMERS])
     with tempfile.TemporaryDirectory() as meeting:
         ranks = [
             processes.Process(target=_be_rank, args=(rank, world_size, meeting, function, arguments), daemon=True)
