@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
 
@@ -25,8 +26,7 @@ _IMPORTED = (
     *(found.name for room in (cli, ops) for found in iter_modules(room.__path__, f"{room.__name__}.")),
     *(known.where.partition(":")[0] for known in FORMATS.values()),
     "safetensors.torch",
-    "s3fs",
-    "aiobotocore.httpsession",
+    *(("s3fs", "aiobotocore.httpsession") if find_spec("s3fs") else ()),
 )
 
 

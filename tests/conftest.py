@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from tests.producers import PRELOADED, Producer, Truth
 launch.PRELOADED[:] = PRELOADED  # one server is for the ranks of ckptkit's and of the producers
 
 _SOME = 4  # of the points at which something may fail
-_ALWAYS_THERE = ("ckptkit", "scripts", "tests", "torch")  # a module of these that is missing is a bug
 
 settings.register_profile("few", deadline=None, max_examples=5)  # a test never asserts a time
 settings.register_profile("some", deadline=None, max_examples=25)
@@ -31,36 +29,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that say how much is tried, and where a library may be missing."""
     parser.addoption("--few", action="store_true", help="try 5 examples of a property")
     parser.addoption("--whole", action="store_true", help="try every point of failure, and 200 examples of a property")
-    parser.addoption("--skip-missing", action="store_true", help="skip a module that imports a missing library")
+    parser.addoption("--skip-missing", action="store_true", help="skip what imports a library that is not installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose how many examples hypothesis tries."""
+    """Choose how many examples hypothesis tries, and what is skipped."""
     settings.load_profile(next((name for name in ("whole", "few") if config.getoption(name)), "some"))
-
-
-class Skippable(pytest.Module):
-    """A test module that is skipped, and not an error, if a library that it imports is not installed."""
-
-    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
-        try:
-            return super().collect()
-        except (self.CollectError, pytest.skip.Exception) as error:
-            # pytest leaves the half-imported module here, and another test module may import names from it
-            name = ".".join(self.path.relative_to(self.config.rootpath).with_suffix("").parts)
-            sys.modules.pop(name, None)
-            cause = error.__cause__
-            library = str(cause.name).partition(".")[0] if isinstance(cause, ModuleNotFoundError) else None
-            if library in (None, *_ALWAYS_THERE):
-                raise
-        pytest.skip(f"{library} is not installed", allow_module_level=True)
-
-
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Skip test modules with `--skip-missing` where their libraries are missing."""
-    if not parent.config.getoption("skip_missing"):
-        return None
-    return Skippable.from_parent(parent, path=module_path)
+    if config.getoption("skip_missing"):
+        config.pluginmanager.import_plugin("tests.missing")
 
 
 @dataclass(frozen=True, slots=True)

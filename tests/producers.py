@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -49,8 +50,8 @@ PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "transformers.modeling_utils",  # left out where it is missing
 ]
+_TRANSFORMERS = "transformers.modeling_utils"  # which may look at a GPU; left out where it is missing
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
@@ -58,7 +59,7 @@ PRELOADED = [
 def spawn(world_size: int, function: Callable[..., None], *arguments: object, timeout: float = 120) -> None:
     """Run `function(*arguments)` as every rank of a gloo process group; end all ranks when one fails or time is up."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(PRELOADED)
+    processes.set_forkserver_preload([*PRELOADED, _TRANSFORMERS])
     with tempfile.TemporaryDirectory() as meeting:
         ranks = [
             processes.Process(target=_be_rank, args=(rank, world_size, meeting, function, arguments), daemon=True)
@@ -73,6 +74,8 @@ def spawn(world_size: int, function: Callable[..., None], *arguments: object, ti
                 rank.kill()
                 rank.join()
         failures = [path.read_text() for path in sorted(Path(meeting).glob("failure-*"))]
+        if missing := re.search(r"^ModuleNotFoundError: No module named '(.+)'$", "\n".join(failures), re.MULTILINE):
+            raise ModuleNotFoundError(missing[0], name=missing[1])
         if failures or any(rank.exitcode for rank in ranks):
             codes = [rank.exitcode for rank in ranks]
             raise ChildProcessError(f"ranks exited with {codes}\n" + "\n".join(failures))

@@ -18,6 +18,8 @@ from scripts.sweep import describe, sweep
 from scripts.sweeping.ranks import judge
 from scripts.sweeping.result import DIFFERENT, EQUAL, NOT_BUILT, Result
 
+pytestmark = pytest.mark.slow
+
 
 def test_types_on_three_ranks() -> None:
     results = dict(sweep(["qwen2_moe", "no_such_type"], jobs=1, limit=100))

@@ -15,6 +15,8 @@ from tests.proving.test_prove import train
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 
 def prove(*arguments: object) -> subprocess.CompletedProcess[str]:
     return ckptkit("prove", *arguments)

@@ -33,6 +33,8 @@ transformers = pytest.importorskip("transformers")
 from ckptkit.integrations.lazy_state_dict import LazyStateDict  # noqa: E402 - once transformers is there
 from ckptkit.integrations.transformers import from_lazy_state_dict, lazy_state_dict, load  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.arange(1, 21)[None]
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
 

@@ -24,6 +24,8 @@ from tests.trainers.produced_lightning import be_torchrun
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 
 

@@ -26,6 +26,8 @@ from tests.ops.situations import blank, config_alone, from_pretrained, llama, lo
 from tests.ops.test_bad_input import DAMAGES
 from tests.producers import Producer, save_alone, spawn
 
+pytestmark = pytest.mark.slow
+
 UNSEEN = {"shard all zeros", "shard of another rank", "everything missing", "shard a socket"}  # or errors as such
 Refused = (dcp.api.CheckpointException, RuntimeError, ValueError)
 

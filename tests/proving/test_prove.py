@@ -23,6 +23,8 @@ from tests.producers import save_alone
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 LAYERS = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 SIZES: dict[str, Any] = LAYERS | HEADS | {"tie_word_embeddings": False}

@@ -27,6 +27,7 @@ from tests.quantized.quantized_models import E4M3, deepseek
 
 transformers = pytest.importorskip("transformers", reason="transformers is the judge")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # the libraries' own
     pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
 ]

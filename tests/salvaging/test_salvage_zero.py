@@ -68,8 +68,9 @@ def test_the_16_bit_copy_fills_the_part_of_a_rank(
         assert torch.equal(value, weights[name]) or bool(((value == weights[name]) | (value == rounded)).all()), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "rank"), nightly_but([], product(zero.ON_THREE, (0, 1, 2))))
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("kind", zero.ON_THREE)
 def test_moments_of_a_rank_are_lost(kind: str, rank: int, produce: Produce, tmp_path: Path) -> None:
     """Just the moments of which the rank had a part: the judge is which of the others' bytes change."""
     root, truth = copied(produce, kind, tmp_path, ranks=3)

@@ -22,6 +22,8 @@ from ckptkit.watching.watch import Event, identity, watch
 from tests.destinations.test_s3 import CLAIM, Place, make_place
 from tests.s3 import S3, forget, serve_moto
 
+pytestmark = pytest.mark.slow
+
 SOON = 0.05  # seconds between two looks
 
 

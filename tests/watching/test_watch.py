@@ -24,6 +24,8 @@ from ckptkit.watching.file_changes import Look, Patience
 from ckptkit.watching.watch import Event, watch
 from tests.producers import save_alone
 
+pytestmark = pytest.mark.slow
+
 SOON = 0.02  # seconds between two looks
 
 

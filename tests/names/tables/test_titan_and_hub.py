@@ -19,8 +19,7 @@ from tests.names.tables.titan_model import Titan, Widths
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 OF = Widths()
 TOKENS = torch.arange(24).view(2, 12) % OF.vocabulary
 

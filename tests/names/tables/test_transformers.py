@@ -30,6 +30,8 @@ from tests.names.tiny_models import CONFIGS, EXPERTS, TEXT, class_of, make_model
 from tests.producers import Truth, flatten, save_alone
 from tests.tiers import nightly_but
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 WEIGHTS = "model.safetensors"
 OTHERWISE = ["mixtral", "qwen3_moe", "granitemoe", "gpt_neox", "gemma3", "qwen2_vl", "qwen3_vl_moe", "jamba"]

@@ -28,6 +28,8 @@ from tests.train.models.test_llama import draw_tokens, pack
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
+pytestmark = pytest.mark.slow
+
 TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SHAPE = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
