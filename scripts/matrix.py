@@ -170,8 +170,8 @@ def counted(ends: Sequence[Ended]) -> str:
     """Return how many tests passed, failed and were skipped, from the last lines of pytest."""
     total: Counter[str] = Counter()
     for ended in ends:
-        last = ended.stdout.strip().rpartition("\n")[2]
-        for number, outcome in re.findall(r"(\d+) (failed|error|passed|skipped)", last):
+        last = [line for line in ended.stdout.splitlines() if re.search(r" in [\d.]+s", line)][-1:]
+        for number, outcome in re.findall(r"(\d+) (failed|error|passed|skipped)", "".join(last)):
             total[outcome] += int(number)
     counts = ", ".join(
         f"{total[outcome]:,} {outcome}" for outcome in ("failed", "error", "passed", "skipped") if total[outcome]
