@@ -114,7 +114,7 @@ def attempt(case: Case, source: Path, without_torch: Path, home: Path) -> Row:
             result = "failed: install"
         else:
             env = {**activated(environment), "CKPTKIT_WITHOUT_TORCH": str(without_torch)}
-            found = run("python", "-c", VERSIONS, env=env).stdout.split()
+            found = run("python", "-c", VERSIONS, env=env).stdout.split()[-2:]
             first = run(ROOT / "scripts" / "first", cwd=work, env=env)
             suites = ("check_suite", f"suite -m 'slow and not nightly' --skip-missing {' '.join(slow_tests())}")
             ends = [run("bash", "-c", f"source scripts/suite; {suite}", cwd=source, env=env) for suite in suites]
@@ -151,25 +151,27 @@ def activated(environment: Path) -> dict[str, str]:
 
 
 def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> Ended:
-    """Run a command to its end, and show what it printed if it failed. Ends what it started if we are interrupted."""
+    """Run a command to its end, and pass on what it prints. Ends what it started if we are interrupted."""
     settings: dict[str, Any] = {"cwd": cwd, "env": env, "text": True, "start_new_session": True}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings) as process:
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings) as process:
         try:
-            out, err = process.communicate()
+            for line in process.stdout or ():
+                print(line, end="", file=sys.stderr, flush=True)
+                lines.append(line)
+            process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        print(*command, out, err, sep="\n", file=sys.stderr)
-    return Ended(command, process.returncode, out, err)
+    return Ended(command, process.returncode, "".join(lines))
 
 
 def counted(ends: Sequence[Ended]) -> str:
     """Return how many tests passed, failed and were skipped, from the last lines of pytest."""
     total: Counter[str] = Counter()
     for ended in ends:
-        last = ended.stdout.strip().rpartition("\n")[2]
-        for number, outcome in re.findall(r"(\d+) (failed|error|passed|skipped)", last):
+        last = [line for line in ended.stdout.splitlines() if re.search(r" in [\d.]+s", line)][-1:]
+        for number, outcome in re.findall(r"(\d+) (failed|error|passed|skipped)", "".join(last)):
             total[outcome] += int(number)
     counts = ", ".join(
         f"{total[outcome]:,} {outcome}" for outcome in ("failed", "error", "passed", "skipped") if total[outcome]
