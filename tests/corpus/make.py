@@ -1,8 +1,8 @@
 """Make one checkpoint of the corpus, with the torch and the trainer that are installed. No test runs this.
 
-    torchrun --nproc-per-node 2 tests/corpus/make.py KIND [DIRECTORY]
+    torchrun --nproc-per-node 2 tests/corpus/make.py KIND...
 
-writes torch-2.13.0-KIND.tar.xz and torch-2.13.0-KIND.json, and their checksums into MANIFEST.
+writes for each kind torch-2.13.0-KIND.tar.xz and torch-2.13.0-KIND.json, and their checksums into MANIFEST.
 The script needs no ckptkit and runs with Python 3.11 and every torch from 2.1 on, hence the plain `if`s. A GPU is not
 needed. The expected values come from an unsharded model that takes the same steps in the same process, or, where a
 trainer keeps fp32 master weights, from the trainer's own live state.
@@ -24,13 +24,14 @@ import tarfile
 import tempfile
 import threading
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
+HAS_OPTIMIZER = TORCH >= (2, 2)  # before, FSDP1 gathers shares of several sizes, and gloo refuses
 LOW = torch.bfloat16 if TORCH >= (2, 3) else torch.float64  # which gloo could not send before
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -132,8 +134,8 @@ def wrapped(model: nn.Module, **options: Any) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    if TORCH < (2, 2):
-        torch.cpu.Stream = lambda **_: None  # type: ignore[assignment, misc]  # else FSDP1 passes it a priority, in vain
+    if TORCH < (2, 2):  # FSDP1 takes streams and events for granted
+        vars(torch.cpu).update(Stream=MagicMock, Event=MagicMock)
     return FullyShardedDataParallel(
         model, auto_wrap_policy=ModuleWrapPolicy({LowPrecision}), device_id=CPU, **({"use_orig_params": True} | options)
     )
@@ -178,9 +180,13 @@ def fsdp1(root: Path) -> Expected:
     model = wrapped(Net())
     optimizer = train(model)
     with state_of(model, "SHARDED"):
-        state = {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+        state = {"model": model.state_dict()}
+        if HAS_OPTIMIZER:
+            state["optim"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     save_dcp({**state, "step": 7, "extra": copy.deepcopy(EXTRA)}, root)
-    return Expected("dcp", expected, step=7)
+    if not HAS_OPTIMIZER:
+        del expected["optim"]
+    return Expected("dcp", expected, step=7, optimizer_keys="names" if HAS_OPTIMIZER else None)
 
 
 def _save_fsdp2(root: Path, model: nn.Module) -> Expected:
@@ -536,20 +542,24 @@ def _save_by_megatron(root: Path, *, is_legacy: bool) -> Expected:
         state = {"model": model.state_dict_for_save_checkpoint(), "optimizer": optimizer.state_dict()}
         torch.save({**common, **state}, home / "model_optim_rng.pt")
     else:
-        moments = optimizer.state_dict()
+        numbered = optimizer.state_dict()
         parameters = sharding.get_param_id_to_sharded_param_map(model.sharded_state_dict(), model.parameters())
-        sharding.optim_state_to_sharding_state(moments, parameters, exclude_keys=("step",))
-        state = {"model": model.sharded_state_dict(), "optimizer": moments}
+        sharding.optim_state_to_sharding_state(numbered, parameters, exclude_keys=("step",))
+        state = {"model": model.sharded_state_dict(), "optimizer": numbered}
         dist_checkpointing.save({**common, **state}, str(home))
     (root / "latest_checkpointed_iteration.txt").write_text("3")
     whole = {name: _of_all_ranks(parameter, parameter) for name, parameter in model.named_parameters()}
-    expected: dict[str, Any] = dict(whole)
-    for name, parameter in model.named_parameters():
-        for moment in ("exp_avg", "exp_avg_sq"):
-            expected[f"optimizer.state.{moment}.{name}"] = _of_all_ranks(optimizer.state[parameter][moment], parameter)
-    if not is_legacy:
-        expected = dict(_stacked(expected))
-    return Expected("dcp", expected, "Megatron", 3, libraries=("megatron-core",))
+    states = {
+        name: {
+            moment: _of_all_ranks(optimizer.state[parameter][moment], parameter) for moment in ("exp_avg", "exp_avg_sq")
+        }
+        for name, parameter in model.named_parameters()
+    }
+    if is_legacy:
+        expected: dict[str, Any] = {"model": whole, "optimizer": {"state": states}}
+        return Expected("megatron", expected, "Megatron", 3, libraries=("megatron-core",))
+    moments = {f"optimizer.state.{moment}.{name}": states[name][moment] for name in states for moment in states[name]}
+    return Expected("dcp", dict(_stacked(whole | moments)), "Megatron", 3, libraries=("megatron-core",))
 
 
 def _of_all_ranks(part: Tensor, parameter: Any) -> Tensor:
@@ -649,23 +659,28 @@ KINDS: dict[str, Callable[[Path], Expected]] = {
 
 
 def main() -> None:
-    kind, home = sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent
+    arguments = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    arguments.add_argument("kinds", nargs="+", metavar="KIND", choices=KINDS)
+    arguments.add_argument("--into", type=Path, default=Path(__file__).parent, metavar="DIRECTORY")
+    asked = arguments.parse_args()
     dist.init_process_group("gloo")
+    for kind in asked.kinds:
+        make(kind, asked.into)
+    sys.stdout.flush()
+    os._exit(0)  # not through the interpreter's end, where gloo's threads may abort
+
+
+def make(kind: str, home: Path) -> None:
     shared: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(shared)
     root = Path(shared[0], "checkpoint")
     root.mkdir(exist_ok=True)
     dist.barrier()
-    try:
-        expected = KINDS[kind](root)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            store(kind, root, expected, home)
-    finally:
-        dist.barrier()
-        shutil.rmtree(shared[0], ignore_errors=True)
-    sys.stdout.flush()
-    os._exit(0)  # not through the interpreter's end, where gloo's threads may abort
+    expected = KINDS[kind](root)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        store(kind, root, expected, home)
+        shutil.rmtree(shared[0])
 
 
 if __name__ == "__main__":

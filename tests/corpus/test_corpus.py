@@ -26,6 +26,7 @@ from ckptkit.formats.archives.values import load_value
 from tests.corpus.make import describe
 
 HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
 VERSION = re.compile(r"-(\d+)\.(\d+)\.(\d+)-")  # in LIBRARY-VERSION-KIND
 NAMES = sorted(
     (path.stem for path in HERE.glob("*.json")), key=lambda name: [int(number) for number in VERSION.split(name)[1:4]]
@@ -117,7 +118,7 @@ def test_every_value_is_as_it_was_written(stored: Stored, tmp_path: Path) -> Non
 @once_per_kind
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it is in a single process
 def test_torch_loads_it_resharded(stored: Stored, tmp_path: Path) -> None:
-    keys = "names" if stored.facts["optimizer_keys"] else None
+    keys = "names" if stored.facts["optimizer_keys"] == "ids" else None
     ckptkit.convert(stored.root, tmp_path / "dcp", to="dcp", world_size=3, optimizer_keys=keys)
     assert_holds(load(tmp_path / "dcp"), stored.tensors)
     assert_holds(entries(tmp_path / "dcp"), stored.facts["entries"])
@@ -140,3 +141,14 @@ def test_no_file_is_changed_or_unlisted() -> None:
     files = [path for path in HERE.iterdir() if path.is_file() and path.name not in PROGRAMS | {"MANIFEST"}]
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files} == listed
     assert sum(path.stat().st_size for path in files) < 2e6
+
+
+def test_the_documentation_lists_the_versions() -> None:
+    """For each kind of checkpoint, in docs/trainers.md."""
+    versions: dict[str, list[str]] = {}
+    for name in NAMES:
+        library, *numbers, kind = VERSION.split(name)
+        versions.setdefault(f"{library}, `{kind}`", []).append(".".join(numbers))
+    rows = [f"| {kind} | {', '.join(found)} |" for kind, found in sorted(versions.items())]
+    table = "\n".join(["| library, kind in `make.py` | versions |", "|---|---|", *rows])
+    assert f"<!-- corpus -->\n\n{table}\n\n<!-- end of corpus -->" in (DOCS / "trainers.md").read_text()
