@@ -305,6 +305,8 @@ def _save_by_accelerate(root: Path, model: nn.Module, **options: Any) -> Expecte
     expected = unsharded(Net())
     optimizer = train(model)
     accelerator = Accelerator(cpu=True)
+    of_gpus = ("sync_module_states", "cpu_ram_efficient_loading")
+    options |= {name: False for name in of_gpus if name in vars(FullyShardedDataParallelPlugin)}
     plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT", **options)
     save_fsdp_model(plugin, accelerator, model, str(root))
     save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(root))
@@ -681,6 +683,7 @@ def make(kind: str, home: Path) -> None:
     if dist.get_rank() == 0:
         store(kind, root, expected, home)
         shutil.rmtree(shared[0])
+    dist.barrier()  # gloo may abort a rank whose peers have left
 
 
 if __name__ == "__main__":

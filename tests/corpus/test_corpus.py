@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckptkit
 from ckptkit.formats.archives.values import load_value
-from tests.corpus.make import describe
+from tests.corpus.make import describe, flat
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
@@ -77,11 +77,13 @@ def load(path: Path) -> dict[str, str]:
 
 
 def entries(path: Path) -> dict[str, Any]:
-    """The entries that are not tensors, with lists for tuples as JSON has them."""
+    """The entries that are not tensors, with lists for tuples as JSON has them.
+
+    Before 2.4, torch stored a dict without tensors as one entry.
+    """
     layout = ckptkit.open_layout(path)
-    return {
-        name: json.loads(json.dumps(load_value(layout.root, blob), default=str)) for name, blob in layout.blobs.items()
-    }
+    values = {name: load_value(layout.root, blob) for name, blob in layout.blobs.items()}
+    return json.loads(json.dumps(dict(leaf for name in values for leaf in flat(values[name], name)), default=str))
 
 
 def assert_holds(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
