@@ -112,6 +112,8 @@ add_entry("second-model-same-names", "disc", model(7), formats=_TENSORS)
 add_entry("ema", "ema", model(8), formats=_TENSORS)
 add_entry("ema-state-dict", "model_ema", {"module": model(8), "decay": 0.9375})
 add_entry("ema-shadow-list", "ema", {"decay": 0.9375, "shadow_params": list(model(8).values())})
+_AVERAGED = {f"module.{name}": value for name, value in model(8).items()} | {"n_averaged": torch.tensor(37)}
+add_entry("ema-averaged-model", "ema", _AVERAGED, formats=_TENSORS)
 add_entry("second-optimizer", "optimizer_disc", optimizer(model(7), 2))
 add_entry("second-optimizer-ids", "optimizer_disc", optimizer(model(7), 2, ids=True))
 add_entry("scheduler", "lr_scheduler", {"last_epoch": 7731, "_last_lr": [0.40625]})
@@ -596,6 +598,17 @@ add_option(
 add_option(
     *("optimizer-keys-no-optimizer", "--optimizer-keys", "ids"),
     said="--optimizer-keys",
+    commands=frozenset({"convert-pt", "convert-dcp", "convert-ranks"}),
+    formats=("hf", "bins", "items"),
+)
+add_option(
+    *("optimizer-order-elsewhere", "--optimizer-order", "model"),
+    said="--optimizer-order",
+    commands=frozenset({"convert-hf"}),
+)
+add_option(
+    *("optimizer-order-no-optimizer", "--optimizer-order", "model"),
+    said="--optimizer-order",
     commands=frozenset({"convert-pt", "convert-dcp", "convert-ranks"}),
     formats=("hf", "bins", "items"),
 )

@@ -24,6 +24,7 @@ WRITTEN = (
 SAID = (
     ("second-model", "consolidate", "pt"),
     ("ema", "consolidate", "zero2"),
+    ("ema-averaged-model", "consolidate", "dcp"),
     ("ema-state-dict", "average", "dcp"),
     ("scheduler", "inspect", "pt"),
     ("frozen-tensor", "diff", "dcp"),
@@ -34,6 +35,7 @@ REFUSED = (
     ("rename-collides", "convert-dcp", "hf"),
     ("max-shard-size-elsewhere", "convert-pt", "dcp"),
     ("adapter-config-unused", "consolidate", "pt"),
+    ("optimizer-order-no-optimizer", "convert-dcp", "hf"),
     ("ema-directory", "overwrite", "dcp"),
     ("config-other-vocab", "consolidate", "hf"),
 )
