@@ -40,6 +40,7 @@ from ckptkit.checkpoints.find_components import (
 )
 from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.errors import (
+    CheckpointWarning,
     CkptError,
     Corrupt,
     IOFailure,
@@ -434,7 +435,7 @@ def runs_in(root: Path) -> list[Path]:
     return [folder for folder in inner_folders(root) if named_in(folder)]
 
 
-class LatestDiffers(UserWarning):
+class LatestDiffers(CheckpointWarning):
     """The checkpoint that a trainer would resume from is not the one with the highest step."""
 
 

@@ -10,7 +10,7 @@ import warnings
 from types import FrameType
 from typing import Any, NoReturn
 
-from ckptkit.errors import CkptError, IOFailure
+from ckptkit.errors import CheckpointWarning, CkptError, IOFailure
 from ckptkit.files.system import PromiseLost
 from ckptkit.version import __version__
 
@@ -67,6 +67,7 @@ def main() -> None:
         signal.signal(number, interrupt)
     sys.unraisablehook = raise_again
     warnings.simplefilter("always", PromiseLost)
+    warnings.simplefilter("once", CheckpointWarning)
     warnings.showwarning = show_warning
     try:
         from ckptkit.cli.commands import app
