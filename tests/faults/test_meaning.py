@@ -28,6 +28,9 @@ SAID = (
     ("ema-state-dict", "average", "dcp"),
     ("scheduler", "inspect", "pt"),
     ("frozen-tensor", "diff", "dcp"),
+    ("one-of-several", "inspect", "pt"),
+    ("tracker-differs", "latest", "dcp"),
+    ("tracker-differs", "latest-inspect", "hf"),
 )
 REFUSED = (
     ("exclude-unmatched", "consolidate", "dcp"),
@@ -38,6 +41,8 @@ REFUSED = (
     ("optimizer-order-no-optimizer", "convert-dcp", "hf"),
     ("ema-directory", "overwrite", "dcp"),
     ("config-other-vocab", "consolidate", "hf"),
+    ("one-of-several", "consolidate", "pt"),
+    ("one-of-several", "average", "pt"),
 )
 
 
