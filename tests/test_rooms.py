@@ -55,11 +55,11 @@ FLOORS = (
     ("models", "models.*"),
     ("names", "names.*"),
     ("optimizers", "optimizers.*"),
-    ("examination", "examination.*"),
     tuple(f"checkpoints.{name}" for name in ("account", "manifest", "problems", "replicas", "several_disks")),
     ("checkpoints.component", "checkpoints.evidence", "checkpoints.seal"),
     ("checkpoints.find_components",),
     ("checkpoints", "checkpoints.*"),
+    ("examination", "examination.*"),
     ("runs", "runs.*"),
     # what recognizes quantized weights and computes them lies below conversions; the steps that change them lie above
     tuple(f"quantized.{name}" for name in ("grouped_blocks", "plain_blocks")),

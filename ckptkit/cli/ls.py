@@ -34,8 +34,8 @@ def ls(
     The oldest comes first. Shows age, ranks, size, whether each is complete, and its metrics.
 
     ckptkit finds checkpoints by the names that trainers give them: ckpt-500, checkpoint-500, step-500, global_step500,
-    iter_0000500, ep1-ba500, epoch=1-step=500.ckpt. It looks only at names, sizes and small files: to check the data,
-    run `ckptkit verify`.
+    iter_0000500, ep1-ba500, epoch=1-step=500.ckpt. It looks only at names, sizes, and metadata of up to 8 MiB: to check
+    the data, run `ckptkit verify`.
 
     In a store, ls also shows unfinished uploads and deletions: their process may still be running, or may have died.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.examination.facts import Facts
 from ckptkit.examination.inconsistency import Inconsistency, fold_layers
 from ckptkit.examination.optimizers import (
@@ -24,6 +26,17 @@ Rule = Callable[[Facts], Iterator[Inconsistency]]
 OF_WEIGHTS: tuple[Rule, ...] = (find_empty_weights, find_layer_gaps, find_router_rows)
 OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_training_point)
 RULES: tuple[Rule, ...] = (*OF_EXPORTS, find_state_shapes, find_wrapped_states, find_empty_groups)
+
+
+_NO_WHOLE = (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported)
+
+
+def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
+    """Return what `examine` does; nothing of parts that cannot be read, or make no whole, of which readers say more."""
+    try:
+        return examine(checkpoint.layout, rules)
+    except _NO_WHOLE:
+        return ()
 
 
 def examine(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:

@@ -74,7 +74,7 @@ def find_router_rows(facts: Facts) -> Iterator[Inconsistency]:
             if other != count:
                 yield Inconsistency("experts", name, {"expected": count, "other": first, "found": other})
     counts = {above: next(iter(experts.values())) for above, experts in layers.items()}
-    counts |= {above: len(numbers) for above, numbers in numbered.items()}
+    counts |= {above: 1 + max(numbers) for above, numbers in numbered.items()}
     for name, path in facts.weights.items():
         above, shape = layer_of_router(path, counts), facts.layout.tensors[name].spec.shape
         if above is not None and len(shape) == _MATRIX and counts[above] not in shape:

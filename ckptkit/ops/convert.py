@@ -32,7 +32,7 @@ from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
 from ckptkit.errors import Caution, Corrupt, Mismatch, Unsupported, Usage
-from ckptkit.examination import OF_EXPORTS, RULES, examine
+from ckptkit.examination import OF_EXPORTS, RULES, examine_checkpoint
 from ckptkit.examination.inconsistency import Certainty
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
@@ -237,7 +237,7 @@ def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertO
     """
     is_model = options.writer.is_model_only
     for checkpoint in checkpoints:
-        for one in examine(checkpoint.layout, OF_EXPORTS if is_model else RULES):
+        for one in examine_checkpoint(checkpoint, OF_EXPORTS if is_model else RULES):
             if one.certainty is Certainty.CERTAIN and options.writer.needs_shapes:
                 raise one.to_error(checkpoint.path)
             if is_model or one.certainty > Certainty.NOTE:

@@ -30,13 +30,11 @@ from ckptkit.errors import (
     CkptError,
     Corrupt,
     IOFailure,
-    Mismatch,
-    NotACheckpoint,
     Unsafe,
     Unsupported,
     translate_os_errors,
 )
-from ckptkit.examination import examine
+from ckptkit.examination import examine, examine_checkpoint
 from ckptkit.examination.inconsistency import Certainty
 from ckptkit.files.file import absent, children, file_size
 from ckptkit.files.joined import roots_of
@@ -239,10 +237,7 @@ def fault_in_metadata(checkpoint: Checkpoint) -> str | None:
         return None
     if found:
         return describe(found[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
-    try:
-        odd = examine(layouts[0] if len(layouts) == 1 else checkpoint.layout)
-    except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported):  # parts that make no whole
-        return None
+    odd = examine(layouts[0]) if len(layouts) == 1 else examine_checkpoint(checkpoint)
     return next((one.line for one in odd if one.certainty is Certainty.CERTAIN), None)
 
 

@@ -21,13 +21,14 @@ from ckptkit.errors import (
     and_more,
     translate_os_errors,
 )
+from ckptkit.examination import examine_checkpoint
 from ckptkit.examination.inconsistency import Certainty
 from ckptkit.files.file import folders
 from ckptkit.files.joined import roots_of
 from ckptkit.files.path import RemotePath
 from ckptkit.ops.demote import demote, foresee
 from ckptkit.ops.ls import describe, measure
-from ckptkit.ops.verify import inconsistencies_in, verify_part
+from ckptkit.ops.verify import verify_part
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, Told, telling
@@ -221,7 +222,7 @@ def examine(path: Path) -> SavedCheckpoint | str:
         return checkpoint.unreadable.message if checkpoint.unreadable else "no checkpoint in any known format"
     problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]
     if not problems:
-        odd = (one for one in inconsistencies_in(checkpoint) if one.certainty is Certainty.CERTAIN)
+        odd = (one for one in examine_checkpoint(checkpoint) if one.certainty is Certainty.CERTAIN)
         problems = [one.to_error(path) for one in odd]
     if problems:
         return f"incomplete or damaged: {describe(problems[0], path)}"

@@ -27,8 +27,8 @@ from ckptkit.checkpoints.store_sums import StoreSums, ask_store, tell_proved, te
 from ckptkit.comparison.masters import compare_copies, compare_masters
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, translate_os_errors
-from ckptkit.examination import examine
-from ckptkit.examination.inconsistency import Certainty, Inconsistency
+from ckptkit.examination import examine_checkpoint
+from ckptkit.examination.inconsistency import Certainty
 from ckptkit.files.crc32 import RESTORE, WAS_CHANGED, tell_damage
 from ckptkit.files.file import children, file_size, is_there
 from ckptkit.files.origin import Origin
@@ -153,19 +153,11 @@ def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[
     """Return what was found of a checkpoint, and if that is whole, what in its metadata contradicts the rest."""
     if not (checkpoint.components and all(part.is_ok for part in found)):
         return found
-    odd = inconsistencies_in(checkpoint)
+    odd = examine_checkpoint(checkpoint)
     problems = [one.to_error(checkpoint.path) for one in odd if one.certainty is Certainty.CERTAIN]
     notes = [one.line for one in odd if one.certainty is not Certainty.CERTAIN]
     first = replace(found[0], problems=(*found[0].problems, *problems), notes=(*found[0].notes, *notes))
     return [first, *found[1:]]
-
-
-def inconsistencies_in(checkpoint: Checkpoint) -> tuple[Inconsistency, ...]:
-    """Return what in a checkpoint contradicts the rest; nothing of parts that make no whole."""
-    try:
-        return examine(checkpoint.layout)
-    except (Corrupt, Mismatch, NotACheckpoint, Unsupported):
-        return ()
 
 
 def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None) -> list[Verified]:
