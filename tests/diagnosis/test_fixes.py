@@ -52,6 +52,7 @@ def test_shards_for_other_ranks_are_converted_with_the_rest() -> None:
     assert join_all([one, two], is_sharded=False) == {one: one, two: two}
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_gives_way_to_another(produce: Produce) -> None:
     checkpoint = Checkpoint.open(produce(fsdp2).root)
     fix = Fix.of("reshard", SOURCE, OUT, to=3)

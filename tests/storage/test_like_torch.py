@@ -349,6 +349,7 @@ def parallel_states(root: Path, place: RankPlace, report: Report) -> None:
         report(("replicated", [] if torch.equal(whole(sharded), counted(8, 3)) else ["w"]))
 
 
+@pytest.mark.slow
 def test_states_of_ranks_that_have_unlike_parts(tmp_path: Path) -> None:
     heard: list[tuple[str, list[str]]] = []
     launch(partial(parallel_states, tmp_path), 4, heard.append)

@@ -206,6 +206,7 @@ def load_under_wrappers(paths: dict[str, Path], place: RankPlace, report: Report
                 report((wrapper, differing({name: whole(t) for name, t in state.items()}, expected)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_model_under_any_wrapper_is_loaded(ranks: int, tmp_path: Path) -> None:
     weights = {name: t.clone() for name, t in Network(1).state_dict().items()}  # tied: safetensors want two

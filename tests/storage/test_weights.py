@@ -204,6 +204,7 @@ def read_a_part(paths: list[Path], place: RankPlace, report: Report) -> None:
             report(bytes_read() - before)
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_part_only(tmp_path: Path) -> None:
     tensors = {f"{i}": torch.rand(1000, 500) for i in range(4)} | {"unwanted": torch.rand(1000, 500)}
     heard: list[int] = []

@@ -315,6 +315,7 @@ def fail_on_ranks(room: Path, place: RankPlace, report: Report) -> None:
             assert torch.equal(load_file(room / "out/model.safetensors")["w"], counted(8, 3))
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_is_one_of_all_and_leaves_nothing(tmp_path: Path) -> None:
     heard: list[Any] = []
     launch(partial(fail_on_ranks, tmp_path), 3, heard.append)
