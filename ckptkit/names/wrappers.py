@@ -30,7 +30,7 @@ class Average(NamedTuple):
     source: str
 
 
-# also that of other data parallel wrappers and of timm's ModelEma; it may be a word of a model's own names, too
+# also that of other data parallel wrappers and of averages; it may be a word of a model's own names, too
 DDP = WrapperPrefix("module.", "DistributedDataParallel", "torch/nn/parallel/distributed.py")
 AVERAGES = (
     Average("module.", frozenset({"n_averaged"}), None, "AveragedModel in torch/optim/swa_utils.py"),

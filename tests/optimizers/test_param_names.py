@@ -133,8 +133,8 @@ def test_a_part_of_a_model_is_found_by_its_names_and_shapes(tmp_path: Path) -> N
         optimizer.step()
     states = [optimizer.state_dict() for optimizer in optimizers]
     torch.save({"state_dict": lit.state_dict(), "optimizer_states": states}, tmp_path / "saved.pt")
-    done = ckptkit.convert(tmp_path / "saved.pt", tmp_path / "named.pt", to="dcp")
-    named = set(ckptkit.open(tmp_path / "named.pt"))
+    done = ckptkit.convert(tmp_path / "saved.pt", tmp_path / "named", to="dcp")
+    named = set(ckptkit.open(tmp_path / "named"))
     assert "optimizer_states.1.state.D.2.weight.exp_avg" in named
     assert "optimizer_states.0.state.0.exp_avg" in named
     assert any("`0.weight`, which can be `G.0.weight`, `D.0.weight`" in note for note in done.notes)
