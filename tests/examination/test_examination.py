@@ -67,7 +67,8 @@ def step(optimizer: Callable[[nn.Module], torch.optim.Optimizer], root: Path) ->
     ],
 )
 def test_optimizers_of_torch_are_consistent(kind: Any, tmp_path: Path) -> None:
-    more = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.AdamW: {"amsgrad": True}}.get(kind, {})
+    options: dict[Any, dict[str, Any]] = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.AdamW: {"amsgrad": True}}
+    more = options.get(kind, {})
     layout = step(lambda net: kind(net.parameters(), lr=1e-3, **more), tmp_path / "step-1")
     assert examine(layout) == ()
 

@@ -110,7 +110,13 @@ def test_arguments_of_megatron(args: dict[str, Any], key: str | None, tmp_path: 
     }
     root = tmp_path / "run" / "iter_0000005"
     save_dcp(weights, root)
-    common = {"swiglu": True, "rotary_base": 10000, "rotary_percent": 1.0, "norm_epsilon": 1e-5, "window_size": None}
+    common: dict[str, Any] = {
+        "swiglu": True,
+        "rotary_base": 10000,
+        "rotary_percent": 1.0,
+        "norm_epsilon": 1e-5,
+        "window_size": None,
+    }
     common |= {"position_embedding_type": "rope", "use_rope_scaling": False, "moe_router_topk": 2}
     torch.save({"args": Namespace(**{**common, **args}), "iteration": 5}, root / "common.pt")
     (root / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
@@ -151,6 +157,6 @@ def test_a_file_of_another_save_is_one_problem(tmp_path: Path) -> None:
         (problem,) = found.problems
         assert "entries are not as the metadata describes them" in problem.message
         assert "another save" in str(problem.hint)
-    found = ckptkit.doctor(tmp_path / "step-1")
-    assert [one.code for one in found.findings] == ["corrupt"]
-    assert found.not_read == f"not read: tensors (`ckptkit verify {tmp_path / 'step-1'}`)"
+    diagnosis = ckptkit.doctor(tmp_path / "step-1")
+    assert [one.code for one in diagnosis.findings] == ["corrupt"]
+    assert diagnosis.not_read == f"not read: tensors (`ckptkit verify {tmp_path / 'step-1'}`)"
