@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
-HAS_OPTIMIZER = TORCH >= (2, 2)  # before, FSDP1 gathers shares of several sizes, and gloo refuses
+HAS_OPTIMIZER = TORCH >= (2, 3)  # before, FSDP1 gathers shares of several sizes, and gloo refuses
 LOW = torch.bfloat16 if TORCH >= (2, 3) else torch.float64  # which gloo could not send before
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
