@@ -18,17 +18,22 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
+
+_COMMAND_LINE = re.compile(r"(`ckptkit [^`]*`)")
+_OPTION = re.compile(r"(?<![\w-])--(?P<name>[a-z][a-z0-9-]*)(?:[= ](?P<value>[A-Z]+\b|[0-9]+|'[^']*'))?")
 
 
 class CkptError(Exception):
     """A fault of a checkpoint or a request, said in one line.
 
     `path` is the file at fault, `tensor` the tensor, `offset` the byte of the file, `hint` what to do about it.
-    `str` gives all of them but the offset, so that a traceback or a log shows them.
+    `str` gives all of them but the offset, so that a traceback or a log shows them. It names arguments where the
+    command line names options: `overwrite` for `--overwrite`.
     """
 
     code = "error"
@@ -51,7 +56,7 @@ class CkptError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.line} (hint: {self.hint})" if self.hint else self.line
+        return in_python(f"{self.line} (hint: {self.hint})" if self.hint else self.line)
 
     @property
     def line(self) -> str:
@@ -79,6 +84,18 @@ class CkptError(Exception):
         path = None if self.path is None else str(self.path)
         place = {"path": path, "tensor": self.tensor, "offset": self.offset}
         return {"code": self.code, "message": self.message, **place, "hint": self.hint}
+
+
+def in_python(text: str) -> str:
+    """Return a message with arguments in the place of options, but for whole command lines: `fill_from=DIR`."""
+    return "".join(
+        part if part.startswith("`ckptkit ") else _OPTION.sub(as_argument, part) for part in _COMMAND_LINE.split(text)
+    )
+
+
+def as_argument(match: re.Match[str]) -> str:
+    name = match["name"].replace("-", "_")
+    return f"{name}={match['value']}" if match["value"] else name
 
 
 # what to do about files of ranks that are missing

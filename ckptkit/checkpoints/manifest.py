@@ -6,6 +6,7 @@ A file of another step, another rank or another model, whole and undamaged, can 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +14,16 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import check_name, is_there, read_small
+from ckptkit.files.file import check_name, file_size, is_there, read_small
+from ckptkit.files.path import RemotePath
 from ckptkit.formats.json_text import parse_json
 from ckptkit.layout import Layout
 from ckptkit.version import __version__
 
 NAME = "ckptkit.json"
 _LIMIT = 1 << 28  # bytes
+_DESCRIBED_BY = (".metadata", ".index.json")  # how the names end of files that describe the others
+_REPLACE = "`ckptkit manifest --overwrite` makes a new one"
 
 ByteRange = tuple[int, int]  # offset in a file and length, in bytes
 
@@ -107,4 +111,31 @@ def read_manifest(root: Path) -> Manifest | None:
     for name in files:
         for step in name.split("/"):  # of a file in a directory, such as a rank's
             check_name(step, root)
+    if is_of_earlier_save(root, files):
+        warnings.warn(f"{path}: ignoring the manifest of an earlier save: {_REPLACE}", StaleManifest, stacklevel=2)
+        return None
     return Manifest(files, tensors, source)
+
+
+class StaleManifest(UserWarning):
+    """A manifest that describes the files of an earlier save in the same directory."""
+
+
+def is_of_earlier_save(root: Path, files: Mapping[str, FileSum]) -> bool:
+    """Return whether others have saved a checkpoint again over the files that a manifest lists.
+
+    Then the file that describes all others has another content, and was written after the manifest together with
+    files that it describes. A damaged one differs as well, but nothing else is newer with it. Only on a disk: a store
+    does not tell when a file was changed, only when it was sent.
+    """
+    described = [name for name in files if name.endswith(_DESCRIBED_BY)]
+    if not described or isinstance(root, RemotePath):
+        return False
+    made = (root / NAME).stat().st_mtime_ns
+    newer = {name for name in files if (root / name).is_file() and (root / name).stat().st_mtime_ns > made}
+    return len(newer) > 1 and any(differs(root / name, files[name]) for name in described if name in newer)
+
+
+def differs(path: Path, known: FileSum) -> bool:
+    """Return whether a file is not the one that a manifest has recorded."""
+    return file_size(path) != known.nbytes or crc32(read_small(path, _LIMIT)) != known.crc32

@@ -10,7 +10,7 @@ from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import reshard, resize
 from ckptkit.files.file import names_in
 from ckptkit.pictures.words import count
-from ckptkit.trainers import owner_of_file, owner_of_key
+from ckptkit.trainers import is_optional_state, owner_of_file, owner_of_key
 
 
 def find_ranks(case: Case) -> Iterator[Finding]:
@@ -40,10 +40,12 @@ def find_files(case: Case, wanted: int) -> Iterator[Finding]:
     owners = (
         {name: rank for name in names_in(path) if (rank := owner_of_file(name)) is not None} if path.is_dir() else {}
     )
+    owners = {name: rank for name, rank in owners.items() if not is_optional_state(name)}
     saved = 1 + max(owners.values(), default=-1)
     if owners and saved != wanted:
-        message = f"the random states of {count(saved, 'rank')}are in one file a rank and cannot be used by {wanted}"
-        yield Finding("rank_state", min(owners), message, reshard(case.checkpoint, wanted), tuple(sorted(owners)))
+        message = f"the random states of {count(saved, 'rank')} are in one file a rank and cannot be used by {wanted}"
+        fix = reshard(case.checkpoint, wanted) if reader.is_sharded else None  # else its trainer reads no other format
+        yield Finding("rank_state", min(owners), message, fix, tuple(sorted(owners)))
 
 
 def states_of_ranks(case: Case) -> dict[str, dict[str, int]]:

@@ -18,6 +18,7 @@ from ckptkit.errors import Corrupt, Mismatch, SeveralModels
 from ckptkit.layout import OWN, KeyPath, Layout
 from ckptkit.layout.edits import rename, select
 from ckptkit.names.wrappers import find_average, unwrapped, without_ddp
+from ckptkit.pictures.words import count
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
 _FLAX = "params"  # flax's collection of a model's parameters, beside which a TrainState has a step
@@ -244,7 +245,7 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
         globs = [f"{escape(candidate)}.*" for candidate in candidates]
         return SeveralModels(message, path=layout.root, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
-    held = ", ".join(f"{count} entries under `{name}`" for name, count in tops.most_common(4)) or "no tensors"
+    held = ", ".join(f"{count(n, 'entry')} under `{name}`" for name, n in tops.most_common(4)) or "no tensors"
     return Mismatch(
         f"expected model weights, found only {held}",
         path=layout.root,

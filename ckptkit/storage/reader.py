@@ -116,7 +116,7 @@ class LayoutReader(StorageReader):
                 missing[item.storage_index.fqn] = None
             else:
                 items[number].append(item)
-        terms.check_missing(missing, wanted)
+        terms.check_missing(missing, wanted, {name for layout in self.layouts for name in layout.names})
         if wanted and terms.unasked != IGNORE:
             terms.check_unasked(keys_beside(self.layouts, wanted), find_ways(planner))
         if fills_state(planner):

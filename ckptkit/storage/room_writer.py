@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -25,10 +26,11 @@ from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.checkpoints.seal import create_files, read_made
 from ckptkit.conversion.options import DEFAULT_SHARD_SIZE
 from ckptkit.destinations.allocation import check_room, create_file
+from ckptkit.destinations.exchange import staging_path
 from ckptkit.destinations.staging import Stage
-from ckptkit.errors import CkptError
+from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import OpenFiles, check_name
+from ckptkit.files.file import OpenFiles
 from ckptkit.files.path import to_local
 from ckptkit.files.trees import sync_path
 from ckptkit.formats import EntryWriter, get_writer, locate
@@ -43,6 +45,9 @@ from ckptkit.storage.plans import (
     without_gaps,
 )
 from ckptkit.storage.portions import Portion, divide
+from ckptkit.storage.small_files import SmallFile, to_bytes
+
+_MODEL_ALONE = "hf"  # the format that has no place for most of what a training saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class RoomWriter(StorageWriter):
         room: str | os.PathLike[str],
         format: str = "hf",  # noqa: A002 - as users call it
         *,
-        files: Mapping[str, bytes] | None = None,
+        files: Mapping[str, SmallFile] | None = None,
         max_shard_size: int = DEFAULT_SHARD_SIZE,
         tied: Mapping[KeyPath, str] | None = None,
         sync: bool = True,
@@ -80,9 +85,7 @@ class RoomWriter(StorageWriter):
         self.sync = sync
         get_writer(format)
         self._format = format
-        self._files = dict(files or {})
-        for name in self._files:
-            check_name(name, self.room)
+        self._files = to_bytes(files, self.room)
         self._max_shard_size = max_shard_size
         self._tied = dict(tied or {})
         self._portions: tuple[Portion, ...] = ()  # on the coordinator, from plan to finish
@@ -196,6 +199,18 @@ def is_local(checkpoint_id: object) -> bool:
     return True
 
 
+@contextmanager
+def naming_destination(path: Path) -> Iterator[None]:
+    """Let errors name the destination in the place of the hidden directory that becomes it."""
+    try:
+        yield
+    except CkptError as error:
+        room = staging_path(path)
+        if error.path is not None and error.path.is_relative_to(room):
+            error.path = path / error.path.relative_to(room)
+        raise
+
+
 class StagedWriter(RoomWriter):
     """A writer of a state to the local `path`, where it appears when all ranks are done, whole or not at all.
 
@@ -208,7 +223,7 @@ class StagedWriter(RoomWriter):
         path: str | os.PathLike[str],
         format: str = "hf",  # noqa: A002 - as users call it
         *,
-        files: Mapping[str, bytes] | None = None,
+        files: Mapping[str, SmallFile] | None = None,
         max_shard_size: int = DEFAULT_SHARD_SIZE,
         overwrite: bool = False,
         sync: bool = True,
@@ -231,18 +246,27 @@ class StagedWriter(RoomWriter):
         self._stage = stage = Stage(self.path, overwrite=self.overwrite, sync=self.sync)
         weakref.finalize(self, stage.discard)  # no call of torch's tells of the failure of another rank
         try:
-            self.room = stage.open().path
-            return super().prepare_global_plan(plans)
-        except BaseException:
+            with naming_destination(self.path):
+                self.room = stage.open().path
+                return super().prepare_global_plan(plans)
+        except BaseException as error:
             self._discard()
+            if self._format == _MODEL_ALONE and isinstance(error, Mismatch | Unsupported):
+                error.hint = 'pass format="dcp", which stores every entry of the state as it is'
             raise
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items to where they belong."""
+        with naming_destination(self.path):
+            return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the checkpoint and show it."""
         assert self._stage is not None
         try:
-            super().finish(metadata, results)
-            self._stage.commit()
+            with naming_destination(self.path):
+                super().finish(metadata, results)
+                self._stage.commit()
         except BaseException:
             self._discard()
             raise

@@ -32,7 +32,6 @@ from ckptkit.destinations.stream import FileStream
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage
 from ckptkit.files.crc32 import combine, crc32
-from ckptkit.files.file import check_name
 from ckptkit.files.path import RemotePath
 from ckptkit.formats.dcp.rank_files import (
     METADATA,
@@ -48,6 +47,7 @@ from ckptkit.formats.dcp.rank_files import (
 from ckptkit.layout import Blob, Layout
 from ckptkit.storage.memory import make_buffer, part_of, take
 from ckptkit.storage.plans import describe_item, plan_layout, require_collectives, resolve_tensor, without_gaps
+from ckptkit.storage.small_files import SmallFile, to_bytes
 from ckptkit.tensors.blocks import cut
 from ckptkit.tensors.box import whole
 
@@ -84,15 +84,13 @@ class StoreWriter(StorageWriter):
         self,
         path: RemotePath,
         *,
-        files: Mapping[str, bytes] | None = None,
+        files: Mapping[str, SmallFile] | None = None,
         overwrite: bool = False,
         takes_over: bool = False,
     ) -> None:
         super().__init__()
         self.path = path
-        self._files = dict(files or {})
-        for name in self._files:
-            check_name(name, path)
+        self._files = to_bytes(files, path)
         self._overwrite = overwrite
         self._takes_over = takes_over
         self._begun: RemotePath | None = None  # where a save of ours is not finished

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,8 +92,18 @@ class LoadTerms:
         text += f', which the checkpoint has: it is not loaded; {way}, or pass unasked="ignore"'
         warnings.warn(text, PartialLoad, stacklevel=2)
 
-    def check_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
-        """Raise `Mismatch` for names that the checkpoint lacks; if they shall be zero, for those of no tensor."""
+    def check_missing(self, names: Collection[str], wanted: Mapping[str, Any], stored: Collection[str]) -> None:
+        """Raise `Mismatch` for names that are not among those `stored` in the checkpoint.
+
+        With "zero" only for those that are no tensors, and with "keep" for none; but if nothing that the state asks for
+        is there, in any case.
+        """
+        if names and wanted and len(names) >= len(wanted):
+            message = (
+                f"the checkpoint has none of the {count(len(names), 'entry')} that the state to load into asks for"
+            )
+            where = hint_on_place(names, stored) or f"the checkpoint has names like {abridge(sorted(stored)[:3])}"
+            raise Mismatch(message, tensor=next(iter(names)), hint=where)
         if self.missing == KEEP:
             return
         refused = [name for name in names if self.missing == ERROR or not isinstance(wanted.get(name), Tensor)]
@@ -106,7 +116,8 @@ class LoadTerms:
             message = f"the checkpoint does not contain it, {what}"
             if len(refused) > 1:
                 message += f"; also missing: {abridge(refused[1:])}"
-            raise Mismatch(message, tensor=refused[0], hint=hint_on(refused))
+            hint = hint_on_place(refused, stored) or hint_on(refused)
+            raise Mismatch(message, tensor=refused[0], hint=hint)
 
     def fill_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
         """Make zeros of what the checkpoint lacks, if it shall be, and warn of all of it."""
@@ -152,6 +163,21 @@ def hint_on(names: Sequence[str]) -> str:
         keep = 'pass missing="zero", its initial value ("keep" would keep a state with one step counted)'
     run = "run `ckptkit reshard --complete-optimizer`"
     return f"{run} if the parameters never received a gradient, or {keep}"
+
+
+def hint_on_place(missing: Collection[str], stored: Collection[str]) -> str:
+    """Return the hint for names that all lie at another level of nesting in the checkpoint, "" for any others."""
+    names = list(missing)
+    steps = names[0].split(".")
+    for depth in range(1, len(steps)):
+        above = ".".join(steps[:depth]) + "."
+        if all(name.startswith(above) and name.removeprefix(above) in stored for name in names):
+            return f'pass under="{above[:-1]}": the checkpoint has these names without that'
+    ends = (name.removesuffix(f".{names[0]}") for name in stored if name.endswith(f".{names[0]}"))
+    if (key := next((key for key in ends if all(f"{key}.{name}" in stored for name in names)), None)) is None:
+        return ""
+    nested = "".join(f'{{"{step}": ' for step in key.split("."))
+    return f"the checkpoint has these names under `{key}`: load {nested}STATE{'}' * len(key.split('.'))}"
 
 
 def fill_with_zeros(tensor: Tensor) -> None:

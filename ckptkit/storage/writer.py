@@ -16,6 +16,7 @@ from ckptkit.destinations.stores import require_shared, to_destination
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.files.path import RemotePath
 from ckptkit.storage.room_writer import StagedWriter
+from ckptkit.storage.small_files import SmallFile
 from ckptkit.storage.store_writer import FORMAT, StoreWriter
 
 _LOCAL_FORMAT = "hf"
@@ -29,7 +30,8 @@ class Writer(StorageWriter):
     "dcp" and "pt". With "hf" the weights have the names that the model itself gives them, without the key that it has
     in the state (`model`); all else lies in a DCP directory `training` beside the weights. A state of several models
     without entries of other kinds keeps its names. `files` are small ones to put beside the weights (config.json, a
-    tokenizer's), and `max_shard_size` is in bytes.
+    tokenizer's): bytes, text, the path of a file, a dict, or a config of transformers, which becomes JSON. The
+    constructor refuses anything else. `max_shard_size` is in bytes.
     `overwrite` replaces a checkpoint that is there, and refuses a directory with entries that ckptkit does not know;
     without `sync` a local checkpoint may not outlive a power cut. A save that failed may leave a hidden directory,
     which goes away with the writer, or at its next save. In a store it leaves its claim and what was sent, which no
@@ -41,7 +43,7 @@ class Writer(StorageWriter):
         path: str | os.PathLike[str],
         format: str | None = None,  # noqa: A002 - as users call it
         *,
-        files: Mapping[str, bytes] | None = None,
+        files: Mapping[str, SmallFile] | None = None,
         max_shard_size: int = DEFAULT_SHARD_SIZE,
         overwrite: bool = False,
         sync: bool = True,

@@ -40,6 +40,11 @@ def owner_of_file(name: str) -> int | None:
     return number_in(Path(name).name, "own_state")
 
 
+def is_optional_state(name: str) -> bool:
+    """Return whether a file with a rank's own state is one that its trainer does without."""
+    return any(matches("optional_state", Path(name).name))
+
+
 def owner_of_key(key: KeyPath) -> int | None:
     """Return the rank whose own state lies at a key path, None for what all ranks share."""
     ranks = (rank_at(key, patterns) for patterns in own_keys())

@@ -39,6 +39,7 @@ ACCELERATE = TrainerFacts(
     beside_of={_FURTHER_MODEL: "model.safetensors"},
     ranks=(r"(?:pytorch_model_fsdp|optimizer)(?:_[0-9]+)?_rank([0-9]+)\.bin",),
     own_state=(r"random_states_([0-9]+)\.pkl",),
+    optional_state=(r"random_states_([0-9]+)\.pkl",),  # accelerate/checkpointing.py: "Could not load random states"
     states=(r"(?:scheduler|sampler|dl_state_dict)(?:_[0-9]+)?\.bin", r"scaler\.pt", r"custom_checkpoint_[0-9]+\.pkl"),
 )
 

@@ -156,6 +156,8 @@ class TrainerFacts:
     # Files of which each rank has one, and files with a rank's own state; a group is the rank.
     ranks: tuple[str, ...] = ()
     own_state: tuple[str, ...] = ()
+    # Of these, those that their trainer does without, as if it had just begun, on a rank that has none.
+    optional_state: tuple[str, ...] = ()
     states: tuple[str, ...] = ()  # further files of a training, which no model needs
     descriptions: tuple[str, ...] = ()  # files that describe the weights beside them, and no others
     # Files with the weights for use, beside a directory with all states; files of metrics; and files that ckptkit does

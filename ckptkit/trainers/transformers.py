@@ -38,6 +38,7 @@ TRANSFORMERS = TrainerFacts(
     step_keys=((STATE, ("global_step",)),),
     best_keys=((STATE, ("best_model_checkpoint",)),),
     own_state=(r"rng_state_([0-9]+)\.pth",),
+    optional_state=(r"rng_state_([0-9]+)\.pth",),  # `Trainer._load_rng_state` goes on without it
     states=(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state\.pth",),
     metrics={STATE: MetricsFile(1 << 26, logged_numbers)},  # a line for every time that anything was logged
 )

@@ -1,4 +1,4 @@
-"""config.json and what files say of a model besides: whose it is, where it is looked for, and what loaders make of it."""
+"""config.json, whose it is and where it is looked for, and what the files of a model say besides."""
 
 from __future__ import annotations
 

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ckptkit.checkpoints.checkpoint import named_in
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.destinations.staging import check_destination
 from ckptkit.errors import CkptError, Occupied, translate_os_errors
 from ckptkit.files.path import to_local
-from ckptkit.training.config import Device, TrainConfig
+from ckptkit.runs.run import RunFolder
+from ckptkit.training.config import SETTINGS, Device, TrainConfig
 
 MARK = ".smoke"  # in a run that smoke made, and so may replace
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,28 @@ def make(name: str, look: Callable[[], str]) -> Check:
     return Check(name, ok, detail, time.perf_counter() - started)
 
 
+def remove_own(run: Path) -> None:
+    """Delete the checkpoints, settings and metrics that an earlier smoke test left in a run, and nothing else.
+
+    Raises `Occupied` for later checkpoints, from which the run would be resumed.
+    """
+    from ckptkit.training.metrics import METRICS, TENSORBOARD  # these import torch, which takes seconds
+    from ckptkit.training.smoke.runs import SAVED, STEPS
+
+    later = [one.name for one in named_in(run) if (one.own_step or 0) > STEPS]
+    if later:
+        message = f"the run has checkpoints that the smoke test did not make: {', '.join(later[:_MOST_NAMED])}"
+        raise Occupied(message, path=run, hint="move them elsewhere, or use another `--run`")
+    folder = RunFolder(run)
+    for path in (folder.checkpoint(SAVED), folder.checkpoint(STEPS), run / TENSORBOARD):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+    for name in (SETTINGS, METRICS, MARK):
+        (run / name).unlink(missing_ok=True)
+
+
 def clear(run: Path, out: Path, *, overwrite: bool) -> None:
-    """Make an empty run directory with our mark, in place of an earlier smoke's if asked; refuse any other."""
+    """Make a run directory with our mark, without what an earlier smoke made there if asked; other entries stay."""
     check_destination(out, overwrite)
     check_replaceable(out)
     with translate_os_errors(run):
@@ -92,6 +115,6 @@ def clear(run: Path, out: Path, *, overwrite: bool) -> None:
                 raise Occupied("not made by a smoke test, so not replaced", path=run, hint="use another `--run`")
             if not overwrite:
                 raise Occupied("the run exists", path=run, hint="use another `--run`, or `--overwrite`")
-            shutil.rmtree(run)
+            remove_own(run)
         run.mkdir(parents=True, exist_ok=True)
         (run / MARK).touch()

@@ -1,0 +1,55 @@
+"""Take the small files that a caller wants beside the weights, in whatever form they have, as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ckptkit.errors import Usage
+from ckptkit.files.file import check_name, read_small
+from ckptkit.models.companions import dump_config
+
+_LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
+
+
+@runtime_checkable
+class Config(Protocol):
+    """A configuration as transformers and PEFT have it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what its JSON file says."""
+
+
+SmallFile = bytes | str | Mapping[str, Any] | Path | Config
+
+
+def to_bytes(files: Mapping[str, SmallFile] | None, root: Path) -> dict[str, bytes]:
+    """Return the content of each file of directory `root`: of a `Path` the file there, of a dict or config its JSON.
+
+    Raises `Usage` for anything else, `Unsafe` for a name that leads out of the directory.
+    """
+    for name in files or {}:
+        check_name(name, root)
+    return {name: content_of(name, value) for name, value in (files or {}).items()}
+
+
+def content_of(name: str, value: object) -> bytes:
+    """Return the content of one file."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, Path):
+        return read_small(value.resolve(), _LIMIT)
+    text = getattr(value, "to_json_string", None)
+    if callable(text):
+        return str(text()).encode()
+    found = value.to_dict() if isinstance(value, Config) else value
+    try:
+        if isinstance(found, Mapping):
+            return dump_config(found)
+        problem = f"a {type(value).__name__}"
+    except (TypeError, ValueError) as error:
+        problem = f"a dict that is not JSON ({error})"
+    raise Usage(f"files[{name!r}]: expected bytes, text, a path, a dict or a config, found {problem}")
