@@ -12,9 +12,12 @@ _MOST = 3  # of what was found
 
 
 class Summarized:
-    """A result that `print` shows in a few lines, as the command line does, and a notebook too."""
+    """A result that `print` and a prompt show in a few lines, as the command line does, and a notebook too."""
 
     __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.__repr__ = Summarized.__str__  # type: ignore[method-assign]  # else a dataclass lists every field
 
     def summary(self) -> Iterator[str]:
         """Yield one to five lines."""

@@ -84,6 +84,7 @@ FLOORS = (
     ("proving", "proving.*", "watching", "watching.*"),
     ("storage", "storage.*"),
     ("hub", "hub.*"),
+    ("training.models.config",),
     ("estimates", "estimates.*"),
     ("training", "training.*"),
     ("integrations", "integrations.*"),

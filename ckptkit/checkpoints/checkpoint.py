@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ckptkit import trainers
+from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.component import Component, join
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
 from ckptkit.checkpoints.find_components import (
@@ -163,7 +164,14 @@ class Checkpoint:
         """Return the step that its trainer noted in a small file or an entry, None if that cannot be read."""
         folder = self.path if self.path.is_dir() else self.path.parent
         notes = (read_number(folder / file, key) if file else self.value(key) for file, key in trainers.step_keys())
-        return next((note for note in notes if type(note) is int and note >= 0), None)
+        found = next((note for note in notes if type(note) is int and note >= 0), None)
+        return self.salvaged_step if found is None else found
+
+    @property
+    def salvaged_step(self) -> int | None:
+        """Return the step in the name of the damaged checkpoint that it was salvaged from; None for any other."""
+        source = (read_account(self.path) or {}).get("source") if self.path.is_dir() else None
+        return step_of(Path(source)) if isinstance(source, str) else None
 
     def value(self, key: KeyPath) -> object:
         """Return the number or text of an entry that is no tensor, None if none at a key path can be read.

@@ -99,8 +99,6 @@ def show(src: Path | None, done: Converted, verb: str, *, json: bool) -> None:
         report_salvage(done.salvaged, done.output, dry_run=done.dry_run)
     for text in () if json else done.warnings:
         note(f"warning: {text}")
-    if done.salvaged is not None and not done.salvaged.is_whole:
-        raise typer.Exit(1)
 
 
 def to_json(done: Converted) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ckptkit.files.stores.hub import downloading
 from ckptkit.pictures.numbers import format_bytes, format_count
 from ckptkit.summary import Summarized
 from ckptkit.tensors.dtypes import DTYPES, parse_dtype
+from ckptkit.training.models.config import SIZES, ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -82,14 +83,15 @@ def estimate(
 ) -> Estimated:
     """Estimate the memory that training `model` needs on each of `world_size` GPUs, and the sizes of its checkpoints.
 
-    `model` is a parsed config.json, its path, a directory that contains one, or a Hub id. Without `strategy`, all
+    `model` is a parsed config.json, its path, a directory that contains one, a Hub id, or a size of the built-in Llama
+    such as "8b", with the vocabulary of bytes. Without `strategy`, all
     strategies are estimated. `replicas` is the number of copies of the model with hybrid_shard, by default 2.
     `sequence_length` is in tokens, by default the model's longest, at most 4096. `gpu_memory` is in bytes. For the
     other options see `ckptkit.estimates.budget.Setup`. Raises `Usage` for settings that exclude each other,
     `Unsupported` for a model of unknown sizes.
     """
     asked = () if isinstance(model, Mapping) else remarks_on_id(str(model))
-    config = model if isinstance(model, Mapping) else read_config(str(model))
+    config = config_of(model)
     architecture = read_architecture(config)
     setup = Setup(
         world_size=world_size,
@@ -162,6 +164,16 @@ def notes_on(model: Architecture, setup: Setup) -> Iterator[str]:
     if not model.is_llama:
         yield f"activations of `{model.model_type}` are counted as if its blocks were Llama's of the same sizes"
     yield "not counted: the CUDA context, NCCL's buffers, and memory that the allocator loses to fragmentation"
+
+
+def config_of(model: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of a model, however it was named."""
+    if isinstance(model, Mapping):
+        return model
+    if model in SIZES:
+        config: dict[str, Any] = json.loads(ModelConfig.sized(str(model)).to_json())
+        return config
+    return read_config(str(model))
 
 
 def read_config(model: str) -> dict[str, Any]:

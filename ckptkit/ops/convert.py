@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.one_of_several import require_whole
@@ -31,7 +31,7 @@ from ckptkit.conversion.options import ADAPTER, MASTER, MODULE, ConvertOptions, 
 from ckptkit.conversion.pipeline import write
 from ckptkit.conversion.report import Converted, Written, complete, report
 from ckptkit.conversion.steps import has_known_names, open_model, wanted_names
-from ckptkit.errors import Caution, Mismatch, Unsupported, Usage
+from ckptkit.errors import Caution, Corrupt, Mismatch, Unsupported, Usage
 from ckptkit.examination import OF_EXPORTS, RULES, examine
 from ckptkit.examination.inconsistency import Certainty
 from ckptkit.files.file import is_there
@@ -170,7 +170,20 @@ def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertO
 
     Raises a `CkptError`, and leaves `dst` as it was, if anything does not fit or a checksum differs.
     """
-    return report_on(sources, dst, options, write)
+    try:
+        return report_on(sources, dst, options, write)
+    except Corrupt as error:
+        if len(sources) == 1 and (older := older_than_latest(path_of(sources[0]))):
+            error.hint = f"{f'{error.hint}; or ' if error.hint else ''}pass {older.path}, the checkpoint before it"
+        raise
+
+
+def older_than_latest(run: Path) -> Checkpoint | None:
+    """Return the complete checkpoint before the latest one of a run; None if there is none, or it is no run."""
+    if not run.is_dir() or Checkpoint.at(run).is_direct:
+        return None
+    complete = [one for one in named_in(run) if one.is_complete]
+    return complete[-2] if len(complete) > 1 else None
 
 
 def report_on(

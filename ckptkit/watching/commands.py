@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from ckptkit.errors import Usage
+from ckptkit.errors import Occupied, Usage
 
 PLACES = (
     "ckpt",
@@ -31,6 +31,13 @@ _GRACE = 30.0  # seconds that a command has to end when it is asked to
 _LOOK = 0.05  # seconds between two looks at whether it has
 _ENDED = ("Z", "X")  # states of processes in /proc
 _NOT_FOUND = 127  # as shells have it
+_FINAL = (Usage.exit_code, Occupied.exit_code)  # of ckptkit: another try would end the same
+
+
+class Final(str):
+    """How a command failed that fails again whenever it is tried."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ class WatchCommand:
                 start_new_session=True,  # Ctrl-C is for us, who end it
             )
         except OSError:
-            return describe(_NOT_FOUND)
+            return Final(describe(_NOT_FOUND))
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -99,6 +106,8 @@ class WatchCommand:
         except BaseException:
             end(process)
             raise
+        if code == _NOT_FOUND or (self.is_ours and code in _FINAL):
+            return Final(describe(code))
         return describe(code) if code else None
 
 

@@ -22,7 +22,7 @@ from ckptkit.pictures.words import count
 from ckptkit.runs.keeper import Keeper, WatchPost, keeper_of, run_of
 from ckptkit.summary import Summarized
 from ckptkit.trainers import stem_of, step_of
-from ckptkit.watching.commands import WatchCommand
+from ckptkit.watching.commands import Final, WatchCommand
 from ckptkit.watching.file_changes import Look, Patience
 from ckptkit.watching.journal import Fate, WatchJournal
 
@@ -293,7 +293,7 @@ class Watcher:
                 failure = command.run(values, self._post.lock, self.terms.timeout)
                 if failure:
                     self.note(one.name, Fate("failed", saved_ns, number))
-                    return f"{command}: {failure}"
+                    return type(failure)(f"{command}: {failure}")
             is_last = number + 1 == len(self.terms.commands)
             entry = Fate("done" if is_last else "waiting", saved_ns, number + 1)
             self.note(one.name, entry)
@@ -324,7 +324,7 @@ class Watcher:
         failures = self._failures.setdefault(name, [])
         failures.append(saved_ns)
         count = failures.count(saved_ns)
-        if count >= self.terms.tries:
+        if count >= self.terms.tries or isinstance(failure, Final):
             self.record(name, "failed", f"given up after {count} {'try' if count == 1 else 'tries'}: {failure}")
             return
         pause = self.terms.every * 2 ** (count - 1)

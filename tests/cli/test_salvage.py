@@ -21,18 +21,18 @@ def test_exit_codes_and_streams(produce: Produce, tmp_path: Path) -> None:
     (root / "__1_0.distcp").unlink()
     assert ckptkit("consolidate", root, tmp_path / "strict").returncode == 3
     done = ckptkit("consolidate", root, tmp_path / "out", "--salvage")
-    assert done.returncode == 1
+    assert done.returncode == 0
     assert "consolidated" in done.stdout
     assert "lost: 10 of 15 entries" in done.stderr
     assert "__1_0.distcp: the file is missing" in done.stderr
     assert "embed.weight[4:8]" in done.stderr
     assert "--fill-from" in done.stderr
     again = ckptkit("consolidate", root, tmp_path / "out", "--salvage", "--json", "--overwrite")
-    assert again.returncode == 1
+    assert again.returncode == 0
     lost = json.loads(again.stdout)["lost"]
     assert {"name", "why", "path"} <= lost[0].keys()
     filled = ckptkit("reshard", root, tmp_path / "filled", "--to", 2, "--salvage", "--fill-from", made.root)
-    assert filled.returncode == 1
+    assert filled.returncode == 0
     assert "filled" in filled.stderr
     assert "lost:" not in filled.stderr
     whole = ckptkit("reshard", made.root, tmp_path / "whole", "--to", 2, "--salvage")
@@ -54,7 +54,7 @@ def test_a_salvage_without_weights_is_refused(tmp_path: Path) -> None:
         assert "pass --fill-from OTHER" in done.stderr
         assert not (tmp_path / "out").exists()
     rest = ckptkit("convert", root, tmp_path / "rest", "--to", "dcp", "--salvage", "--exclude", "model.*")
-    assert rest.returncode == 1, rest.stderr
+    assert rest.returncode == 0, rest.stderr
     seen = ckptkit("verify", tmp_path / "rest")
     assert seen.returncode == 0
     assert "warning: " in seen.stderr
@@ -66,7 +66,7 @@ def test_weights_of_another_checkpoint_are_said_first(tmp_path: Path) -> None:
     root = lacks_a_rank(tmp_path)
     line = ["convert", root, tmp_path / "out", "--to", "dcp", "--salvage", "--fill-from", tmp_path / "whole"]
     done = ckptkit(*line)
-    assert done.returncode == 1
+    assert done.returncode == 0
     first = f"warning: 3 of 3 weights (384 B, 100% of the bytes) come from {tmp_path / 'whole'}, not from {root}"
     assert done.stderr.splitlines()[0] == first
     weights = json.loads(ckptkit(*line, "--overwrite", "--json").stdout)["weights"]
@@ -82,7 +82,7 @@ def test_what_is_lost_is_grouped_by_layer(tmp_path: Path) -> None:
     (tmp_path / "ckpt" / "__0_0.distcp").write_bytes((tmp_path / "ckpt" / "__0_0.distcp").read_bytes()[:100_000])
     done = ckptkit("consolidate", tmp_path / "ckpt", tmp_path / "out", "--salvage")
     lines = done.stderr.splitlines()
-    assert done.returncode == 1
+    assert done.returncode == 0
     assert "    layers.12-29  a.weight, b.weight, c.weight, d.weight and 1 more" in lines
     assert len(lines) < 8
 
@@ -94,7 +94,7 @@ def test_a_damaged_optimizer_beside_a_model(produce: Produce, tmp_path: Path) ->
     (root / "optimizer_0" / ".metadata").write_bytes(b"garbage")
     (root / "scheduler.bin").write_bytes(b"as it is")
     done = ckptkit("reshard", root, tmp_path / "out", "--to", 1, "--salvage")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "pytorch_model_fsdp_0",
         "salvage.json",
@@ -106,7 +106,7 @@ def test_a_damaged_optimizer_beside_a_model(produce: Produce, tmp_path: Path) ->
 def test_a_salvaged_source_is_said_again(produce: Produce, tmp_path: Path) -> None:
     root = Path(shutil.copytree(produce(producers.fsdp2).root, tmp_path / "ckpt"))
     (root / "__1_0.distcp").unlink()
-    assert ckptkit("reshard", root, tmp_path / "saved", "--to", 1, "--salvage").returncode == 1
+    assert ckptkit("reshard", root, tmp_path / "saved", "--to", 1, "--salvage").returncode == 0
     done = ckptkit("consolidate", tmp_path / "saved", tmp_path / "out")
     assert done.returncode == 0
     assert "salvaged from a damaged checkpoint" in done.stdout
