@@ -123,7 +123,8 @@ def components_in(folder: Path) -> list[Component]:
 
 def states_in(folder: Path, reader: FormatReader) -> list[Component]:
     """Return the files in a directory that are entries of a checkpoint, under their own names; [] for a model."""
-    if reader.is_sharded or not is_stray(folder, reader):
+    is_of_training = any(map(trainers.is_training_state, names_in(folder)))
+    if reader.is_sharded or not is_of_training or not is_stray(folder, reader):
         return []
     files = [path for path in children(folder) if path.suffix in ONE_FILE and path.is_file() and reader.detect(path)]
     return [Component(f"{folder.name}/{file.name}", file, reader, under=file.stem) for file in files]

@@ -41,6 +41,8 @@ from ckptkit.examination.inconsistency import Certainty
 from ckptkit.files.file import absent, children, file_size
 from ckptkit.files.joined import roots_of
 from ckptkit.files.path import RemotePath
+from ckptkit.files.sets import find_set
+from ckptkit.formats import detect_format
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count
 from ckptkit.runs.pins import pinned_in
@@ -141,6 +143,8 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
     Raises `NotACheckpoint` if there is none.
     """
     here = Checkpoint.at(path)
+    if files := files_in(here):
+        return [Checkpoint.at(file) for file in files]
     models = [part.path for part in here.models]
     is_folder = here.own_step is None and (len(models) > 1 or len(models) == len(here.components))
     if models and is_folder and not here.is_direct:
@@ -148,6 +152,16 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
     if not here.components and here.unreadable is None:
         raise no_checkpoint(path)
     return [here]
+
+
+def files_in(here: Checkpoint) -> list[Path]:
+    """Return the files in a folder that are a checkpoint each; [] if it is one checkpoint, or has files of ranks."""
+    if here.own_step is not None or not here.path.is_dir() or not here.is_direct:
+        return []
+    files = [path for path in children(here.path) if path.is_file() and detect_format(path)]
+    if len(files) < 2 or find_set(files[0].name, [file.name for file in files]):
+        return []
+    return files if any(isinstance(problem, Unsupported) for problem in here.problems()) else []
 
 
 def look_at(

@@ -168,6 +168,12 @@ def _lay_run(place: Place) -> None:
     _copy(place.plain, run / later)
 
 
+def _lay_tracked_run(place: Place) -> None:
+    """A run with a later checkpoint than the one that its latest-checkpoint file names."""
+    _lay_run(place)
+    (place.home / "run" / "latest").write_text(place.source.name)
+
+
 def _demoted(place: Place) -> Path:
     return place.home / "run"
 
@@ -203,6 +209,8 @@ COMMANDS = {
             _lay_target,
             has_model=False,
         ),
+        Command("latest", _line("consolidate", "RUN", "OUT", "--base", "BASE", "--no-sync"), _out, _lay_tracked_run),
+        Command("latest-inspect", _line("inspect", "RUN"), None, _lay_tracked_run),
         Command("verify", _line("verify", "SRC"), good=frozenset({0, 1})),
         Command("inspect", _line("inspect", "SRC", "--tensors")),
         Command("stats", _line("stats", "SRC", "--tensors")),

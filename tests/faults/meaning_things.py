@@ -605,6 +605,19 @@ add_option(
 add_option("fill-from-unneeded", "--salvage", "--fill-from", "OTHER", said="other-model")
 add_option("average-weights", "--weights", "1,1,1", said="weights", commands=frozenset({"average", "merge"}))
 
+# -- what a directory is -----------------------------------------------------------------------------------------------
+
+_OF_ONE = frozenset({"consolidate", "convert-dcp", "convert-hf", "convert-pt", "average", "salvage", "inspect"})
+add(
+    "one-of-several",
+    (Piece(("the file of one of 2 ranks",)),),
+    ("pt",),
+    _OF_ONE,
+    more=lambda: {"shard_metadata": {"world_size": 2, "rank": 0}},
+)
+add("tracker-differs", (Piece(("the highest step is",)),), ("dcp", "hf"), frozenset({"latest", "latest-inspect"}))
+
+
 _BY_NAME = {thing.name: thing for thing in THINGS}
 
 

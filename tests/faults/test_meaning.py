@@ -27,6 +27,9 @@ SAID = (
     ("ema-state-dict", "average", "dcp"),
     ("scheduler", "inspect", "pt"),
     ("frozen-tensor", "diff", "dcp"),
+    ("one-of-several", "inspect", "pt"),
+    ("tracker-differs", "latest", "dcp"),
+    ("tracker-differs", "latest-inspect", "hf"),
 )
 REFUSED = (
     ("exclude-unmatched", "consolidate", "dcp"),
@@ -36,6 +39,8 @@ REFUSED = (
     ("adapter-config-unused", "consolidate", "pt"),
     ("ema-directory", "overwrite", "dcp"),
     ("config-other-vocab", "consolidate", "hf"),
+    ("one-of-several", "consolidate", "pt"),
+    ("one-of-several", "average", "pt"),
 )
 
 

@@ -73,6 +73,6 @@ def test_smoke_replaces_only_what_it_made(tmp_path: Path) -> None:
 
 
 def test_a_watch_knows_what_cannot_change() -> None:
-    for line, is_final in (("ckptkit inspect --no-such-option", True), ("ckptkit inspect /no/such/path", False)):
-        failure = WatchCommand.parse(line.removeprefix("ckptkit "), is_ours=True).run({}, 2, 60)
+    for line, is_final in (("ckptkit inspect {ckpt} --no-such-option", True), ("ckptkit inspect {ckpt}", False)):
+        failure = WatchCommand.parse(line.removeprefix("ckptkit "), is_ours=True).run({"ckpt": "/no/such/path"}, 2, 60)
         assert isinstance(failure, Final) == is_final
