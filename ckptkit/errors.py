@@ -113,6 +113,10 @@ class Caution(str):
     __slots__ = ()
 
 
+class CheckpointWarning(UserWarning):
+    """A warning about a checkpoint that is used nevertheless."""
+
+
 Report = Callable[[CkptError], None]  # told of a problem after which there is more to look at
 
 

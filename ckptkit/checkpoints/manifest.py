@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CkptError, Corrupt
+from ckptkit.errors import CheckpointWarning, CkptError, Corrupt
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.file import check_name, file_size, is_there, read_small
 from ckptkit.files.path import RemotePath
@@ -117,7 +117,7 @@ def read_manifest(root: Path) -> Manifest | None:
     return Manifest(files, tensors, source)
 
 
-class StaleManifest(UserWarning):
+class StaleManifest(CheckpointWarning):
     """A manifest that describes the files of an earlier save in the same directory."""
 
 

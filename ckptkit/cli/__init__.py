@@ -10,7 +10,7 @@ import warnings
 from types import FrameType
 from typing import Any, NoReturn
 
-from ckptkit.errors import CkptError, IOFailure, Usage
+from ckptkit.errors import CheckpointWarning, CkptError, IOFailure, Usage
 from ckptkit.files.system import PromiseLost
 from ckptkit.version import __version__
 
@@ -79,6 +79,7 @@ def main() -> None:
         signal.signal(number, interrupt)
     sys.unraisablehook = raise_again
     warnings.simplefilter("always", PromiseLost)
+    warnings.simplefilter("once", CheckpointWarning)
     warnings.showwarning = show_warning
     try:
         from ckptkit.cli.commands import app
