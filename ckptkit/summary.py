@@ -17,7 +17,7 @@ class Summarized:
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        cls.__repr__ = Summarized.__str__  # type: ignore[method-assign]  # else a dataclass lists every field
+        cls.__repr__ = Summarized.__str__  # type: ignore[assignment]  # else a dataclass lists every field
 
     def summary(self) -> Iterator[str]:
         """Yield one to five lines."""

@@ -481,9 +481,9 @@ def find_latest(root: Path) -> Latest:
                 remarks.append(f"`{path.name}` does not say its step: it may be later")
             elif highest is None or step > (step_or_none(highest) or 0):
                 meant.append((path.name, last))
-    tracker, latest = max(meant, key=lambda one: step_or_none(one[1]) or 0, default=("", highest))
+    named_by, latest = max(meant, key=lambda one: step_or_none(one[1]) or 0, default=("", highest))
     if latest and highest and latest.path != highest.path:
-        remarks.append(f"taking {latest.name}, which `{tracker}` names; the highest step is {highest.name}")
+        remarks.append(f"taking {latest.name}, which `{named_by}` names; the highest step is {highest.name}")
     elif latest and remarks:
         remarks[-1] += f"; taking {latest.name}"
     return Latest(latest, tuple(remarks))

@@ -219,10 +219,11 @@ def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
     below = inner_folders(path)
     names = [file.name for file in children(path) if file.suffix in ONE_FILE and file not in below]
     for there in (sorted(names), [folder.name for folder in below]):
-        found = next((found for name in there if len(found := find_set(name, there)) > 1), [])
+        found = next((like for name in there if len(like := find_set(name, there)) > 1), [])
         if found:
             return not_joined(found, path)
-    return next((found for folder in below if depth and (found := files_of_ranks(folder, depth - 1))), None)
+    deeper = (files_of_ranks(folder, depth - 1) for folder in below) if depth else iter(())
+    return next(filter(None, deeper), None)
 
 
 def find_unread(path: Path) -> Unread | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.errors import Unsupported, and_more
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, and_more
 from ckptkit.files.file import names_in
 from ckptkit.files.joined import JoinedPath
 from ckptkit.files.sets import JOIN, find_set, is_numbered
@@ -28,9 +28,14 @@ def require_whole(checkpoint: Checkpoint) -> None:
 def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
     """Return the error for a checkpoint that is one of several files of a model, None for any other."""
     component = checkpoint.model_component
-    layout = component.layout
-    if component.reader.is_sharded or layout.descriptions or isinstance(checkpoint.path, JoinedPath):
-        return None  # metadata or an index say what belongs to it, or its format joins the files
+    if component.reader.is_sharded or isinstance(checkpoint.path, JoinedPath):
+        return None  # its format joins the files
+    try:
+        layout = component.layout
+    except (Corrupt, IOFailure, Unsafe, Unsupported):
+        return None  # whoever reads it says so, or salvages it
+    if layout.descriptions:
+        return None  # an index says what belongs to it
     file = layout.root / next(iter(layout.files)) if len(layout.files) == 1 else layout.root
     worlds = [found for key in _WORLDS if isinstance(found := checkpoint.value(key), int)]
     if any(world > 1 for world in worlds) or (not worlds and has_shards(checkpoint)):

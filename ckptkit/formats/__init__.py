@@ -61,7 +61,7 @@ class KnownFormat(NamedTuple):
 
 
 _STATES = r"(state|.*model.*|checkpoint.*|ckpt.*)\.(pt|pth|bin|ckpt)"
-_FORMATS_OF_FILES = {  # not .ckpt, which directories are called too
+_FORMATS_OF_FILES = {  # not .ckpt: some trainers name directories so too
     ".safetensors": "hf",
     **dict.fromkeys((".pt", ".pth", ".bin"), "pt"),
 }

@@ -15,7 +15,7 @@ _LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
 
 @runtime_checkable
 class Config(Protocol):
-    """A configuration as transformers and PEFT have it."""
+    """A configuration as libraries of models have it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return what its JSON file says."""

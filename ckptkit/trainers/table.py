@@ -376,7 +376,7 @@ DIFFUSERS = TrainerFacts(
 
 # timm/models/_hub.py, `save_config_for_hf`
 TIMM = TrainerFacts(
-    name="timm",
+    name="timm_models",
     marks=(Mark("timm", json=("config.json", "pretrained_cfg")),),
     config=ConfigOf("timm", ("architecture", "pretrained_cfg")),
 )

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.checkpoints.checkpoint import LatestDiffers
 
-Lay = Callable[[Path], None]
+Lay = Callable[[Path], object]
 
 
 def tracker(name: str, content: str) -> Lay:
-    return lambda run: (run / name).write_text(content) and None
+    return lambda run: (run / name).write_text(content)
 
 
 def link(name: str, target: str) -> Lay:

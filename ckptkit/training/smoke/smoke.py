@@ -90,7 +90,7 @@ def remove_own(run: Path) -> None:
 
     Raises `Occupied` for later checkpoints, from which the run would be resumed.
     """
-    from ckptkit.training.metrics import METRICS, TENSORBOARD
+    from ckptkit.training.metrics import METRICS, TENSORBOARD  # these import torch, which takes seconds
     from ckptkit.training.smoke.runs import SAVED, STEPS
 
     later = [one.name for one in named_in(run) if (one.own_step or 0) > STEPS]
@@ -106,10 +106,7 @@ def remove_own(run: Path) -> None:
 
 
 def clear(run: Path, out: Path, *, overwrite: bool) -> None:
-    """Make a run directory with our mark, without what an earlier smoke made there if asked; refuse any other.
-
-    Other entries stay.
-    """
+    """Make a run directory with our mark, without what an earlier smoke made there if asked; other entries stay."""
     check_destination(out, overwrite)
     check_replaceable(out)
     with translate_os_errors(run):
