@@ -59,7 +59,7 @@ WORDS = {
     "zero2": ("file of model states",),
     "universal": ("_states.pt",),
     "ranks": ("of rank 1",),
-    "items": ("torch.save files",),
+    "items": ("one torch.save file",),
     "megatron": ("mp_rank_01",),
     "meta": ("the ranks' files",),
 }
