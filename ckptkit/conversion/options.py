@@ -57,7 +57,7 @@ class ConvertOptions:
     optimizer_order: Annotated[
         str | None,
         About(
-            "The order in which the optimizer got its parameters: model, or a file with their names, one a line; "
+            "How the optimizer orders its parameters: model, or a file with their names, one a line; "
             "ckptkit cannot check it.",
             "model|FILE",
         ),

@@ -30,7 +30,7 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "state_size": (Certainty.LIKELY, "no parameter has the shape {found} of this state, and {others} other states fit"),
     "wrapped_state": (Certainty.LIKELY, f"the optimizer's {_PREFIX_OF}, and the weights' names do not: {_NO_STATES}"),
     "wrapped_weight": (Certainty.LIKELY, f"the weights' {_PREFIX_OF}, and the optimizer's names do not: {_NO_STATES}"),
-    "empty_group": (Certainty.LIKELY, f"group {{number}} has no parameters: {_LOST_SETTINGS}"),
+    "empty_group": (Certainty.LIKELY, f"group {{number}} is without parameters: {_LOST_SETTINGS}"),
     "empty_weight": (Certainty.CERTAIN, "expected elements as in the other weights, found shape {found}"),
     "empty_tensor": (Certainty.LIKELY, "expected elements as in the other weights, found shape {found}"),
     "layer_gap": (Certainty.LIKELY, "expected {expected} numbered modules from 0, found no tensors for {missing}"),

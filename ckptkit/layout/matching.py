@@ -87,7 +87,7 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping
     unknown = [number for number in numbers if number not in sizes]
     left = [key for key in parameters if key not in found.values()]
     if len(unknown) > 1 or len(left) < len(unknown):
-        raise Unsupported(f"{count(len(unknown), 'parameter')} of the optimizer have no state that shows a shape")
+        raise Unsupported(f"{count(len(unknown), 'parameter')}: no state of the optimizer shows a shape for them")
     if unknown and len(left) > 1:
         message = f"it or `{left[1]!s}` is the parameter whose state shows no shape, and no file says which"
         raise Unsupported(message, tensor=str(left[0]))

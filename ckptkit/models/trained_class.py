@@ -50,7 +50,7 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
         words = f"`{heads[0]}`{and_more(len(heads) - 1)} is a value head, which {named} of config.json does not have"
         return config, [Caution(f"{words}: load the output with the library that trained it")]
     classes = [str(made["architectures"][0]) for made in fitting]
-    which = f"is of {' or '.join(classes)}" if classes else "is of no class of this type that has the other tensors"
+    which = f"fits {' or '.join(classes)}" if classes else "fits no class of this type together with the other tensors"
     hint = "pass a --base whose config.json names the class that was trained, or --names keep"
     raise Mismatch(f"config.json says {named}, which does not have this tensor: it {which}", tensor=heads[0], hint=hint)
 

@@ -124,7 +124,9 @@ def compare_configs(one: Checkpoint, two: Checkpoint) -> Diff:
     if here is there:
         return found
     lacking = one.path if here is None else two.path
-    return replace(found, notes=(f"{lacking} has no {CONFIG}: what the models compute was not compared",))
+    return replace(
+        found, notes=(f"{CONFIG} is missing in {lacking}, so ckptkit did not compare how the models compute",)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class FlattenedOptimizer:
             entries = self.settings[parameter]
             tensor = next((name for name in entries.values() if name not in layout.blobs), None)
             if tensor is not None:
-                message = "a setting of the optimizer is a tensor, so ckptkit cannot tell which parameters share it"
+                message = "a setting of the optimizer is a tensor, so ckptkit does not know which parameters share it"
                 raise Unsupported(message, path=layout.root, tensor=tensor)
             values = {what: load_value(layout.root, layout.blobs[name]) for what, name in sorted(entries.items())}
             found.setdefault(dump(values), []).append(parameter)

@@ -95,13 +95,11 @@ class LoadTerms:
     def check_missing(self, names: Collection[str], wanted: Mapping[str, Any], stored: Collection[str]) -> None:
         """Raise `Mismatch` for names that are not among those `stored` in the checkpoint.
 
-        With "zero" only for those that are no tensors, and with "keep" for none; but if nothing that the state asks for
-        is there, in any case.
+        With "zero" only entries that are not tensors are refused, and with "keep" no entry, unless the checkpoint
+        lacks all of them.
         """
         if names and wanted and len(names) >= len(wanted):
-            message = (
-                f"the checkpoint has none of the {count(len(names), 'entry')} that the state to load into asks for"
-            )
+            message = f"expected {count(len(names), 'entry')} of the state to load into, found 0 in the checkpoint"
             where = hint_on_place(names, stored) or f"the checkpoint has names like {abridge(sorted(stored)[:3])}"
             raise Mismatch(message, tensor=next(iter(names)), hint=where)
         if self.missing == KEEP:

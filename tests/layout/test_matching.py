@@ -189,7 +189,7 @@ def test_sizes_of_their_own_need_no_order() -> None:
     assert raised.value.tensor == "a"
     with pytest.raises(Unsupported, match=r"at most 0 states of shape \[9\] as in the model, found 1"):
         match_by_size([[0]], {0: (9,)}, {"a": (2,)})
-    with pytest.raises(Unsupported, match="2 parameters of the optimizer have no state that shows a shape"):
+    with pytest.raises(Unsupported, match="2 parameters: no state of the optimizer shows a shape for them"):
         match_by_size([[0, 1]], {}, {"a": (2,), "b": (3,)})
 
 
