@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
-HAS_OPTIMIZER = TORCH >= (2, 3)  # before, FSDP1 gathers shares of several sizes, and gloo refuses
+HAS_OPTIMIZER = TORCH >= (2, 2)  # before, FSDP1 gathers shares of several sizes, and gloo refuses
 LOW = torch.bfloat16 if TORCH >= (2, 3) else torch.float64  # which gloo could not send before
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -136,6 +136,8 @@ def wrapped(model: nn.Module, **options: Any) -> nn.Module:
 
     if TORCH < (2, 2):  # FSDP1 takes streams and events for granted
         vars(torch.cpu).update(Stream=MagicMock, Event=MagicMock)
+    if TORCH < (2, 4):  # it asks CUDA, even on a CPU
+        vars(torch.cuda).update(synchronize=MagicMock(), memory_summary=MagicMock())
     return FullyShardedDataParallel(
         model, auto_wrap_policy=ModuleWrapPolicy({LowPrecision}), device_id=CPU, **({"use_orig_params": True} | options)
     )
@@ -510,14 +512,14 @@ def _save_by_megatron(root: Path, *, is_legacy: bool) -> Expected:
     torch.cuda.synchronize = lambda *_, **__: None
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import optimizer as sharding
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     context = SimpleNamespace(Queue=queue.Queue, JoinableQueue=queue.Queue, SimpleQueue=queue.SimpleQueue)
     context.Process, context.Manager, context.get_context = threading.Thread, lambda: context, lambda *_: context
-    filesystem_async.mp = context
+    filesystem_async.mp = async_utils.mp = context
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 12}
     config = TransformerConfig(**sizes, use_cpu_initialization=True, pipeline_dtype=torch.float32)
@@ -593,7 +595,9 @@ def _stacked(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def flat(tree: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a nested dict by dotted names."""
+    """Yield the leaves of nested dicts, and of lists of dicts, by dotted names."""
+    if isinstance(tree, list) and tree and all(isinstance(branch, Mapping) for branch in tree):
+        tree = dict(enumerate(tree))
     if isinstance(tree, Mapping):
         for key, branch in tree.items():
             yield from flat(branch, f"{prefix}.{key}" if prefix else str(key))

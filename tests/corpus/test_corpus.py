@@ -56,6 +56,20 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Stored(root, json.loads((HERE / f"{request.param}.json").read_text()))
 
 
+_GROUPS = "torch before 2.4 stores param_groups as one entry, in which nobody looks for the names of flat parameters"
+OPEN = {  # what ckptkit does not read yet
+    f"{test}[torch-{version}-fsdp1-flat]": _GROUPS
+    for version in ("2.2.2", "2.3.1")
+    for test in ("test_inspect_says_what_it_is", "test_every_value_is_as_it_was_written")
+}
+
+
+@pytest.fixture(autouse=True)
+def _expect_open_problems(request: pytest.FixtureRequest) -> None:
+    if request.node.name in OPEN:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=OPEN[request.node.name]))
+
+
 once_per_kind = pytest.mark.parametrize("stored", NEWEST.values(), indirect=True)
 
 

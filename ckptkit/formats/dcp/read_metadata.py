@@ -205,7 +205,10 @@ class Reading:
     def layout(self, name: str) -> Layout:
         """Return what was gathered, as a layout of the format `name`."""
         tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
-        keys = self.keys or infer_keys((*tensors, *self.blobs), tensors)
+        keys = self.keys
+        if all(len(path) == 1 for path in keys.values()):  # Megatron-Core 0.9 records each name as its own path
+            inferred = infer_keys((*tensors, *self.blobs), tensors)
+            keys = inferred if not keys or any(path[-3:-2] == ("state",) for path in inferred.values()) else keys
         spares = {name: tuple(chunks) for name, chunks in self.spares.items()}
         return Layout(self.root, name, tensors, self.blobs, keys, spares=spares)
 
