@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json as json_text
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptkit.cli.output import Json, Quiet, note, parse_bytes, print_json, print_table, say
-from ckptkit.errors import Usage
 from ckptkit.pictures.numbers import format_bytes, format_count
 from ckptkit.pictures.words import count
-from ckptkit.training.models.config import SIZES, ModelConfig
 
 if TYPE_CHECKING:
     from ckptkit.estimates.budget import Budget, Setup
@@ -89,8 +86,10 @@ def estimate(
     from ckptkit.estimates.estimate import estimate as count_bytes
 
     found = count_bytes(
-        choose_config(model, vocab_size, untied=untied),
+        model,
         world_size=world_size,
+        vocab_size=vocab_size,
+        untied=untied,
         strategy=strategy,
         replicas=replicas,
         micro_batch_size=micro_batch_size,
@@ -108,22 +107,6 @@ def estimate(
         report(found, in_detail=strategy is not None)
     if gpu_memory is not None and not any(map(found.fits, found.budgets)):
         raise typer.Exit(1)
-
-
-def choose_config(model: str, vocab_size: int | None, *, untied: bool) -> str | Mapping[str, Any]:
-    """Return the config of a size that `ckptkit train` has; anything else as it is."""
-    if model in SIZES:
-        config = ModelConfig.sized(model, tied=not untied, vocab_size=vocab_size)
-        tied = "tied" if config.tie_word_embeddings else "untied"
-        note(
-            f"counted `{model}` with a vocabulary of {config.vocab_size}, {tied}: change this with "
-            "--vocab-size and --untied"
-        )
-        keys: dict[str, Any] = json_text.loads(config.to_json())
-        return keys
-    if vocab_size is not None or untied:
-        raise Usage("`--vocab-size` and `--untied` are for sizes", hint=f"those are {', '.join(SIZES)}")
-    return model
 
 
 def report(found: Estimated, *, in_detail: bool) -> None:

@@ -137,9 +137,7 @@ class ConvertOptions:
     ] = False
     salvage: Annotated[
         bool,
-        About(
-            "Write the undamaged tensors of a damaged checkpoint, list the lost ones, and exit with 1 if any are lost."
-        ),
+        About("Write the undamaged tensors of a damaged checkpoint, list the lost ones, and warn if any are lost."),
     ] = False
     fill_from: Annotated[str | None, About("With --salvage: take lost tensors from another checkpoint.", "OTHER")] = (
         None

@@ -70,6 +70,8 @@ def estimate(
     model: str | Path | Mapping[str, Any],
     *,
     world_size: int,
+    vocab_size: int | None = None,
+    untied: bool = False,
     strategy: str | None = None,
     replicas: int | None = None,
     micro_batch_size: int = 1,
@@ -84,14 +86,23 @@ def estimate(
     """Estimate the memory that training `model` needs on each of `world_size` GPUs, and the sizes of its checkpoints.
 
     `model` is a parsed config.json, its path, a directory that contains one, a Hub id, or a size of the built-in Llama
-    such as "8b", with the vocabulary of bytes. Without `strategy`, all
-    strategies are estimated. `replicas` is the number of copies of the model with hybrid_shard, by default 2.
-    `sequence_length` is in tokens, by default the model's longest, at most 4096. `gpu_memory` is in bytes. For the
-    other options see `ckptkit.estimates.budget.Setup`. Raises `Usage` for settings that exclude each other,
-    `Unsupported` for a model of unknown sizes.
+    such as "8b". For a size, `vocab_size` is by default 256, the bytes, and with `untied` embedding and output weights
+    are not shared. Without `strategy`, all strategies are estimated. `replicas` is the number of copies of the model
+    with hybrid_shard, by default 2. `sequence_length` is in tokens, by default the model's longest, at most 4096.
+    `gpu_memory` is in bytes. For the other options see `ckptkit.estimates.budget.Setup`. Raises `Usage` for settings
+    that exclude each other, `Unsupported` for a model of unknown sizes.
     """
     asked = () if isinstance(model, Mapping) else remarks_on_id(str(model))
-    config = config_of(model)
+    if not isinstance(model, Mapping) and model in SIZES:
+        sized = ModelConfig.sized(str(model), tied=not untied, vocab_size=vocab_size)
+        config: Mapping[str, Any] = json.loads(sized.to_json())
+        tied = "tied" if sized.tie_word_embeddings else "untied"
+        what = f"counted `{model}` with a vocabulary of {sized.vocab_size}, {tied}"
+        asked = (f"{what}: change this with --vocab-size and --untied",)
+    elif vocab_size is not None or untied:
+        raise Usage("`--vocab-size` and `--untied` are for sizes", hint=f"those are {', '.join(SIZES)}")
+    else:
+        config = model if isinstance(model, Mapping) else read_config(str(model))
     architecture = read_architecture(config)
     setup = Setup(
         world_size=world_size,
@@ -164,16 +175,6 @@ def notes_on(model: Architecture, setup: Setup) -> Iterator[str]:
     if not model.is_llama:
         yield f"activations of `{model.model_type}` are counted as if its blocks were Llama's of the same sizes"
     yield "not counted: the CUDA context, NCCL's buffers, and memory that the allocator loses to fragmentation"
-
-
-def config_of(model: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of a model, however it was named."""
-    if isinstance(model, Mapping):
-        return model
-    if model in SIZES:
-        config: dict[str, Any] = json.loads(ModelConfig.sized(str(model)).to_json())
-        return config
-    return read_config(str(model))
 
 
 def read_config(model: str) -> dict[str, Any]:

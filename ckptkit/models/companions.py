@@ -228,7 +228,8 @@ def resolve_base(base: str) -> Path:
     if Path(base).is_dir():
         return Path(base)
     if not is_model_id(base):
-        raise Usage(f"expected a directory or a Hub id like `org/model`, found `{base}`", hint=hint_on_id(base))
+        hint = f"pass the directory `{Path(base).parent}`" if Path(base).is_file() else hint_on_id(base)
+        raise Usage(f"expected a directory or a Hub id like `org/model`, found `{base}`", hint=hint)
     if "@" in base:
         return to_model_path(base)
     from huggingface_hub import snapshot_download

@@ -51,7 +51,9 @@ class Diagnosis(Summarized):
     @property
     def verdict(self) -> str:
         """Return the result in one line."""
-        what = count(len(self.findings), "finding") if self.findings else "no problem found"
+        what = (
+            count(len(self.findings), "finding") if self.findings else "no problem found in names, shapes and metadata"
+        )
         return f"{self.path}: {what}"
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -11,6 +12,7 @@ from ckptkit.files.file import check_name, read_small
 from ckptkit.models.companions import dump_config
 
 _LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
+_SHOWN = 40  # characters of a text in a message
 
 
 @runtime_checkable
@@ -34,11 +36,22 @@ def to_bytes(files: Mapping[str, SmallFile] | None, root: Path) -> dict[str, byt
     return {name: content_of(name, value) for name, value in (files or {}).items()}
 
 
+def require_json(name: str, text: str) -> None:
+    """Raise `Usage` for text that is not JSON, such as a path in the place of the file's content."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        hint = "pass the content of the file, or its path as a `pathlib.Path`"
+        raise Usage(f"files[{name!r}]: expected JSON, found {text[:_SHOWN]!r}", hint=hint) from None
+
+
 def content_of(name: str, value: object) -> bytes:
     """Return the content of one file."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str):
+        if name.endswith(".json"):
+            require_json(name, value)
         return value.encode()
     if isinstance(value, Path):
         return read_small(value.resolve(), _LIMIT)

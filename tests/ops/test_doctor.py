@@ -660,4 +660,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["ok"] is False
     assert {"code", "tensor", "message", "fix"} <= found["findings"][0].keys()
     healthy = cli(*words[:2])
-    assert (healthy.returncode, healthy.stdout) == (0, f"{tmp_path / 'ckpt-1'}: no problem found\n")
+    verdict = f"{tmp_path / 'ckpt-1'}: no problem found in names, shapes and metadata\n"
+    assert (healthy.returncode, healthy.stdout) == (0, verdict)

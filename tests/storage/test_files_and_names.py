@@ -47,6 +47,12 @@ def test_the_constructor_refuses_anything_else(tmp_path: Path, form: Any, words:
         Writer(tmp_path / "out", files={"config.json": form})
 
 
+def test_a_path_that_is_passed_as_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Usage, match=r"expected JSON, found .model/config\.json.") as raised:
+        Writer(tmp_path / "out", files={"config.json": "model/config.json"})
+    assert "pathlib.Path" in str(raised.value.hint)
+
+
 def load(path: Path, state: dict[str, Any], **terms: Any) -> None:
     dcp.load(state, storage_reader=Reader(path, **terms), no_dist=True)
 
