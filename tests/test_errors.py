@@ -32,7 +32,7 @@ def test_an_error_as_text_has_path_tensor_message_and_hint() -> None:
     error = Corrupt("expected 4 bytes, found 2", path="run/a.pt", tensor="w", hint="copy it again")
     assert str(error) == "run/a.pt: tensor `w`: expected 4 bytes, found 2 (hint: copy it again)"
     assert str(Usage("no steps")) == "no steps"
-    assert str(Incomplete("no file", files=["x"], hint="pass --also")) == "no file (hint: pass --also)"
+    assert str(Incomplete("no file", files=["x"], hint="pass --also")) == "no file (hint: pass also)"
 
 
 def test_an_error_that_learns_its_place_says_it() -> None:

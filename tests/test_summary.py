@@ -51,7 +51,7 @@ def test_a_result_prints_as_a_few_lines(produce: Produce, tmp_path: Path) -> Non
 
 
 def test_problems_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
-    torch.save({f"w{i}": torch.full((100,), float(i + 2)) for i in range(6)}, tmp_path / "model.pt")
+    torch.save({f"w{i}": torch.full((100,), float(i + 2)) for i in range(20)}, tmp_path / "model.pt")
     content = bytearray((tmp_path / "model.pt").read_bytes())
     for i in range(6):
         content[content.index(torch.tensor(float(i + 2)).repeat(100).numpy().tobytes())] ^= 1

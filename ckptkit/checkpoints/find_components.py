@@ -217,7 +217,8 @@ def files_of_ranks(path: Path, depth: int = 4) -> Unsupported | None:
     `depth` is how many levels of directories to look through: fairseq2 has `model/pp_00/tp_00/sdp_00.pt`.
     """
     below = inner_folders(path)
-    names = [file.name for file in children(path) if file.suffix in ONE_FILE and file not in below]
+    files = [file.name for file in children(path) if file.suffix in ONE_FILE and file not in below]
+    names = [name for name in files if trainers.owner_of_file(name) is None]
     for there in (sorted(names), [folder.name for folder in below]):
         found = next((like for name in there if len(like := find_set(name, there)) > 1), [])
         if found:

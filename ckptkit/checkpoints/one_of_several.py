@@ -34,14 +34,16 @@ def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
         layout = component.layout
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return None  # whoever reads it says so, or salvages it
-    if layout.descriptions:
-        return None  # an index says what belongs to it
+    if layout.descriptions or layout.world_size is not None:
+        return None  # an index, or the names that the format gives, say what belongs to it
     file = layout.root / next(iter(layout.files)) if len(layout.files) == 1 else layout.root
     worlds = [found for key in _WORLDS if isinstance(found := checkpoint.value(key), int)]
     if any(world > 1 for world in worlds) or (not worlds and has_shards(checkpoint)):
         ranks = f"{max(worlds)} ranks" if worlds else "several ranks"
         return one_of_several(checkpoint, file, f"this is the file of one of {ranks}", JOIN)
-    if found := set_of(file):
+    found = set_of(file)
+    is_joined = len(found) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns, found))
+    if found and not is_joined:
         names = f"{', '.join(found[:_NAMED])}{and_more(len(found) - _NAMED)}"
         which = f"one of {len(found)}" if len(found) > 1 else "one of several"
         hint = f"{JOIN}; if this one has all of the model, rename a copy of it"

@@ -23,11 +23,16 @@ _MOST_NAMED = 5
 
 
 def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
-    """Raise `Occupied` if `dst` is a directory with entries that are not part of one checkpoint.
+    """Raise `Occupied` if `dst` is no checkpoint, or a directory with entries that are not part of one.
 
     The files `made` are about to be written under the same names, so they may be replaced in any case.
     """
-    if dst.is_symlink() or not dst.is_dir():
+    if dst.is_symlink() or not dst.exists():
+        return
+    if not dst.is_dir():
+        if not is_checkpoint_file(dst):
+            hint = "choose another destination: --overwrite replaces a checkpoint only"
+            raise Occupied("the destination is a file without tensors", path=dst, hint=hint)
         return
     with translate_os_errors(dst):
         found = [str(path.relative_to(dst)) for path in unknown_entries(dst, {dst / name for name in made})]
@@ -36,6 +41,17 @@ def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
         message = f"the destination contains entries that ckptkit does not know: {named}"
         hint = "choose another destination, or move these entries first: --overwrite replaces one checkpoint only"
         raise Occupied(message, path=dst, hint=hint)
+
+
+def is_checkpoint_file(path: Path) -> bool:
+    """Return whether a file has tensors, as far as it can be read: a damaged checkpoint may be replaced too."""
+    components = Checkpoint.at(path).components
+    try:
+        return bool(components) and bool(components[0].layout.tensors)
+    except Corrupt:
+        return True
+    except _UNREADABLE:
+        return False
 
 
 def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:

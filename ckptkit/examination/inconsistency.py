@@ -73,7 +73,7 @@ class Inconsistency:
     @property
     def line(self) -> str:
         """Return it in words, with the tensor and how many there are of it."""
-        more = f" and {len(self.names) - 1:,} more like it" if len(self.names) > 1 else ""
+        more = and_more(len(self.names) - 1)
         return f"`{self.tensor}`{more}: {self.message}" if self.tensor else self.message
 
 

@@ -14,7 +14,8 @@ from math import prod
 
 from ckptkit.examination.facts import Facts, unwrap
 from ckptkit.examination.inconsistency import Inconsistency
-from ckptkit.layout import KeyPath
+from ckptkit.layout import KeyPath, Layout
+from ckptkit.names.group_map import GROUP_MAP
 from ckptkit.names.wrappers import WRAPPERS, WrapperPrefix
 from ckptkit.tensors.box import Shape
 
@@ -95,6 +96,8 @@ def find_wrapped_states(facts: Facts) -> Iterator[Inconsistency]:
     """
     found: dict[tuple[str, WrapperPrefix, KeyPath], list[str]] = defaultdict(list)
     for above, states in facts.states.items():
+        if has_group_map(facts.layout, above):
+            continue  # its trainer finds the states under their wrapped names
         for name, entries in states.items():
             there = None if name in facts.shapes_by_name else facts.plain_names.get(unwrap(name))
             if there is None or name.isdecimal():
@@ -104,6 +107,12 @@ def find_wrapped_states(facts: Facts) -> Iterator[Inconsistency]:
             found[code, wrapper, above] += entries.values()
     for (code, wrapper, _), names in found.items():
         yield Inconsistency(code, names[0], {"prefix": wrapper.text, "whose": wrapper.whose}, tuple(names))
+
+
+def has_group_map(layout: Layout, above: KeyPath) -> bool:
+    """Return whether an optimizer has a map from parameters to groups in the place of lists."""
+    key = (*above, GROUP_MAP)
+    return any(layout.key(name)[: len(key)] == key for name in layout.blobs)
 
 
 def find_empty_groups(facts: Facts) -> Iterator[Inconsistency]:

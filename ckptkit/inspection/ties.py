@@ -8,7 +8,6 @@ from typing import Any
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.files.path import RemotePath
 from ckptkit.layout import Chunk, Layout, StoredTensor
-from ckptkit.models.fit import check_equal
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 
 Tie = tuple[str, ...]  # names of one tensor
@@ -36,6 +35,8 @@ def are_equal(layout: Layout, name: str, other: str) -> bool:
     """Return whether two tensors have the same bytes; False if they are in a store, or cannot be read."""
     if isinstance(layout.root, RemotePath):
         return False
+    from ckptkit.models.fit import check_equal  # imports the engine, which few checkpoints need
+
     try:
         check_equal(layout, name, other)
     except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):

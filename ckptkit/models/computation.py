@@ -38,7 +38,7 @@ _HARMLESS = re.compile(
 _IDENTITY = ("model_type", "architectures")  # a config that does not have them does not contradict another
 _PADDED = re.compile(r"Classification|Reward|Roberta|Electra|Camembert")  # classes that look for the padding token
 _ROPE = ("rope_scaling", "rope_parameters")
-_ABSENT = {"rope_type": "default"}  # what a key that is absent means in every library
+_ABSENT = {"rope_type": "default", "is_causal": True}  # what a key that is absent means in every library
 _BY_LENGTH = ("dynamic", "yarn", "longrope", "su")  # kinds of rope that depend on `max_position_embeddings`
 _TEXT = "text_config"
 # the names that libraries have for one number

@@ -197,10 +197,19 @@ def prove_names(
     try:
         return find_by_shapes(optimizer, sizes, models)
     except Unsupported as error:
-        if trainer is None or len(optimizer.groups) != groups_in_order(trainer):
+        if trainer is None or not has_groups_of(trainer, optimizer, sizes):
             error.hint = ORDER_HINT
             raise
     return find_by_order(optimizer, sizes, models, find_config(path), f"{trainer} keeps the model's order")
+
+
+def has_groups_of(trainer: str, optimizer: Optimizer, sizes: Mapping[int, Shape]) -> bool:
+    """Return whether the groups may be those that a trainer's code builds: the last one holds biases and norms only.
+
+    A user's own groups, such as a head with another learning rate, have any order.
+    """
+    is_plain = all(len(sizes[number]) <= 1 for number in optimizer.groups[-1] if number in sizes)
+    return len(optimizer.groups) == groups_in_order(trainer) and is_plain
 
 
 def assume_names(

@@ -180,7 +180,7 @@ def size(root: Path) -> int:
 
 def test_one_source_only(tmp_path: Path) -> None:
     for words in (("average", "a", "b"), ("merge", "base", "a", "b")):
-        assert "--also: expected one" in str(run(*words, tmp_path / "out", "--also", "c").exception)
+        assert "also: expected one" in str(run(*words, tmp_path / "out", "--also", "c").exception)
 
 
 def test_a_manifest_is_of_all(produce: Produce, tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_a_table_that_is_not_there(tmp_path: Path) -> None:
 def test_a_table_that_is_not_used(tmp_path: Path) -> None:
     hub = saved(config_of("llama"), tmp_path / "hub")
     torch.save(hub, tmp_path / "own.pt")
-    with pytest.raises(Usage, match="--map renames tensors"):
+    with pytest.raises(Usage, match="map renames tensors"):
         ckptkit.consolidate(tmp_path / "own.pt", tmp_path / "out", map=table_in(tmp_path), names="keep")
     with pytest.raises(Mismatch, match="no rule translates it and 20 more from the names of mine"):
         ckptkit.consolidate(tmp_path / "own.pt", tmp_path / "out", map=table_in(tmp_path), base=tmp_path / "hub")

@@ -180,7 +180,7 @@ def test_include_exclude_and_rename(tmp_path: Path) -> None:
     with pytest.raises(Usage, match="matches no tensor"):
         consolidate(source, tmp_path / "none", include=["nothing*"])
     for rule in ("no arrow", "(=>x", r"a=>\9"):
-        with pytest.raises(Usage, match="--rename"):
+        with pytest.raises(Usage, match="rename="):
             consolidate(source, tmp_path / "bad", rename=[rule])
 
 

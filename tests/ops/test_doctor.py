@@ -573,7 +573,7 @@ def test_a_lost_shard_is_taken_from_an_earlier_step(produce: Produce, tmp_path: 
         "keeps 5 of 15 weights (71 B, 6.1% of the bytes), takes 10 of 15 weights (1.08 KB, 93.8% of the bytes) from"
         in remark
     )
-    fixed = run(found.fix, code=1)
+    fixed = run(found.fix)
     assert (fixed / "salvage.json").is_file()
     assert is_ok(fixed, like=earlier)
     load_into({"model": {"up.weight": torch.zeros(7, 6)}}, fixed)
@@ -609,7 +609,7 @@ def test_a_save_that_did_not_finish(produce: Produce, tmp_path: Path) -> None:
     found = doctor(tmp_path / "run" / "ckpt-2")
     assert [one.code for one in found.findings] == ["incomplete"]
     assert "did not finish" in found.findings[0].message
-    fixed = run(found.findings[0].fix, code=1)  # by the metadata of the earlier step
+    fixed = run(found.findings[0].fix)  # by the metadata of the earlier step
     assert is_ok(fixed, like=tmp_path / "run" / "ckpt-1")
     assert "ckpt-2" in doctor(tmp_path / "run").notes[0]
     assert is_ok(tmp_path / "run")

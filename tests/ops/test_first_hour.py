@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, Occupied
-from ckptkit.training.smoke.smoke import MARK, clear
+from ckptkit.training.smoke.smoke import MARK, check_free, make_room
 from ckptkit.watching.commands import Final, WatchCommand
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -52,6 +52,11 @@ def test_a_salvaged_checkpoint_keeps_its_step(tmp_path: Path) -> None:
     damage(tmp_path / "run" / "ckpt-7")
     ckptkit.convert(tmp_path / "run" / "ckpt-7", tmp_path / "saved", to="dcp", salvage=True)
     assert Checkpoint.open(tmp_path / "saved").step == 7
+
+
+def clear(run: Path, out: Path, *, overwrite: bool) -> None:
+    check_free(run, out, overwrite=overwrite)
+    make_room(run)
 
 
 def test_smoke_replaces_only_what_it_made(tmp_path: Path) -> None:

@@ -146,11 +146,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         consolidate(run, out, base=base, from_base="mpt.*")
     with pytest.raises(Usage, match="matches only tensors that the checkpoint has"):
         consolidate(run, out, base=base, from_base="model.norm.*")
-    with pytest.raises(Usage, match="--base is missing"):
+    with pytest.raises(Usage, match="base is missing"):
         consolidate(run, out, from_base="mtp.*")
     with pytest.raises(Usage, match="under the Hub's names only"):
         convert(run, out, to="dcp", from_base="mtp.*", base=base)
-    with pytest.raises(Usage, match="--merge or --quantize"):
+    with pytest.raises(Usage, match="merge or quantize"):
         consolidate(run, out, from_base="mtp.*", base=base, quantize="fp8-block")
     with pytest.raises(Usage, match="an average"):
         average([run, run], out, base=base, from_base="mtp.*")

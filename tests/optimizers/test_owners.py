@@ -214,7 +214,7 @@ def moments_in(path: Path) -> dict[str, Tensor]:
     ("listed", "message"),
     [
         (["0.weight", "1.weight", "3.weight", "2.weight"], "names parameter 2 `3.weight`, but it is `2.weight`"),
-        (["0.weight", "1.weight"], "has 4 parameters, but --optimizer-order .* lists 2"),
+        (["0.weight", "1.weight"], "has 4 parameters, but optimizer_order .* lists 2"),
         (["0.weight", "1.weight", "2.weight", "x"], "lists it, but the model does not have it"),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_file_without_names_is_no_order(tmp_path: Path, content: str | None) -
     torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "saved.pt")
     if content is not None:
         (tmp_path / "order").write_text(content)
-    with pytest.raises(Usage, match="--optimizer-order"):
+    with pytest.raises(Usage, match="optimizer_order"):
         ckptkit.convert(tmp_path / "saved.pt", tmp_path / "no", to="dcp", optimizer_order=tmp_path / "order")
 
 

@@ -302,7 +302,7 @@ def test_what_cannot_be_quantized_is_an_error(tmp_path: Path) -> None:
     assert "fp8-channel" in str(caught.value.hint)
     cases: dict[str, dict[str, Any]] = {
         "unknown quantization": {"quantize": "int4"},
-        "--exclude-quantize does nothing": {"exclude_quantize": "*"},
+        "exclude_quantize does nothing": {"exclude_quantize": "*"},
         "the Hub's names": {"quantize": "fp8-block", "names": "keep"},
     }
     for words, options in cases.items():

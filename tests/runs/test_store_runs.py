@@ -143,6 +143,7 @@ def test_what_makes_it_visible_goes_first_and_the_claim_last(place: Place, fill:
     assert steps_in(place) == {"ckpt-2"}
 
 
+@pytest.mark.filterwarnings("ignore::ckptkit.checkpoints.checkpoint.LatestDiffers")
 def test_what_is_held_stays(place: Place, fill: Fill) -> None:
     fill(place, 1, 2, 3, 4, 5)
     assert [path.name for path in ckptkit.pin(f"{url_of(place)}/ckpt-1")] == ["ckpt-1"]
@@ -159,7 +160,7 @@ def test_what_is_held_stays(place: Place, fill: Fill) -> None:
     assert (listed[1].is_pinned, listed[2].is_pinned) == (True, False)
     assert ckptkit.unpin(f"{url_of(place)}/ckpt-1", f"{url_of(place)}/ckpt-2") == [to_path(f"{url_of(place)}/ckpt-1")]
     assert ".pins/ckpt-1" not in keys(place)
-    assert [path.name for path in ckptkit.pin(url_of(place))] == ["ckpt-5"]
+    assert [path.name for path in ckptkit.pin(url_of(place))] == ["ckpt-2"]  # which `latest` names
     with pytest.raises(NotACheckpoint):
         ckptkit.pin(f"{url_of(place)}/ckpt-3")
 
@@ -443,7 +444,7 @@ def test_a_training_keeps_by_its_rules_and_ends_what_died(place: Place) -> None:
 
 def test_what_cannot_work_is_refused(place: Place, fill: Fill) -> None:
     fill(place, 1, 2)
-    with pytest.raises(Usage, match="--demote works in local directories only"):
+    with pytest.raises(Usage, match="demote works in local directories only"):
         prune(url_of(place), keep_last=1, demote=True, yes=True)
     for url in ("gs://bucket/run", "az://bucket/run", "hf://org/name"):
         for change in (lambda url: prune(url, keep_last=1), ckptkit.pin, ckptkit.unpin):

@@ -39,11 +39,9 @@ def test_the_tracker_names_the_latest(run: Path) -> None:
     assert ckptkit.inspect(run / NAMES[1]).trainer == "a script of Ray Train"
 
 
-def test_none_of_several_is_chosen_in_silence(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="several checkpoints are in this directory") as caught:
-        ckptkit.consolidate(run, tmp_path / "hf")
-    assert caught.value.hint == f"pass `{run / NAMES[1]}`, which `{SNAPSHOT}` names"
-    ckptkit.consolidate(run / NAMES[1], tmp_path / "hf")
+def test_of_several_the_one_that_the_tracker_names_is_taken(run: Path, tmp_path: Path) -> None:
+    done = ckptkit.consolidate(run, tmp_path / "hf")
+    assert done.source == run / NAMES[1]
     assert ckptkit.open(tmp_path / "hf")["weight"].torch().tolist() == [[1, 1], [1, 1]]
 
 

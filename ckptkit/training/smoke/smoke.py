@@ -48,10 +48,11 @@ def smoke(
     replaces the output of an earlier smoke.
     """
     run, out = to_local(run), to_local(out)
-    clear(run, out, overwrite=overwrite)
+    check_free(run, out, overwrite=overwrite)
     from ckptkit.training.smoke.checks import CHECKS  # they import torch, which takes seconds
     from ckptkit.training.smoke.runs import SAVED, STEPS, SmokeRuns
 
+    make_room(run)
     config = TrainConfig(
         run=run, untied=not tied, steps=STEPS, save_every=SAVED, device=device,
         sequence_length=128, lr=3e-3, warmup=2, deterministic=True,
@@ -105,8 +106,8 @@ def remove_own(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
 
 
-def clear(run: Path, out: Path, *, overwrite: bool) -> None:
-    """Make a run directory with our mark, without what an earlier smoke made there if asked; other entries stay."""
+def check_free(run: Path, out: Path, *, overwrite: bool) -> None:
+    """Raise `Occupied` if there is a run or an output, unless an earlier smoke test made them and may be replaced."""
     check_destination(out, overwrite)
     check_replaceable(out)
     with translate_os_errors(run):
@@ -115,6 +116,12 @@ def clear(run: Path, out: Path, *, overwrite: bool) -> None:
                 raise Occupied("not made by a smoke test, so not replaced", path=run, hint="use another `--run`")
             if not overwrite:
                 raise Occupied("the run exists", path=run, hint="use another `--run`, or `--overwrite`")
+
+
+def make_room(run: Path) -> None:
+    """Make a run directory with our mark, without what an earlier smoke test made there; other entries stay."""
+    with translate_os_errors(run):
+        if (run / MARK).exists():
             remove_own(run)
         run.mkdir(parents=True, exist_ok=True)
         (run / MARK).touch()
