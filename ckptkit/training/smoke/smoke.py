@@ -52,6 +52,9 @@ def smoke(
     from ckptkit.training.smoke.checks import CHECKS  # they import torch, which takes seconds
     from ckptkit.training.smoke.runs import SAVED, STEPS, SmokeRuns
 
+    with translate_os_errors(run):
+        run.mkdir(parents=True, exist_ok=True)
+        (run / MARK).touch()
     config = TrainConfig(
         run=run, untied=not tied, steps=STEPS, save_every=SAVED, device=device,
         sequence_length=128, lr=3e-3, warmup=2, deterministic=True,
@@ -106,7 +109,7 @@ def remove_own(run: Path) -> None:
 
 
 def clear(run: Path, out: Path, *, overwrite: bool) -> None:
-    """Make a run directory with our mark, without what an earlier smoke made there if asked; other entries stay."""
+    """Refuse what a smoke test did not make, and delete what an earlier one made if asked; other entries stay."""
     check_destination(out, overwrite)
     check_replaceable(out)
     with translate_os_errors(run):
@@ -116,5 +119,3 @@ def clear(run: Path, out: Path, *, overwrite: bool) -> None:
             if not overwrite:
                 raise Occupied("the run exists", path=run, hint="use another `--run`, or `--overwrite`")
             remove_own(run)
-        run.mkdir(parents=True, exist_ok=True)
-        (run / MARK).touch()
