@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import compressed_tensors  # noqa: F401  # the ranks write with it
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
