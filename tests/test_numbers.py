@@ -93,10 +93,10 @@ def test_versions_and_packages_that_are_needed() -> None:
     assert {*without_torch.split(), "torch"} == FLOORS.keys()
 
 
-def test_classifiers_are_the_pythons_that_were_tried() -> None:
+def test_classifiers_are_the_pythons_of_the_matrix() -> None:
     said = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
-    tried = [each[""] for each in rows("CONTRIBUTING.md", matrix.PART) if "passed" in str(each)]
-    assert said == list(dict.fromkeys(map(matrix.minor, tried)))
+    listed = [each[""] for each in rows("CONTRIBUTING.md", matrix.PART)]
+    assert said == list(dict.fromkeys(map(matrix.minor, listed)))
     release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     assert re.findall(r"python: \[(.*)\]", release) == [", ".join(f'"{version}"' for version in said)]
 

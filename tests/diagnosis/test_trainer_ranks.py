@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import ckptkit
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

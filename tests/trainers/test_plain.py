@@ -24,6 +24,8 @@ from tests.producers import Truth
 from tests.trainers import produced_plain
 from tests.trainers.produced_plain import STEPS, Gpt, train
 
+pytestmark = pytest.mark.slow
+
 UNPREFIXED = r"^_orig_mod\.=>"
 
 

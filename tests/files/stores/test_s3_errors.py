@@ -15,6 +15,8 @@ from ckptkit.ops.inspect import inspect
 from tests import command
 from tests.files.stores.conftest import Bucket
 
+pytestmark = pytest.mark.slow
+
 REGION = (("x-amz-bucket-region", "eu-west-3"),)
 ANSWERS = [  # status, code, headers: our message and hint
     (404, "NoSuchBucket", (), "the bucket does not exist", "create the bucket"),

@@ -15,6 +15,8 @@ from tests.faults.damage import flip_bit
 from tests.files.stores.conftest import Bucket
 from tests.producers import counted, save_alone
 
+pytestmark = pytest.mark.slow
+
 
 def state() -> dict[str, Any]:
     """A model of two tensors, one of random numbers, and the state of its optimizer by name."""
