@@ -69,7 +69,7 @@ def test_a_head_of_several_classes_is_refused(tmp_path: Path) -> None:
     """A classifier of one row is that of a sequence, or of a choice among several."""
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**BERT, num_labels=1))
     base, state = save(tmp_path, transformers.BertForMaskedLM(transformers.BertConfig(**BERT)), model.state_dict())
-    with pytest.raises(Mismatch, match="of BertForSequenceClassification or BertForMultipleChoice") as raised:
+    with pytest.raises(Mismatch, match="fits BertForSequenceClassification or BertForMultipleChoice") as raised:
         ckptkit.consolidate(state, tmp_path / "out", base=base)
     assert raised.value.tensor == "bert.pooler.dense.bias"
     model.save_pretrained(tmp_path / "named")
