@@ -11,6 +11,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.files.file import is_there, names_in, read_small
@@ -154,7 +155,8 @@ def find_files(path: Path, report: Report) -> IndexedFiles:
     if not path.is_dir():
         if _DELTA.fullmatch(path.name):
             raise of_delta(path.parent)
-        check_is_model(path.parent)
+        is_indexed = _NUMBERED.fullmatch(path.name) and is_there(path.parent / INDEX)
+        check_is_model(path.parent, read_index(path.parent / INDEX)[1] if is_indexed else {})
         if _SHARD.fullmatch(path.name):
             raise Unsupported(
                 "this file is the shard of one rank", path=path, hint="pass the directory that has all shards"
@@ -167,9 +169,9 @@ def find_files(path: Path, report: Report) -> IndexedFiles:
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
     if shards:
         return find_shards(path, shards, present)
-    check_is_model(path)
     if index := find_index(path, present):
         return find_indexed(path, index, present, report)
+    check_is_model(path, {})
     if any(map(_DELTA.fullmatch, present)):
         raise of_delta(path)
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
@@ -242,17 +244,17 @@ def of_delta(path: Path) -> Unsupported:
     return Unsupported("expected a checkpoint, found a delta", path=path, hint=hint)
 
 
-def check_is_model(folder: Path) -> None:
+def check_is_model(folder: Path, metadata: Mapping[str, Any]) -> None:
     """Raise `Unsupported` if the safetensors in a directory are compressed weight updates of an RL trainer.
 
-    Sources: `disk_delta.py` of slime and miles, whose index names an encoding; `delta_checkpoint.py` of SkyRL, which
-    writes a `manifest.json`.
+    `metadata` is that of their index. Sources: `disk_delta.py` of slime and miles, whose index names an encoding;
+    `delta_checkpoint.py` of SkyRL, which writes a `manifest.json`.
     """
     manifest = folder / "manifest.json"
     value = parse_json(read_small(manifest, _MANIFEST), manifest) if is_there(manifest) else None
     if isinstance(value, dict) and {"base_version", "tensors"} <= value.keys():
         trainer = "SkyRL"
-    elif is_there(folder / INDEX) and _ENCODING in read_index(folder / INDEX)[1]:
+    elif _ENCODING in metadata:
         trainer = "slime or miles"
     else:
         return
@@ -271,7 +273,8 @@ def find_index(path: Path, present: set[str]) -> str | None:
 
 def find_indexed(path: Path, described_by: str, present: set[str], report: Report) -> IndexedFiles:
     """Return the files that the index names, and report missing ones; a single file beside them is ambiguous."""
-    index, _ = read_index(path / described_by)
+    index, metadata = read_index(path / described_by)
+    check_is_model(path, metadata)
     single = described_by.removesuffix(".index.json")
     names = sorted(set(index.values()))
     if single in present and single not in names:
