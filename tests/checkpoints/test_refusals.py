@@ -56,9 +56,27 @@ def save_datastates(root: Path) -> list[Path]:
     return [root, place, place / "mp_rank_00_model_states.pt"]
 
 
+def save_disk_delta(root: Path) -> list[Path]:
+    """A version that slime or miles published: compressed updates under the names of tensors."""
+    file = "model-00000-of-00001.safetensors"
+    save_file({"w": torch.zeros(5, dtype=torch.uint8)}, root / file)
+    index = {"metadata": {"delta_encoding": "xor"}, "weight_map": {"w": file}}
+    (root / "model.safetensors.index.json").write_text(json.dumps(index))
+    return [root, root / file]
+
+
+def save_manifest_delta(root: Path) -> list[Path]:
+    """SkyRL's updates, which a manifest describes."""
+    save_file({"w": torch.zeros(5, dtype=torch.uint8)}, root / "payload.safetensors")
+    (root / "manifest.json").write_text('{"version": 2, "base_version": 1, "tensors": []}')
+    return [root, root / "payload.safetensors"]
+
+
 @pytest.mark.parametrize(
     ("save", "message", "hint"),
     [
+        (save_disk_delta, "weight updates of slime or miles, which", "apply them with slime or miles"),
+        (save_manifest_delta, "weight updates of SkyRL, which", "apply them with SkyRL"),
         (save_vllm, "a sharded_state of vLLM or SGLang", "the model that it was made of"),
         (save_tensorrt_llm, "weights of TensorRT-LLM", "the model that they were made of"),
         (save_datastates, "in the format of DataStates", "save it with the default one"),
