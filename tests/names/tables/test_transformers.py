@@ -268,7 +268,7 @@ def test_names_that_look_like_another_familys(model_type: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        ("__version__ = '5.5.4'", "expected transformers 5.6 or newer, found 5.5.4"),
+        ("__version__ = '5.5.4'", "expected transformers 5.16 or newer, found 5.5.4"),
         ("raise ImportError('huggingface-hub<2.0 is required')", "cannot be imported: huggingface-hub<2.0 is required"),
     ],
 )
