@@ -16,22 +16,17 @@ if TYPE_CHECKING:
     from ckptkit.conversion.report import Converted
     from ckptkit.diagnosis.finding import Finding
     from ckptkit.errors import CkptError
-    from ckptkit.estimates.estimate import Estimated, estimate
     from ckptkit.hub.pull import Pulled, pull
     from ckptkit.hub.push import Pushed, push
-    from ckptkit.ops.apply import apply
-    from ckptkit.ops.apply_in_place import ChangedInPlace, apply_in_place
     from ckptkit.ops.average import average
     from ckptkit.ops.consolidate import consolidate
     from ckptkit.ops.convert import convert
     from ckptkit.ops.cp import CopiedFiles, cp
-    from ckptkit.ops.delta import WrittenDelta, delta
     from ckptkit.ops.diff import diff
     from ckptkit.ops.doctor import Diagnosis, doctor
     from ckptkit.ops.explain import explain
     from ckptkit.ops.finalize import finalize
     from ckptkit.ops.inspect import Inspected, inspect
-    from ckptkit.ops.inspect_delta import InspectedDelta, inspect_delta
     from ckptkit.ops.ls import Listing, ls
     from ckptkit.ops.ls import list_run as list_run
     from ckptkit.ops.manifest import make_manifest
@@ -43,13 +38,18 @@ if TYPE_CHECKING:
     from ckptkit.ops.stats import Stats, stats
     from ckptkit.ops.uploads import PrunedUploads, prune_uploads
     from ckptkit.ops.verify import Verified, verify
-    from ckptkit.ops.verify_delta import verify_delta
-    from ckptkit.proving.prove import Proved, prove
-    from ckptkit.reports.report import Reported, report
+    from ckptkit.plugins.deltas.apply import apply
+    from ckptkit.plugins.deltas.apply_in_place import ChangedInPlace, apply_in_place
+    from ckptkit.plugins.deltas.delta import WrittenDelta, delta
+    from ckptkit.plugins.deltas.inspect_delta import InspectedDelta, inspect_delta
+    from ckptkit.plugins.deltas.verify_delta import verify_delta
+    from ckptkit.plugins.estimate.estimate import Estimated, estimate
+    from ckptkit.plugins.prove.prove import Proved, prove
+    from ckptkit.plugins.report.report import Reported, report
+    from ckptkit.plugins.watch.watch import Watched, watch
     from ckptkit.training.saving.run import Run
     from ckptkit.training.smoke.smoke import smoke
     from ckptkit.training.train import train
-    from ckptkit.watching.watch import Watched, watch
 
 __all__ = [
     "ChangedInPlace",
@@ -117,7 +117,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ChangedInPlace": "ckptkit.ops.apply_in_place",
+    "ChangedInPlace": "ckptkit.plugins.deltas.apply_in_place",
     "Checkpoint": "ckptkit.checkpoints.checkpoint",
     "CkptError": "ckptkit.errors",
     "ConvertOptions": "ckptkit.conversion.options",
@@ -125,39 +125,39 @@ _HOMES = {
     "CopiedFiles": "ckptkit.ops.cp",
     "Diagnosis": "ckptkit.ops.doctor",
     "Diff": "ckptkit.comparison.differences",
-    "Estimated": "ckptkit.estimates.estimate",
+    "Estimated": "ckptkit.plugins.estimate.estimate",
     "Finding": "ckptkit.diagnosis.finding",
     "Inspected": "ckptkit.ops.inspect",
-    "InspectedDelta": "ckptkit.ops.inspect_delta",
+    "InspectedDelta": "ckptkit.plugins.deltas.inspect_delta",
     "LazyCheckpoint": "ckptkit.ops.open",
     "LazyTensor": "ckptkit.ops.open",
     "Listing": "ckptkit.ops.ls",
     "Moved": "ckptkit.comparison.moved",
-    "Proved": "ckptkit.proving.prove",
+    "Proved": "ckptkit.plugins.prove.prove",
     "Pruned": "ckptkit.ops.prune",
     "PrunedUploads": "ckptkit.ops.uploads",
     "Pulled": "ckptkit.hub.pull",
     "Pushed": "ckptkit.hub.push",
-    "Reported": "ckptkit.reports.report",
+    "Reported": "ckptkit.plugins.report.report",
     "Run": "ckptkit.training.saving.run",
     "Stats": "ckptkit.ops.stats",
     "Verified": "ckptkit.ops.verify",
-    "Watched": "ckptkit.watching.watch",
-    "WrittenDelta": "ckptkit.ops.delta",
-    "apply": "ckptkit.ops.apply",
-    "apply_in_place": "ckptkit.ops.apply_in_place",
+    "Watched": "ckptkit.plugins.watch.watch",
+    "WrittenDelta": "ckptkit.plugins.deltas.delta",
+    "apply": "ckptkit.plugins.deltas.apply",
+    "apply_in_place": "ckptkit.plugins.deltas.apply_in_place",
     "average": "ckptkit.ops.average",
     "consolidate": "ckptkit.ops.consolidate",
     "convert": "ckptkit.ops.convert",
     "cp": "ckptkit.ops.cp",
-    "delta": "ckptkit.ops.delta",
+    "delta": "ckptkit.plugins.deltas.delta",
     "diff": "ckptkit.ops.diff",
     "doctor": "ckptkit.ops.doctor",
-    "estimate": "ckptkit.estimates.estimate",
+    "estimate": "ckptkit.plugins.estimate.estimate",
     "explain": "ckptkit.ops.explain",
     "finalize": "ckptkit.ops.finalize",
     "inspect": "ckptkit.ops.inspect",
-    "inspect_delta": "ckptkit.ops.inspect_delta",
+    "inspect_delta": "ckptkit.plugins.deltas.inspect_delta",
     "list_run": "ckptkit.ops.ls",
     "ls": "ckptkit.ops.ls",
     "make_manifest": "ckptkit.ops.manifest",
@@ -166,20 +166,20 @@ _HOMES = {
     "open": "ckptkit.ops.open",
     "open_layout": "ckptkit.checkpoints.checkpoint",
     "pin": "ckptkit.ops.pin",
-    "prove": "ckptkit.proving.prove",
+    "prove": "ckptkit.plugins.prove.prove",
     "prune": "ckptkit.ops.prune",
     "prune_uploads": "ckptkit.ops.uploads",
     "pull": "ckptkit.hub.pull",
     "push": "ckptkit.hub.push",
-    "report": "ckptkit.reports.report",
+    "report": "ckptkit.plugins.report.report",
     "reshard": "ckptkit.ops.reshard",
     "smoke": "ckptkit.training.smoke.smoke",
     "stats": "ckptkit.ops.stats",
     "train": "ckptkit.training.train",
     "unpin": "ckptkit.ops.pin",
     "verify": "ckptkit.ops.verify",
-    "verify_delta": "ckptkit.ops.verify_delta",
-    "watch": "ckptkit.watching.watch",
+    "verify_delta": "ckptkit.plugins.deltas.verify_delta",
+    "watch": "ckptkit.plugins.watch.watch",
 }
 
 

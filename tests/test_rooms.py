@@ -30,7 +30,7 @@ READERS = tuple(sorted(f"formats.{path.parent.name}" for path in PACKAGE.glob("f
 # a floor modules may import each other, in one direction. Formats never import each other, and what they share lies
 # below them.
 FLOORS = (
-    ("errors", "version", "progress", "settings", "collector", "plugins"),
+    ("errors", "version", "progress", "settings", "collector", "entry_points"),
     ("pictures.markup", "pictures.numbers", "pictures.words"),  # arithmetic on text alone
     ("summary",),
     ("files.system", "files.stores"),
@@ -71,7 +71,6 @@ FLOORS = (
     ("adapters", "adapters.*"),
     ("comparison", "comparison.*"),
     ("salvaging", "salvaging.*"),
-    ("deltas", "deltas.*"),
     ("pictures", "pictures.*"),
     ("inspection", "inspection.*"),
     ("diagnosis", "diagnosis.*"),
@@ -81,15 +80,13 @@ FLOORS = (
     tuple(f"ops.{name}" for name in ("average", "consolidate", "finalize", "merge", "reshard", "verify")),
     tuple(f"ops.{name}" for name in ("demote", "dry_run_fix", "manifest", "pin")),
     ("ops", "ops.*"),
-    ("proving", "proving.*", "watching", "watching.*"),
     ("storage", "storage.*"),
     ("hub", "hub.*"),
     ("training.models.config",),
-    ("estimates", "estimates.*"),
     ("training", "training.*"),
     ("integrations", "integrations.*"),
-    ("reports", "reports.*"),
     ("cli", "cli.*"),
+    ("plugins", "plugins.*"),
     ("__main__",),
 )
 
@@ -106,7 +103,7 @@ STRANGERS = (
 
 TORCH_AT_THE_TOP = (
     *("training.*", "training", "storage.*", "storage"),
-    *("names.moved", "proving.forward", "integrations.lightning", "integrations.vllm_deltas"),
+    *("names.moved", "integrations.lightning", "plugins.deltas.vllm_engine", "plugins.prove.forward"),
 )
 TORCH_WHEN_USED = (
     "tensors.arrays",
@@ -114,8 +111,8 @@ TORCH_WHEN_USED = (
     "ops.open",
     "integrations.lazy_state_dict",
     "models.transformers_model",
-    *("tensors.dtypes", "conversion.options", "estimates.estimate"),  # for types alone
-    *("integrations.read_ahead", "integrations.vllm_loader", "integrations.loaded_weights"),
+    *("tensors.dtypes", "conversion.options", "plugins.estimate.estimate"),  # for types alone
+    *("integrations.loaded_weights", "plugins.vllm.loader", "plugins.vllm.read_ahead"),
 )
 
 FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deepspeed", "megatron", "accelerate"})
@@ -147,17 +144,16 @@ PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 # A format that only one trainer writes may say who.
 WRITTEN_BY: dict[str, set[str]] = {
     "formats": {"deepspeed", "megatron", "orbax"},  # the table
-    "formats.orbax*": {"orbax"},
+    "plugins.orbax*": {"orbax"},
     "trainers.foreign": {"nemo", "skyrl"},  # archives of theirs
     "formats.hf.format": {"skyrl", "slime"},  # whose weight updates it refuses
     "formats.ranks.write_files": {"skyrl"},  # an entry of its
     "formats.pt.format": {"megatron"},  # a file name of its
     "formats.dcp.model_space": {"megatron"},
-    "names.tables.megatron_*": {"megatron"},
     "names.group_map": {"megatron"},  # which keeps that map
     "optimizers.masters": {"megatron"},  # whose names for masters it knows
-    "formats.megatron*": {"megatron"},
-    "formats.deepspeed*": {"deepspeed"},
+    "plugins.megatron*": {"megatron", "peft"},
+    "plugins.deepspeed*": {"deepspeed"},
     "adapters*": {"peft"},  # what it saves is what all that load adapters read
     "adapters.config": {"megatron"},  # a key of it
     "adapters.trainer_names": {"megatron"},  # whose trainers have names of their own
@@ -167,13 +163,11 @@ WRITTEN_BY: dict[str, set[str]] = {
     "training.smoke*": {"peft"},
     "ops.merge": {"peft"},
     "conversion.options": {"peft"},  # a layout of adapters has its name
-    "deltas.nan": {"vllm"},  # which refuses it
+    "plugins.deltas.*": {"vllm"},  # which applies them
     "quantized*": {"vllm"},  # which loads what is quantized
     "integrations.lightning": {"lightning"},
     "integrations.transformers": {"deepspeed"},  # which takes over how a model is loaded
-    "integrations.vllm_loader": {"vllm"},
-    "integrations.vllm_deltas": {"vllm"},
-    "integrations.delta_patches": {"vllm"},  # as which it patches
+    "plugins.vllm*": {"vllm"},
     "diagnosis.group_map": {"megatron"},  # which keeps that map
     "diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
@@ -275,9 +269,9 @@ def floor_of(module: str) -> int:
 
 
 def share_a_folder(one: str, other: str) -> bool:
-    """True for modules of one floor that may import each other: not for those of two formats."""
+    """True for modules of one floor that may import each other: not for those of two formats or plugins."""
     first, second = (name.split(".") for name in (one, other))
-    depth = 2 if first[0] == "formats" else 1
+    depth = 2 if first[0] in ("formats", "plugins") else 1
     return first[:depth] == second[:depth]
 
 
@@ -375,7 +369,7 @@ def test_a_trainer_is_named_in_the_table_only(module: Module) -> None:
 
 @each_module
 def test_only_the_cli_prints(module: Module) -> None:
-    if not module.is_in("cli", "cli.*"):
+    if not module.is_in("cli", "cli.*", "plugins.*command", "plugins.deltas.kind"):
         given = {"stdout", "stderr"} if module.is_in("integrations.*") else set()  # what a child of theirs prints
         assert not ({"print", "stdout", "stderr"} - given) & module.words.keys(), f"{module.path} prints"
 

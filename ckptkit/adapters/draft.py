@@ -14,6 +14,7 @@ from ckptkit.adapters.empty import find_empty
 from ckptkit.adapters.experts import describe_layouts
 from ckptkit.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
 from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
+from ckptkit.adapters.trainer_names import TrainerNames, trainer_names_in
 from ckptkit.checkpoints.component import Component
 from ckptkit.conversion.draft import Conversion, Draft, Entries
 from ckptkit.conversion.options import ConvertOptions
@@ -51,7 +52,7 @@ class Opened:
     part: Component
     weights: Weights
     adapted: Adapted
-    has_trainer_names: bool = False
+    trainer_names: TrainerNames | None = None
 
     def fitted(self, adapter: Adapter, given: str | None) -> Fitted:
         """Return an adapter with its config, which it fits. Raises `NotACheckpoint` if there is none."""
@@ -62,10 +63,8 @@ class Opened:
                 f"expected a config for each of {len(self.adapted.adapters)} adapters, found one: {names}", hint=hint
             )
         config = find_adapter_config(self.part.path, adapter.name, given)
-        if self.has_trainer_names:
-            from ckptkit.adapters.trainer_names import hub_config
-
-            config = hub_config(config, self.part.layout, adapter.modules, adapter.replaced)
+        if self.trainer_names is not None:
+            config = self.trainer_names.hub_config(config, self.part.layout, adapter.modules, adapter.replaced)
         if config is None:
             raise NotACheckpoint(
                 f"there is no {CONFIG} of adapter `{adapter.name}` here or in the run: "
@@ -85,16 +84,14 @@ def open_adapters(part: Component, options: ConvertOptions) -> Opened | None:
     if not options.merge:
         chosen.check_globs([part.layout])
     weights = find_weights(edits.select(part.layout, chosen.admit))
-    if has_trainer_names := any(name.startswith("decoder.") or ".decoder." in name for name in weights.layout.tensors):
-        from ckptkit.adapters import trainer_names  # few adapters have any
-
-        if has_trainer_names := trainer_names.has_matrix(weights.layout.tensors):
-            weights = trainer_names.with_hub_names(weights, part.path, options.base)
+    trainer_names = trainer_names_in(weights.layout.tensors)
+    if trainer_names is not None:
+        weights = trainer_names.with_hub_names(weights, part.path, options.base)
     adapted = find_adapters(weights.layout)
     if adapted is not None:
         if part.is_adapter and (error := find_empty(weights.layout)):
             raise error
-        return Opened(part, weights, adapted, has_trainer_names)
+        return Opened(part, weights, adapted, trainer_names)
     refuse_wrapped(part, [options.edits.renaming()(name) for name in weights.layout.tensors])
     return None
 
@@ -156,7 +153,7 @@ def draft_adapters(
             notes.append(f"training modified the base before the first step ({said}): the adapter only fits that base")
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
     notes.append(f"loaders put an adapter onto its base; pass --merge to write the merged model instead ({base})")
-    if options.base is not None and not (options.experts or first.has_trainer_names):
+    if options.base is not None and not (options.experts or first.trainer_names):
         notes.append("--base only gives the number of tokens; adapters keep their config")
     return Conversion(
         origins=[Origin.of(first.part.path)],

@@ -14,7 +14,7 @@ from ckptkit.adapters.recipes import Merging
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.names.naming import AskedNames, name_weights
-from ckptkit.names.tables.transformers import TRANSFORMERS
+from ckptkit.names.transformers import TRANSFORMERS
 from ckptkit.names.weights import Weights
 from ckptkit.quantized.require_plain import require_plain
 from ckptkit.tensors.box import Shape

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptkit.adapters.config import AdapterConfig, find_adapter_config, is_sound
 from ckptkit.adapters.find import Adapted, Adapter, find_adapters
+from ckptkit.adapters.trainer_names import trainer_names_in
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported
 from ckptkit.layout import Layout
@@ -70,10 +71,9 @@ def look(adapter: Adapter, adapted: Adapted, part: Component) -> InspectedAdapte
 
 def trained_values(saved: Layout) -> Mapping[str, Any]:
     """Return what its trainer saved of the one adapter of a checkpoint; {} if nothing can be read."""
-    from ckptkit.adapters.trainer_names import has_matrix, trainer_values  # few adapters have no config
-
     try:
-        return trainer_values(saved)[1] if has_matrix(saved.tensors) else {}
+        names = trainer_names_in(saved.tensors)
+        return names.trainer_values(saved)[1] if names else {}
     except (Corrupt, NotACheckpoint, Unsupported):
         return {}
 

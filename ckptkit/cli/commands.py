@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.main import get_command
 
 from ckptkit.cli.settings import name_options
 from ckptkit.cli.values import PlainCommand, PlainGroup, print_help
+from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import Usage
 from ckptkit.version import __version__
 
@@ -26,24 +26,47 @@ _PYDANTIC = (
     (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
 )
 
-# As `ckptkit --help` groups and orders them; a command is the function of its name in this module of `ckptkit.cli`.
-GROUPS = {
-    "Convert": {
-        "consolidate": "consolidate",
-        "reshard": "reshard",
-        "convert": "convert",
-        "merge": "merge",
-        "average": "average",
-        "finalize": "finalize",
+
+class KnownCommand(NamedTuple):
+    """A command of the table: the heading of `ckptkit --help` that it stands under, and its `module:function`."""
+
+    heading: str
+    where: str
+
+
+COMMANDS = PluginTable(
+    "ckptkit.commands",
+    KnownCommand,
+    {
+        "consolidate": KnownCommand("Convert", "ckptkit.cli.consolidate:consolidate"),
+        "reshard": KnownCommand("Convert", "ckptkit.cli.reshard:reshard"),
+        "convert": KnownCommand("Convert", "ckptkit.cli.convert:convert"),
+        "merge": KnownCommand("Convert", "ckptkit.cli.merge:merge"),
+        "average": KnownCommand("Convert", "ckptkit.cli.average:average"),
+        "finalize": KnownCommand("Convert", "ckptkit.cli.finalize:finalize"),
+        "inspect": KnownCommand("Look", "ckptkit.cli.inspect:inspect"),
+        "stats": KnownCommand("Look", "ckptkit.cli.stats:stats"),
+        "diff": KnownCommand("Look", "ckptkit.cli.diff:diff"),
+        "report": KnownCommand("Look", "ckptkit.plugins.report.command:report"),
+        "verify": KnownCommand("Check and fix", "ckptkit.cli.verify:verify"),
+        "manifest": KnownCommand("Check and fix", "ckptkit.cli.verify:manifest"),
+        "doctor": KnownCommand("Check and fix", "ckptkit.cli.doctor:doctor"),
+        "prove": KnownCommand("Check and fix", "ckptkit.plugins.prove.command:prove"),
+        "ls": KnownCommand("Manage runs", "ckptkit.cli.ls:ls"),
+        "pin": KnownCommand("Manage runs", "ckptkit.cli.pin:pin"),
+        "unpin": KnownCommand("Manage runs", "ckptkit.cli.pin:unpin"),
+        "prune": KnownCommand("Manage runs", "ckptkit.cli.prune:prune"),
+        "watch": KnownCommand("Manage runs", "ckptkit.plugins.watch.command:watch"),
+        "estimate": KnownCommand("Train", "ckptkit.plugins.estimate.command:estimate"),
+        "train": KnownCommand("Train", "ckptkit.cli.train:train"),
+        "smoke": KnownCommand("Train", "ckptkit.cli.train:smoke"),
+        "delta": KnownCommand("Send what changed", "ckptkit.plugins.deltas.delta_command:delta"),
+        "apply": KnownCommand("Send what changed", "ckptkit.plugins.deltas.apply_command:apply"),
+        "cp": KnownCommand("Share", "ckptkit.cli.cp:cp"),
+        "push": KnownCommand("Share", "ckptkit.cli.push:push"),
+        "pull": KnownCommand("Share", "ckptkit.cli.pull:pull"),
     },
-    "Look": {"inspect": "inspect", "stats": "stats", "diff": "diff", "report": "report"},
-    "Check and fix": {"verify": "verify", "manifest": "verify", "doctor": "doctor", "prove": "prove"},
-    "Manage runs": {"ls": "ls", "pin": "pin", "unpin": "pin", "prune": "prune", "watch": "watch"},
-    "Train": {"estimate": "estimate", "train": "train", "smoke": "train"},
-    "Send what changed": {"delta": "delta", "apply": "apply"},
-    "Share": {"cp": "cp", "push": "push", "pull": "pull"},
-}
-COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
+)
 
 # What people type before they read the help, which does not show it: commands, and options of a command.
 SYNONYMS = {"export": "consolidate", "info": "inspect"}
@@ -53,12 +76,11 @@ OPTION_SYNONYMS = {
 }
 
 
-def load(name: str) -> Any:
+def make_command(name: str) -> Any:
     """Return a command, made out of its function."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    function = getattr(import_module(f"ckptkit.cli.{COMMANDS[name]}"), name)
     # Every argument of `train` has a default: alone it would train.
-    app.command(name, cls=PlainCommand, no_args_is_help=name == "train")(name_options(function))
+    app.command(name, cls=PlainCommand, no_args_is_help=name == "train")(name_options(load(COMMANDS[name].where)))
     command: Any = get_command(app)
     command.synonyms = OPTION_SYNONYMS.get(name, {})
     for argument in command.params:
@@ -71,11 +93,15 @@ class Commands(PlainGroup):
     """All commands, of which only the names are known at first."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings | {"commands": dict.fromkeys(COMMANDS)})
+        super().__init__(**settings | {"commands": dict.fromkeys(COMMANDS.own)})
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        """Return the names of all commands, also those of other packages."""
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         """Return a command, None if there is none of this name."""
-        return load(cmd_name) if cmd_name in COMMANDS else None
+        return make_command(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name of a command, the command and its arguments."""
@@ -84,9 +110,10 @@ class Commands(PlainGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """Write a section of the help for each group, with the whole summary of each command."""
         width = max(map(len, COMMANDS))
-        for title, group in GROUPS.items():
-            with formatter.section(title):
-                formatter.write_dl([(name.ljust(width), load(name).help.partition("\n")[0]) for name in group])
+        for heading in dict.fromkeys(known.heading for known in COMMANDS.values()):
+            with formatter.section(heading):
+                group = [name for name, known in COMMANDS.items() if known.heading == heading]
+                formatter.write_dl([(name.ljust(width), make_command(name).help.partition("\n")[0]) for name in group])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read a command line as far as the command; print the help if there is none."""

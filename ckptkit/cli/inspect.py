@@ -51,20 +51,18 @@ def inspect(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or not supported; 4 an I/O failure; 5 an unsafe path.
     """
-    from ckptkit.deltas.find import is_any_delta
+    from ckptkit.checkpoints.other_kinds import other_kind_of
     from ckptkit.ops.inspect import inspect as look
 
     path = with_others(path, also)
-    if is_any_delta(path):
-        from ckptkit.cli.delta import show_delta
-
-        show_delta(path, tensors=tensors, json=json)
+    if kind := other_kind_of(path):
+        kind.show(path, tensors=tensors, json=json)
         return
     found = look(path, with_places=chunks)
     for fault in found.unread:
         note(f"warning: a part cannot be read: {fault}")
     if svg is not None:
-        from ckptkit.reports.shard_map import write_shard_map
+        from ckptkit.cli.shard_map import write_shard_map
 
         write_shard_map(found.layout, svg)
         note(f"wrote {svg}")

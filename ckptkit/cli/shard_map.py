@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from ckptkit.cli.output import print_line, print_table, say, terminal_width
+from ckptkit.destinations.staging import publish
+from ckptkit.errors import Occupied
+from ckptkit.files.file import is_there
 from ckptkit.pictures.numbers import format_bytes
 from ckptkit.pictures.words import count, fold, visible
 
@@ -99,3 +103,13 @@ def paint(line: Line) -> str:
         else typer.style(run.text.translate({ord("░"): " ", ord("▒"): " "}), fg=16, bg=_COLORS[run.owner % 8])
         for run in line
     )
+
+
+def write_shard_map(layout: Layout, dst: Path) -> None:
+    """Draw the layout of a checkpoint into the SVG file `dst`. Raises `Occupied` if there is one."""
+    from ckptkit.pictures.shard_svg import draw_shards, standalone
+    from ckptkit.pictures.shards import map_shards
+
+    if is_there(dst):
+        raise Occupied("there is a file of this name", path=dst, hint="choose another")
+    publish(dst, standalone(draw_shards(map_shards(layout))).encode())

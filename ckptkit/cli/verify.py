@@ -64,16 +64,15 @@ def verify(
 
     Exit codes: 0 no problems; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
-    from ckptkit.deltas.find import is_any_delta, members_of
+    from ckptkit.checkpoints.other_kinds import members_of, other_kind_of
     from ckptkit.ops.verify import verify as check
-    from ckptkit.ops.verify_delta import verify_delta as check_delta
 
     if also and len(paths) > 1:
         raise Usage("--also is for one checkpoint", hint="verify them one by one")
     paths = [with_others(path, also) for path in paths]
     if base is None:
         paths = [member for path in paths for member in members_of(path)]
-    deltas = [path for path in paths if is_any_delta(path)]
+    deltas = {path: kind for path in paths if (kind := other_kind_of(path))}
     if base and (others := [path for path in paths if path not in deltas]):
         if not others[0].exists():
             raise absent(others[0])
@@ -81,7 +80,7 @@ def verify(
         raise Usage(f"--base is for deltas: {others[0]} is not one", hint=hint)
     if deltas and (fast or against or stats):
         raise Usage("--fast, --against and --stats are for checkpoints", hint="drop them, or verify deltas alone")
-    found = [check_delta(path, base=base, jobs=jobs) for path in deltas]
+    found: list[Verified] = [kind.check(path, base=base, jobs=jobs) for path, kind in deltas.items()]
     with progress_bar("verify") as progress:
         found += check(
             *(path for path in paths if path not in deltas),

@@ -12,7 +12,7 @@ from ckptkit.models.predictors import predictors_in
 from ckptkit.models.text_model import find_text_model
 from ckptkit.names.between_families import turn_between
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.tables.transformers import TRANSFORMERS
+from ckptkit.names.transformers import TRANSFORMERS
 from ckptkit.names.weights import JOINED
 from ckptkit.quantized.require_plain import require_plain
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
-from importlib import import_module
 from pathlib import Path, PurePath
 from typing import NamedTuple, cast
 
+from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translate_os_errors
 from ckptkit.files.file import names_in
 from ckptkit.formats.protocols import EntryWriter, FormatReader, FormatWriter
 from ckptkit.layout import Layout
-from ckptkit.plugins import PluginTable
 
 __all__ = [
     "FORMATS",
@@ -79,13 +78,13 @@ FORMATS = PluginTable(
             is_written=True,
         ),
         "torch_checkpointing": KnownFormat(
-            "ckptkit.formats.torch_checkpointing.format:TorchCheckpointing",
+            "ckptkit.plugins.torch_checkpointing.format:TorchCheckpointing",
             "torch_checkpointing",
             r"metadata\.pkl",
             perhaps=r".+_0\.pt",
         ),
         "orbax": KnownFormat(
-            "ckptkit.formats.orbax.format:Orbax",
+            "ckptkit.plugins.orbax.format:Orbax",
             "orbax",
             r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt",
             main=r"_METADATA|manifest\.ocdbt",
@@ -98,19 +97,19 @@ FORMATS = PluginTable(
             main=r".*(model|consolidated).*\.safetensors|shard-.*\.safetensors|.*\.safetensors\.index\.json",
         ),
         "megatron": KnownFormat(
-            "ckptkit.formats.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
+            "ckptkit.plugins.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
         ),
         "consolidated": KnownFormat(
-            "ckptkit.formats.consolidated.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
+            "ckptkit.plugins.meta.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
         ),
         "universal": KnownFormat(
-            "ckptkit.formats.deepspeed.universal:Universal",
+            "ckptkit.plugins.deepspeed.universal:Universal",
             "DeepSpeed universal checkpoint",
             r"zero|latest_universal",
             is_written=True,
         ),
         "deepspeed": KnownFormat(
-            "ckptkit.formats.deepspeed.format:DeepSpeed",
+            "ckptkit.plugins.deepspeed.format:DeepSpeed",
             "DeepSpeed",
             r".*_(model|optim)_states\.pt|layer_.*-model_states\.pt",
         ),
@@ -130,15 +129,14 @@ FORMATS = PluginTable(
     },
 )
 
-# what decompresses the items in an envelope of each name: a module with a function `unpack`
-UNPACKERS = {"stream.zstd/1": "ckptkit.formats.archives.zstd", "zarr": "ckptkit.formats.orbax.unpack"}
+# the `module:function` that decompresses the items in an envelope of each name
+UNPACKERS = {"stream.zstd/1": "ckptkit.formats.archives.zstd:unpack", "zarr": "ckptkit.plugins.orbax.unpack:unpack"}
 
 
 @cache
 def get_format(name: str) -> FormatReader:
     """Return the format that users call `name`."""
-    module, _, attribute = FORMATS[name].where.partition(":")
-    return cast(FormatReader, getattr(import_module(module), attribute)())
+    return cast(FormatReader, load(FORMATS[name].where)())
 
 
 def get_writer(name: str) -> FormatWriter:
@@ -256,7 +254,7 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
     Reports each item that cannot be, and leaves it as it is.
     """
     for wrapper in sorted({item.wrapper for _, item in layout.stored} & UNPACKERS.keys(), key=str):
-        layout = import_module(UNPACKERS[str(wrapper)]).unpack(layout, report)
+        layout = load(UNPACKERS[str(wrapper)])(layout, report)
     return layout
 
 

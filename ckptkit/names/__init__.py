@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import Usage
 from ckptkit.names.outline import outline_of
-from ckptkit.plugins import PluginTable
 from ckptkit.tensors.box import Shape
 
 if TYPE_CHECKING:
@@ -35,26 +34,30 @@ FAMILIES = PluginTable(
     KnownFamily,
     {
         "torchtitan": KnownFamily(
-            ".tables.torchtitan:TORCHTITAN",
+            "ckptkit.names.torchtitan:TORCHTITAN",
             r"layers\.#\.attention\.qkv_linear\..*|layers\.#\.moe\.(routed_experts|experts)\..*_E[A-Z]+",
         ),
-        "torchtitan-0.2": KnownFamily(".tables.torchtitan:BEFORE_0_3", r"layers\.#\.attention\.w([qkv]|kv_a)\.weight"),
+        "torchtitan-0.2": KnownFamily(
+            "ckptkit.names.torchtitan:BEFORE_0_3", r"layers\.#\.attention\.w([qkv]|kv_a)\.weight"
+        ),
         "megatron": KnownFamily(
-            ".tables.megatron:MEGATRON",
+            "ckptkit.plugins.megatron.names:MEGATRON",
             r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*|decoder\.layers\.#\.mixer\.A_log",
         ),
-        "meta": KnownFamily(".tables.meta:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
-        "torchtune": KnownFamily(".tables.torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"),
-        "litgpt": KnownFamily(".tables.litgpt:LITGPT", r"transformer\.h\.#\.attn\.(qkv|attn)\.weight"),
-        "olmo": KnownFamily(".tables.olmo:OLMO", r"blocks\.#\.attention\.w_[qkv]\.weight"),
+        "meta": KnownFamily("ckptkit.plugins.meta.names:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
+        "torchtune": KnownFamily(
+            "ckptkit.plugins.torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"
+        ),
+        "litgpt": KnownFamily("ckptkit.plugins.litgpt:LITGPT", r"transformer\.h\.#\.attn\.(qkv|attn)\.weight"),
+        "olmo": KnownFamily("ckptkit.plugins.olmo:OLMO", r"blocks\.#\.attention\.w_[qkv]\.weight"),
         "maxtext": KnownFamily(
-            ".tables.maxtext:MAXTEXT",
+            "ckptkit.plugins.orbax.maxtext:MAXTEXT",
             r"decoder\.(layers|layers_remainder)([._](#|[0-9]+))?(\.layers_[0-9]+)?"
             r"\.self_attention(_local|_global)?\.query\.kernel(\.value)?",
         ),
-        "nanogpt": KnownFamily(".tables.nanogpt:NANOGPT", r"transformer\.h\.#\.attn\.c_attn\.weight"),
+        "nanogpt": KnownFamily("ckptkit.plugins.nanogpt:NANOGPT", r"transformer\.h\.#\.attn\.c_attn\.weight"),
         "transformers": KnownFamily(
-            ".tables.transformers:TRANSFORMERS",
+            "ckptkit.names.transformers:TRANSFORMERS",
             r"(.*\.)?experts\.(gate_up_proj|down_proj)|"
             r"model\.(language_model|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\..*",
         ),
@@ -89,21 +92,20 @@ def families_with(shapes: Mapping[str, Shape]) -> list[Family]:
     told = []
     for name, known in FAMILIES.items():
         own = [shape for outline, shape in outlines.items() if re.fullmatch(known.tells, outline)]
-        if own and any(map((family := load(name)).tells_shape, own)):
+        if own and any(map((family := load_family(name)).tells_shape, own)):
             told.append(family)
     return told
 
 
-def load(name: str) -> Family:
-    module, _, family = FAMILIES[name].where.partition(":")
-    return cast("Family", getattr(import_module(module, __name__), family))
+def load_family(name: str) -> Family:
+    return cast("Family", load(FAMILIES[name].where))
 
 
 def get_family(name: str) -> Family | None:
     """Return a family by its name, None for the Hub. Raises `Usage` if there is none."""
     if name not in (HUB, *FAMILIES):
         raise Usage(f"unknown family of names `{name}`", hint=f"use one of {', '.join((HUB, KEEP, *FAMILIES))}")
-    return None if name == HUB else load(name)
+    return None if name == HUB else load_family(name)
 
 
 def check_names(name: str | None, table: Family | None = None) -> None:

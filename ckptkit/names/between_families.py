@@ -11,7 +11,7 @@ from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.names.family import Family
 from ckptkit.names.sizes import Sizes
-from ckptkit.names.tables.transformers import TRANSFORMERS
+from ckptkit.names.transformers import TRANSFORMERS
 from ckptkit.names.translate import Translated, Turn
 from ckptkit.tensors.box import Shape
 

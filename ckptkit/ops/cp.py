@@ -17,14 +17,12 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import LeftBehind, is_left, reason_to_leave
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import FileSum, read_manifest
+from ckptkit.checkpoints.manifest import FileSum
 from ckptkit.checkpoints.marks import PlacedFiles, find_marks
+from ckptkit.checkpoints.other_kinds import other_kind_of
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
 from ckptkit.conversion.directories import check_free, contains
-from ckptkit.deltas.find import RECORD, is_delta
-from ckptkit.deltas.open_delta import open_delta
-from ckptkit.deltas.record import FORMAT as DELTA
 from ckptkit.destinations import pieces
 from ckptkit.destinations.allocation import check_room, create_file, make_folder, missing_bytes
 from ckptkit.destinations.pieces import LocalPieces, PieceSink, is_large
@@ -189,8 +187,10 @@ def cp(
 
 def open_source(source: Source) -> tuple[Path, Callable[[], Contents]]:
     """Return where a checkpoint or a delta lies, and what looks through it."""
-    if not isinstance(source, Checkpoint) and is_delta(path := to_path(source)):
-        return path, partial(look_through_delta, path)
+    if not isinstance(source, Checkpoint):
+        kind = other_kind_of(path := to_path(source))
+        if kind and kind.is_complete(path):
+            return path, partial(kind.list_files, path)
     checkpoint = Checkpoint.open(source)
     return checkpoint.path, partial(look_through, checkpoint)
 
@@ -220,16 +220,6 @@ def look_through(checkpoint: Checkpoint) -> Contents:
     ordered = {name: sizes[name] for name in (*sorted(sizes.keys() - set(marks)), *marks)}
     is_file = not checkpoint.path.is_dir() and len(sizes) == 1
     return Contents(root, parts[0].own.reader.name, tuple(parts), ordered, marks, left, is_file)
-
-
-def look_through_delta(path: Path) -> Contents:
-    """Return what of a delta is copied. `delta.json`, without which nobody takes it for one, comes last."""
-    delta = open_delta(path)
-    manifest = read_manifest(path)
-    names = [*sorted(delta.layout.files), *([MANIFEST] if manifest else []), RECORD]
-    sizes = {name: file_size(path / name) for name in names}
-    sums = {} if manifest is None else {name: one for name, one in manifest.files.items() if name in sizes}
-    return Contents(path, DELTA, (), sizes, (RECORD,), sums=sums)
 
 
 def look_at(part: Component, root: Path, others: frozenset[Path], problems: Problems) -> OwnPart:

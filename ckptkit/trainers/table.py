@@ -5,7 +5,7 @@ A trainer is one entry of `TRAINERS`. What takes a function lies in a file of th
 
 from __future__ import annotations
 
-from ckptkit.plugins import PluginTable
+from ckptkit.entry_points import PluginTable
 from ckptkit.trainers.ckptkit import CKPTKIT
 from ckptkit.trainers.trainer import ConfigOf, Mark, TrainerFacts, Unread
 from ckptkit.trainers.transformers import STATE, TRANSFORMERS

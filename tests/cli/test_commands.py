@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit.cli.commands import GROUPS
+from ckptkit.cli.commands import COMMANDS
 from tests import producers
 from tests.command import ckptkit
 from tests.conftest import Produce
@@ -227,10 +227,11 @@ def test_help_is_printed_where_there_is_no_command() -> None:
 
 def test_the_help_groups_the_commands_and_shows_each_whole_summary_on_one_line() -> None:
     lines = ckptkit("--help", env={**os.environ, "COLUMNS": "80"}).stdout.splitlines()
-    for title, group in GROUPS.items():
-        start = lines.index(f"{title}:") + 1
+    for heading in {known.heading for known in COMMANDS.values()}:
+        group = [name for name, known in COMMANDS.items() if known.heading == heading]
+        start = lines.index(f"{heading}:") + 1
         shown = dict(line.split(maxsplit=1) for line in lines[start : start + len(group)])
-        assert list(shown) == list(group)
+        assert list(shown) == group
         assert all(summary.endswith(".") and "..." not in summary for summary in shown.values()), shown
     assert max(map(len, lines)) <= 80
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from ckptkit.cli.commands import COMMANDS, OPTION_SYNONYMS, SYNONYMS, app, load
+from ckptkit.cli.commands import COMMANDS, OPTION_SYNONYMS, SYNONYMS, app, make_command
 from ckptkit.conversion.options import ConvertOptions
 from ckptkit.settings import Setting, settings_of
 from ckptkit.training.config import settings as settings_of_training
@@ -69,7 +69,7 @@ def test_synonyms_of_commands_are_accepted(synonym: str, name: str, capsys: pyte
 def test_synonyms_of_options_are_accepted(
     command: str, synonym: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    read = [load(command).make_context(command, ["a", "b", option, "7"]).params for option in (synonym, name)]
+    read = [make_command(command).make_context(command, ["a", "b", option, "7"]).params for option in (synonym, name)]
     assert read[0] == read[1]
     assert str(read[0][name.removeprefix("--")]) == "7"
     assert synonym not in options_in(help_of(capsys, command))

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 import ckptkit
-from tests.deltas.models import as_hf, load, policy, step
 from tests.faults.cases import Case, Seen
 from tests.faults.deletions import TROUBLES
 from tests.faults.points import Trouble, spread
@@ -25,6 +24,7 @@ from tests.faults.server import Ended
 from tests.faults.shim import Fault
 from tests.faults.stage import serve
 from tests.faults.verdicts import Verdict, judge_error
+from tests.plugins.deltas.models import as_hf, load, policy, step
 
 _FEW, _MANY = 2, 40  # points of a kind of trouble: in the fast share, and of those that leave the process alive
 

@@ -27,17 +27,17 @@ from ckptkit.formats.archives.flatten import flatten
 from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.dcp.format import Dcp
-from ckptkit.formats.deepspeed.experts import ExpertFiles, read_experts
-from ckptkit.formats.deepspeed.gathering import Gathering
-from ckptkit.formats.deepspeed.model_states import read_model_states
-from ckptkit.formats.deepspeed.names import DeepSpeedFiles
-from ckptkit.formats.deepspeed.partitions import read_partition
-from ckptkit.formats.deepspeed.unpartitioned import put_unpartitioned
-from ckptkit.formats.deepspeed.zero import parameters_of
 from ckptkit.formats.hf.format import HuggingFace
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pt.format import Pt
 from ckptkit.models import companions, known_types
+from ckptkit.plugins.deepspeed.experts import ExpertFiles, read_experts
+from ckptkit.plugins.deepspeed.gathering import Gathering
+from ckptkit.plugins.deepspeed.model_states import read_model_states
+from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
+from ckptkit.plugins.deepspeed.partitions import read_partition
+from ckptkit.plugins.deepspeed.unpartitioned import put_unpartitioned
+from ckptkit.plugins.deepspeed.zero import parameters_of
 from ckptkit.runs import retention
 from tests.faults.zips import be_archive
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from tests.faults.trained import MAKERS as EARLIER
 from tests.faults.trained import OWN_NAMES as EARLIER_NAMES
 from tests.faults.trained import Make, Truth, in_row, model_states, moments, part, save
-from tests.formats.orbax.trees import metadata_of, save_array
+from tests.plugins.orbax.trees import metadata_of, save_array
 
 
 def save_dcp(state: Mapping[str, Any], root: Path, *, flat: bool = True) -> None:

@@ -35,7 +35,11 @@ MODULES = (
         for verb in ("consolidate", "reshard", "convert", "finalize")
         for room in ("cli", "ops")
     ),
-    *("ckptkit.cli.apply", "ckptkit.ops.apply_in_place", "ckptkit.cli.verify", "ckptkit.ops.verify"),
+    *(
+        "ckptkit.plugins.deltas.apply_command",
+        "ckptkit.plugins.deltas.apply_in_place",
+        *("ckptkit.cli.verify", "ckptkit.ops.verify"),
+    ),
     *(known.where.partition(":")[0] for known in FORMATS.values()),
     *("torch._dynamo", "fsspec.core", "accelerate.utils"),
     "torch.distributed.checkpoint._consolidate_hf_safetensors",

@@ -95,7 +95,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning_too(tmp_path: Path, cap
 
 
 def test_under_torchrun_the_commands_are_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptkit.watching.watch import watch
+    from ckptkit.plugins.watch.watch import watch
 
     train(tmp_path / "run", ["inspect {ckpt}"])
     for name, value in {

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.errors import Unsupported
-from ckptkit.names import FAMILIES, load
+from ckptkit.names import FAMILIES, load_family
 from tests.names.hub_models import config_of, saved
 
 _EXPERTS = {
@@ -24,7 +24,7 @@ _EXPERTS = {
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 40, "n_positions": 64, "tie_word_embeddings": True}
 _NAMED = {"gpt_neox": {"num_key_value_heads": 4}, "gpt2": _GPT2}
-TYPES = sorted({kind for name in FAMILIES if name != "transformers" for kind in load(name).types})
+TYPES = sorted({kind for name in FAMILIES if name != "transformers" for kind in load_family(name).types})
 
 
 def save_model(model_type: str, root: Path) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def save_model(model_type: str, root: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_each_family_is_read_back(tmp_path: Path, model_type: str) -> None:
     truth = save_model(model_type, tmp_path / "hub")
-    families = [load(name) for name in FAMILIES if model_type in load(name).types]
+    families = [load_family(name) for name in FAMILIES if model_type in load_family(name).types]
     for name in (family.name for family in families if not family.is_model_only):
         ckptkit.convert(tmp_path / "hub", tmp_path / name, to="dcp", names=name, sync=False)
         done = ckptkit.consolidate(tmp_path / name, tmp_path / f"{name}-back", base=str(tmp_path / "hub"), sync=False)

@@ -117,7 +117,7 @@ def test_a_prefix_of_its_trainer(tmp_path: Path) -> None:
 
 
 def test_names_of_another_family(tmp_path: Path) -> None:
-    from tests.names.tables.titan_model import Titan, Widths
+    from tests.names.titan_model import Titan, Widths
 
     root = tmp_path / "step-20"
     save_alone(dict(Titan(Widths()).state_dict()), root)

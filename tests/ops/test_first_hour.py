@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, Occupied
+from ckptkit.plugins.watch.commands import Final, WatchCommand
 from ckptkit.training.smoke.smoke import MARK, check_free, make_room
-from ckptkit.watching.commands import Final, WatchCommand
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

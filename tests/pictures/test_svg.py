@@ -9,14 +9,14 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.pictures.curves import draw_curves
-from ckptkit.pictures.layers import LayerKind, draw_layers, spread
 from ckptkit.pictures.markup import Markup
-from ckptkit.pictures.series import Series
 from ckptkit.pictures.shard_svg import draw_shards, shorten, standalone
 from ckptkit.pictures.shards import map_shards
 from ckptkit.pictures.style import OWNERS, channels, color
-from ckptkit.pictures.timeline import Stop, draw_timeline
+from ckptkit.plugins.report.curves import draw_curves
+from ckptkit.plugins.report.layers import LayerKind, draw_layers, spread
+from ckptkit.plugins.report.series import Series
+from ckptkit.plugins.report.timeline import Stop, draw_timeline
 from tests import producers
 from tests.conftest import Produce
 from tests.pictures.layouts import cut_among, llama

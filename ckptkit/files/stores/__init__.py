@@ -16,8 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, TypeVar, cast, runtime_checkable
 
+from ckptkit.entry_points import PluginTable
 from ckptkit.errors import CkptError, IOFailure
-from ckptkit.plugins import PluginTable
 
 T = TypeVar("T")
 Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request

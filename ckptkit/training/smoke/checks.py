@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ckptkit.estimates.estimate import estimate
+from ckptkit.entry_points import PluginTable, load
 from ckptkit.ops.consolidate import consolidate
 from ckptkit.ops.convert import convert
 from ckptkit.runs.run import RunFolder
@@ -122,23 +123,6 @@ def goes_there_and_back(runs: SmokeRuns) -> str:
     return f"hf to dcp: {compare_checkpoints(runs.checkpoint, weights, 'model')}; dcp to pt to dcp: {found[-1]}"
 
 
-def holds_what_was_estimated(runs: SmokeRuns) -> str:
-    """Check that the rank with most holds as many bytes of parameters and optimizer as `ckptkit estimate` says."""
-    held = runs.first
-    precision = "bfloat16" if held[0].computes_in == "bfloat16" else "float32"
-    size = runs.config.sequence_length, -(-runs.config.batch_size // runs.nproc)
-    (budget,) = estimate(
-        runs.config.run / "config.json", world_size=runs.nproc, strategy="full_shard", recompute_every=0,
-        sequence_length=size[0], micro_batch_size=size[1], param_dtype=precision,
-    ).budgets  # fmt: skip
-    expected = budget.parts["parameters"], budget.parts["optimizer"]
-    found = max(rank.parameters for rank in held), max(rank.optimizer for rank in held)
-    if found != expected:
-        raise Failed(f"{found[0]:,} bytes of parameters and {found[1]:,} of moments; estimated {expected}")
-    peak = held[0].peak and f"; at most {held[0].peak:,} bytes, estimated {budget.peak:,}"
-    return f"{found[0]:,} bytes of parameters, {found[1]:,} of moments{peak or ''}"
-
-
 def consolidates(runs: SmokeRuns) -> str:
     done = consolidate(runs.checkpoint, runs.out, overwrite=True)
     return f"{done.tensors} tensors, {done.checked_bytes:,} bytes compared with their checksums"
@@ -185,6 +169,18 @@ def tied_names(runs: SmokeRuns) -> set[str]:
     return set() if runs.config.untied else {"lm_head.weight"}
 
 
+class KnownCheck(NamedTuple):
+    """A line of `PLUGIN_CHECKS`: the `module:function` of a check."""
+
+    where: str
+
+
+PLUGIN_CHECKS = PluginTable(
+    "ckptkit.smoke_checks",
+    KnownCheck,
+    {"memory as estimated": KnownCheck("ckptkit.plugins.estimate.smoke_check:holds_what_was_estimated")},
+)
+
 CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
     "train": trains,
     "losses are finite": is_finite,
@@ -196,7 +192,7 @@ CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
     "resume: weights": resumes_weights,
     "another world size": loads_at_another_size,
     "full state": loads_full,
-    "memory as estimated": holds_what_was_estimated,
+    **{name: load(known.where) for name, known in PLUGIN_CHECKS.items()},
     "reshard": reshards,
     "resume after reshard": resumes_resharded,
     "consolidate": consolidates,

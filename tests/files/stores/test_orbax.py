@@ -11,7 +11,7 @@ import pytest
 import ckptkit
 from ckptkit.errors import CkptError
 from tests.files.stores.conftest import Bucket
-from tests.formats.orbax.trees import save_tree
+from tests.plugins.orbax.trees import save_tree
 from tests.s3 import forget
 
 pytest.importorskip("tensorstore", reason="tensorstore is not installed")

@@ -1,0 +1,60 @@
+"""What a directory may be beside a checkpoint, such as a delta: a line in `OTHER_KINDS`, and a module that opens it."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+from ckptkit.entry_points import PluginTable
+from ckptkit.files.file import folders, names_in
+from ckptkit.files.path import RemotePath
+from ckptkit.formats import detect_format
+
+
+class OtherKind(Protocol):
+    """What the module of a line does."""
+
+    def is_complete(self, path: Path, /) -> bool:
+        """Return whether a directory contains a complete one."""
+
+    def show(self, path: Path, /, *, tensors: bool, json: bool) -> None:
+        """Print what it is, for `ckptkit inspect`."""
+
+    def check(self, path: Path, /, *, base: Path | None, jobs: int | None) -> Any:
+        """Return it as `ckptkit.ops.verify.Verified`, for `ckptkit verify`."""
+
+    def list_files(self, path: Path, /) -> Any:
+        """Return its files as `ckptkit.ops.cp.Contents`, for `ckptkit cp`."""
+
+
+class KnownKind(NamedTuple):
+    """A line: the module, and the pattern `files` of names that only it has, also before it is complete."""
+
+    where: str
+    files: str
+
+
+OTHER_KINDS = PluginTable(
+    "ckptkit.other_kinds",
+    KnownKind,
+    {"delta": KnownKind("ckptkit.plugins.deltas.kind", r"delta\.json|delta-[0-9]+-of-[0-9]+\.safetensors")},
+)
+
+
+def other_kind_of(path: Path) -> OtherKind | None:
+    """Return what a directory is, complete or not, None if it is no kind of `OTHER_KINDS`."""
+    names = names_in(path) if path.is_dir() else ()
+    for known in OTHER_KINDS.values():
+        if any(map(re.compile(known.files).fullmatch, names)):
+            return cast(OtherKind, import_module(known.where))
+    return None
+
+
+def members_of(path: Path) -> list[Path]:
+    """Return the folders of a local directory that contains others of these kinds; for any other path, the path."""
+    if isinstance(path, RemotePath) or not path.is_dir() or other_kind_of(path) or detect_format(path) is not None:
+        return [path]
+    found = [folder for folder in folders(path) if not folder.name.startswith(".")]
+    return found if any(map(other_kind_of, found)) else [path]

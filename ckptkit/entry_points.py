@@ -1,0 +1,95 @@
+"""Tables that other installed packages add lines to, by entry points."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+Line = TypeVar("Line")
+
+
+class PluginSkipped(UserWarning):
+    """A plugin that is installed and not used."""
+
+
+class PluginTable(Mapping[str, Line], Generic[Line]):
+    """The lines of ckptkit, `own`, followed by the `added` lines: entry points of `group` that name a `kind`.
+
+    Plugins are imported when a name is not in `own`, or when a loop has passed all lines of `own`.
+    """
+
+    def __init__(self, group: str, kind: type[Line], own: dict[str, Line]) -> None:
+        self.group = group
+        self.kind = kind
+        self.own = own
+
+    @cached_property
+    def added(self) -> dict[str, Line]:
+        """Return the lines of other packages. Warns `PluginSkipped` of each that cannot be used."""
+        added: dict[str, Line] = {}
+        for name, package, load in declared(self.group):
+            try:
+                if name in self.own or name in added:
+                    raise ValueError(f"the name `{name}` is already in use")
+                line = load()
+                if not isinstance(line, self.kind):
+                    raise TypeError(f"expected a {self.kind.__name__}, found a {type(line).__name__}")
+            except Exception as error:  # noqa: BLE001 - whatever a stranger's module raises
+                what = f"{self.group} `{name}` of {package}"
+                warnings.warn(f"skipped {what}: {type(error).__name__}: {error}", PluginSkipped, stacklevel=2)
+            else:
+                added[name] = line
+        return added
+
+    def __getitem__(self, name: str) -> Line:
+        return self.own[name] if name in self.own else self.added[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.own
+        yield from self.added
+
+    def __len__(self) -> int:
+        return len(self.own) + len(self.added)
+
+
+def load(where: str) -> Any:
+    """Import what `where` names, a `module:attribute`."""
+    module, _, attribute = where.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def declared(group: str) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """Yield the entry points of a group: the name, the package with its version, and what imports the object."""
+    if not any_declared():
+        return
+    from importlib.metadata import entry_points  # slow to import and to search; most environments have no plugin
+
+    for found in sorted(entry_points(group=group), key=lambda found: found.name):
+        package = f"{found.dist.name} {found.dist.version}" if found.dist else "a package without a name"
+        yield found.name, package, found.load
+
+
+@cache
+def any_declared() -> bool:
+    """Return whether any installed package declares an entry point in a group of ckptkit's."""
+    return any("[ckptkit." in text for place in sys.path for text in entry_points_in(Path(place)))
+
+
+def entry_points_in(place: Path) -> Iterator[str]:
+    """Yield the entry points of every package installed in a directory, as their text."""
+    try:
+        with os.scandir(place) as entries:
+            names = [entry.name for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
+    except OSError:  # a zip archive, or not there
+        return
+    for name in names:
+        try:
+            yield Path(place, name, "entry_points.txt").read_text("utf-8", "replace")
+        except OSError:  # most packages have no entry points
+            continue

@@ -1,1 +1,0 @@
-"""The tables of names: one file for each family."""

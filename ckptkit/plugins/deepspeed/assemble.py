@@ -1,0 +1,190 @@
+"""Join a directory of DeepSpeed's to one layout: parameters by name, the optimizer by name, and all the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.formats.archives.flatten import Flattening
+from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.layout import Layout, StoredTensor
+from ckptkit.plugins.deepspeed.expert_states import put_experts, put_unpartitioned_experts
+from ckptkit.plugins.deepspeed.experts import ExpertFiles, read_experts
+from ckptkit.plugins.deepspeed.gathering import MODEL, Gathering, Settings
+from ckptkit.plugins.deepspeed.layers import layers_of, put_layer
+from ckptkit.plugins.deepspeed.model_states import ModelStates
+from ckptkit.plugins.deepspeed.modules import put_module, put_modules_in_slices, put_parameter
+from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
+from ckptkit.plugins.deepspeed.parts import PartOfModel, read_part
+from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
+from ckptkit.plugins.deepspeed.unpartitioned import put_unpartitioned
+from ckptkit.plugins.deepspeed.zero import join_slices, parameters_of
+
+NAME = "deepspeed"
+
+
+def assemble(root: Path, files: DeepSpeedFiles, report: Report = refuse) -> Layout:
+    """Return the layout of the files in directory `root`; report files that are missing or cannot be read."""
+    gathering = Gathering()
+    parts = [read_part(root, files, part, report) for part in files.parts]
+    masters: dict[str, StoredTensor] = {}
+    names: list[list[list[str]]] = []
+    experts = read_experts(root, files, parts[0].models[0])
+    sliced = parts[0].models[0].slices
+    if sliced is not None:
+        names.append(put_slices(gathering, parts, sliced, masters, root))
+    for part in () if sliced is not None else parts:
+        if part.partitions:
+            names.append(put_part(gathering, part, masters, experts, root, report))
+        elif experts is not None:
+            put_unpartitioned_experts(gathering, root, files, part.models[0], experts)
+        else:
+            put_whole(gathering, part.models[0], root)
+    if experts is not None and names:
+        put_experts(gathering, experts, masters, root)
+    for number, name in layers_of(files):
+        put_layer(gathering, root, name, number, masters)
+    put_groups(gathering, parts, names)
+    put_others(gathering, parts[0])
+    flat = gathering.flat
+    return Layout(
+        root,
+        NAME,
+        flat.tensors,
+        flat.blobs,
+        flat.keys,
+        world_size=ranks_of(parts[0]) * len(parts),
+        descriptions=tuple(sorted(names_of(files))),
+        twins=gathering.twins,
+        spares=gathering.flat.spares,
+    )
+
+
+def names_of(files: DeepSpeedFiles) -> set[str]:
+    """Return the names of the files that are read."""
+    by_kind = (files.models, files.optimizers, files.layers, files.experts, files.expert_optimizers)
+    return {name for kind in by_kind for name in kind.values()}
+
+
+def put_part(
+    gathering: Gathering,
+    part: PartOfModel,
+    masters: dict[str, StoredTensor],
+    experts: ExpertFiles | None,
+    root: Path,
+    report: Report,
+) -> list[list[str]]:
+    """Put the parameters of a part of the model, and enter their masters by name.
+
+    Returns the names in each group of the optimizer.
+    """
+    model = part.models[0]
+    names: list[list[str]] = [[] for _ in part.partitions[0].settings]
+    try:
+        if model.shapes is None:
+            raise Corrupt("`param_shapes` is missing: it lists the parameters that ZeRO partitioned, with their shapes")
+        own: dict[str, StoredTensor] = {}
+        for parameter in parameters_of(model.shapes, part.partitions, experts, root):
+            if parameter.name in own:
+                raise Corrupt("two parameter groups contain this parameter", tensor=parameter.name)
+            own[parameter.name] = parameter.master
+            names[parameter.settings].append(parameter.name)
+            if parameter.name not in masters:  # tied ones are in several stages of a pipeline
+                put_parameter(gathering, parameter)
+        masters |= own
+        put_module(gathering, part, masters, root, report)
+    except CkptError as error:
+        raise error.blame(path=root / model.path) from None
+    return names
+
+
+def put_slices(
+    gathering: Gathering, parts: list[PartOfModel], slices: SliceMap, masters: dict[str, StoredTensor], root: Path
+) -> list[list[str]]:
+    """Put the parameters that ranks of tensor parallelism have slices of, and enter their masters by name.
+
+    Returns the names in each group of the optimizer.
+    """
+    check_slices(parts, slices, root)
+    model = parts[0].models[0]
+    names: list[list[str]] = [[] for _ in parts[0].partitions[0].settings]
+    try:
+        found = [
+            {one.name: one for one in parameters_of(part.models[0].shapes or (), part.partitions, None, root)}
+            for part in parts
+        ]
+        for name, first in found[0].items():
+            how = slices.of(name)
+            of_ranks = [of_rank[name] for of_rank in found if name in of_rank]
+            if len(of_ranks) < len(parts):
+                raise Corrupt("expected the parameter on all ranks of tensor parallelism", tensor=name)
+            whole = join_slices(of_ranks, how)
+            names[first.settings].append(name)
+            put_parameter(gathering, whole)
+            masters[name] = whole.master
+            if copies := how.copies([one.master for one in of_ranks]):
+                gathering.flat.spares[f"{MODEL}.{name}"] = copies
+        put_modules_in_slices(gathering, [part.models[0] for part in parts], slices, masters)
+    except CkptError as error:
+        raise error.blame(path=root / model.path) from None
+    return names
+
+
+def check_slices(parts: list[PartOfModel], slices: SliceMap, root: Path) -> None:
+    """Raise `Incomplete` if a rank of tensor parallelism has no files, `Unsupported` without ZeRO 1 or 2."""
+    model = parts[0].models[0]
+    if len(parts) != slices.ranks:
+        message = f"expected the files of {slices.ranks} ranks of tensor parallelism, found those of {len(parts)}"
+        raise Incomplete(message, path=root / model.path, hint="copy the files of all ranks to one directory")
+    if not all(part.partitions and not part.partitions[0].cuts_each for part in parts):
+        message = "tensor parallelism without ZeRO 1 or 2"
+        raise Unsupported(message, path=root / model.path, hint="save it with ZeRO 1, or with `save_16bit_model`")
+
+
+def put_whole(gathering: Gathering, model: ModelStates, root: Path) -> None:
+    """Put a model without ZeRO, of which one file has all."""
+    try:
+        put_unpartitioned(gathering, model)
+    except CkptError as error:
+        raise error.blame(path=root / model.path) from None
+
+
+def put_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: list[list[list[str]]]) -> None:
+    """Put the groups of parameters. Stages of a pipeline have the same groups, each with its own parameters.
+
+    Ranks of tensor parallelism have the same parameters too, and are one part.
+    """
+    found: list[tuple[Flattening, Settings, list[str]]] = []
+    firsts = [part.partitions[0] for part in parts if part.partitions][: len(names_of_parts)]
+    for first, names_in_part in zip(firsts, names_of_parts, strict=True):
+        for i, (settings, names) in enumerate(zip(first.settings, names_in_part, strict=True)):
+            if i < len(found) and are_alike(found[i][1], settings):
+                found[i][2].extend(name for name in names if name not in found[i][2])
+            else:
+                found.append((first.flattening, settings, names))
+    for i, (flattening, settings, names) in enumerate(found):
+        gathering.put_group(flattening, i, settings, names)
+
+
+def are_alike(one: Settings, other: Settings) -> bool:
+    first, second = ({key: value for key, value in group.items() if key != "params"} for group in (one, other))
+    return dump(first) == dump(second)
+
+
+def put_others(gathering: Gathering, part: PartOfModel) -> None:
+    """Put all that is neither of the model nor of the optimizer: the client's state, schedulers, loss scale."""
+    model = part.models[0]
+    for key, value in model.others.items():
+        gathering.put_other(model.flattening, key, value)
+    if part.partitions:
+        for key, value in part.partitions[0].others.items():
+            if key not in model.others:
+                gathering.put_other(part.partitions[0].flattening, key, value)
+
+
+def ranks_of(part: PartOfModel) -> int:
+    """Return how many ranks have saved a part of the model."""
+    if part.partitions:
+        return len(part.partitions)
+    count = part.models[0].saved.get("dp_world_size")
+    return count if type(count) is int and count > 0 else 1

@@ -1,0 +1,174 @@
+"""Put models with experts together: what experts' files have, and without ZeRO the optimizers of ranks of experts.
+
+Source: `_save_moe_checkpoint` in deepspeed/runtime/engine.py. Without ZeRO each rank of expert parallelism saves an
+optimizer, with numbers for its parameters: of all that ranks have in common, and then of its own experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptError, Corrupt, Incomplete
+from ckptkit.formats.archives.flatten import FlatState, Flattening
+from ckptkit.formats.archives.state_files import read_state_file
+from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
+from ckptkit.layout import StoredTensor
+from ckptkit.layout.axes import concatenate
+from ckptkit.plugins.deepspeed.experts import ExpertFiles, expert_ranks, without_number
+from ckptkit.plugins.deepspeed.gathering import MODEL, Gathering
+from ckptkit.plugins.deepspeed.model_states import ModelStates
+from ckptkit.plugins.deepspeed.modules import put_copy, put_stored_copy
+from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, check_ranks
+from ckptkit.plugins.deepspeed.unpartitioned import (
+    Numbered,
+    masters_of,
+    names_in_order,
+    put_groups,
+    put_states,
+    put_weight,
+    read_numbered,
+    trained,
+)
+from ckptkit.plugins.deepspeed.values import as_dict
+from ckptkit.tensors.box import Shape
+
+_HINT = "check that all files come from one run"
+APART = "optimizer_expp_rank_"  # the key of one rank's optimizer, where the order of parameters is not certain
+
+
+def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str, StoredTensor], root: Path) -> None:
+    """Put what experts' files have: beside a master its rounded copy, by itself what was not trained."""
+    for fused, tensor in experts.fused.items():
+        if fused in masters:
+            put_stored_copy(gathering, fused, tensor, masters[fused])
+        else:
+            gathering.put((MODEL, fused), tensor)
+    for file in experts.files:
+        flattening = Flattening(file.entries, file.name)
+        try:
+            for name, value in as_dict(file.value, file.name).items():
+                if str(name) in masters:
+                    put_copy(gathering, flattening, str(name), value, masters[str(name)])
+                else:
+                    gathering.flatten(flattening, value, (MODEL, str(name)))
+        except CkptError as error:
+            raise error.blame(path=root / file.name) from None
+
+
+def put_unpartitioned_experts(
+    gathering: Gathering, root: Path, files: DeepSpeedFiles, model: ModelStates, experts: ExpertFiles
+) -> None:
+    """Put a model and the optimizers of the ranks of experts: as one by name if the order of parameters is certain.
+
+    Otherwise each rank's lies under a key of its own, with its numbers.
+    """
+    optimizers = read_optimizers(root, files)
+    if not optimizers and model.optimizer is not None:
+        path = root / "expp_rank_0_mp_rank_00_optim_states.pt"
+        raise Incomplete("the file with the optimizer state of one rank's experts is missing", path=path)
+    shared = trained(model)
+    own_shapes = shares(experts, model, len(optimizers)) if optimizers else []
+    names = [
+        # moe/utils.py, `split_params_into_different_moe_groups_for_optimizer`, splits one list of parameters
+        names_in_order(one, one_order(one), {**shared, **own}, is_in_order=True)
+        for one, own in zip(optimizers, own_shapes, strict=True)
+    ]
+    masters: dict[str, StoredTensor] = {}
+    if all(names):
+        of_ranks = [masters_of(one, dict(enumerate(found))) for one, found in zip(optimizers, names, strict=True)]
+        masters = {name: master for of_rank in reversed(of_ranks) for name, master in of_rank.items()}
+        masters |= {
+            name: concatenate([of_rank[name] for of_rank in of_ranks], 0) for name in experts.fused if name in masters
+        }
+    for name, value in (model.module or {}).items():
+        put_weight(gathering, model.flattening, str(name), value, masters)
+    for name, master in masters.items():
+        if name not in shared:
+            gathering.put((MODEL, name), master)
+    put_experts(gathering, experts, masters, root)
+    if optimizers and all(found and set(found[: len(shared)]) == shared.keys() for found in names):
+        put_joined(gathering, optimizers, names, len(shared), experts, has_masters=bool(masters))
+    else:
+        for rank, one in enumerate(optimizers):
+            for key, value in (("state", one.states), ("param_groups", list(one.groups)), *one.others.items()):
+                gathering.flatten(one.flattening, value, (f"{APART}{rank}", key))
+
+
+def put_joined(
+    gathering: Gathering,
+    optimizers: Sequence[Numbered],
+    names: Sequence[list[str]],
+    shared: int,
+    experts: ExpertFiles,
+    *,
+    has_masters: bool,
+) -> None:
+    """Put optimizers of several ranks as one, of which the first `shared` parameters are the same in all."""
+    by_number = [dict(enumerate(found)) for found in names]
+    put_states(gathering, optimizers[0], by_number[0], range(shared))
+    own: list[FlatState] = []
+    for one, found in zip(optimizers, by_number, strict=True):
+        of_rank = Gathering()
+        put_states(of_rank, one, found, range(shared, len(found)))
+        own.append(of_rank.flat)
+    for flat in join_ranks(own) if experts.fused else own:
+        for name, stored in (flat.tensors | flat.blobs).items():
+            gathering.put(flat.keys[name], stored)
+    params: list[dict[str | int, None]] = [{} for _ in optimizers[0].groups]
+    for one, found in zip(optimizers, by_number, strict=True):
+        for listed, numbers in zip(params, one.numbers, strict=True):
+            listed.update(dict.fromkeys(found[number] for number in numbers))
+    put_groups(gathering, optimizers[0], list(map(list, params)), has_masters=has_masters)
+
+
+def join_ranks(own: Sequence[FlatState]) -> list[FlatState]:
+    """Return the states of AutoEP's tensors as one: what has axes follows one another, of the rest the first is it."""
+    first = own[0]
+    if any(flat.tensors.keys() != first.tensors.keys() for flat in own):
+        raise Corrupt("the ranks of experts do not have the same optimizer states", hint=_HINT)
+    tensors = {
+        name: concatenate([flat.tensors[name] for flat in own], 0) if tensor.spec.shape else tensor
+        for name, tensor in first.tensors.items()
+    }
+    return [replace(first, tensors=tensors)]
+
+
+def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[Numbered]:
+    """Return the optimizers of the ranks of experts. Raises `Corrupt` if one is missing, or of another run."""
+    found: dict[int, Numbered] = {}
+    for rank, name in sorted(files.expert_optimizers.items()):
+        file = read_state_file(root, name)
+        try:
+            value = as_dict(file.value, name).get("optimizer")
+            found[rank] = one = read_numbered(Flattening(file.entries, name), value)
+            ranks = max((expert_ranks(group) for group in one.groups if group.get("moe")), default=1)
+            check_ranks(files.expert_optimizers, ranks, root, name)
+            if list(map(len, one.numbers)) != list(map(len, found[0].numbers)):
+                raise Corrupt(
+                    "the parameter groups differ from those of rank 0", hint="check that all files come from one run"
+                )
+        except CkptError as error:
+            raise error.blame(path=root / name) from None
+    return list(found.values())
+
+
+def one_order(optimizer: Numbered) -> list[Any]:
+    """Return the numbers of an optimizer with a group that is not of experts and then those of experts; else []."""
+    kinds = [bool(group.get("moe")) for group in optimizer.groups]
+    is_known = kinds == [False] + [True] * (len(kinds) - 1)
+    return [number for numbers in optimizer.numbers for number in numbers] if is_known else []
+
+
+def shares(experts: ExpertFiles, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
+    """Return for each of `ranks` the shapes of what its experts may train, in the model's order."""
+    buffers = {without_number(name) for name in model.buffers} - {None}
+    parts = {name: experts.auto_layers[name].share(tensor.spec.shape) for name, tensor in experts.fused.items()}
+    found: list[dict[str, Shape]] = [dict(parts) for _ in range(ranks)]
+    for file in experts.files:
+        for name, value in as_dict(file.value, file.name).items():
+            if is_tensor(value) and without_number(str(name)) not in buffers:
+                found[experts.rank_of(str(name), ranks)][str(name)] = as_tensor(value).shape
+    return found

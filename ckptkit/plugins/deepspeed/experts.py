@@ -1,0 +1,213 @@
+"""Read the files of experts, and number experts through all ranks, as these files do; each rank begins at 0.
+
+Source: `_save_moe_checkpoint` in deepspeed/runtime/engine.py, deepspeed/moe/layer.py, and
+`_create_expert_and_data_parallel` in deepspeed/utils/groups.py. Ranks of expert parallelism have different experts
+under the same names; the ranks that have the same experts cut the optimizer's states of these among themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Unsupported
+from ckptkit.formats.archives.flatten import pairs_of
+from ckptkit.formats.archives.state_files import StateFile, read_state_file
+from ckptkit.layout import StoredTensor
+from ckptkit.plugins.deepspeed.auto_experts import LAYERS, AutoLayer, fuse
+from ckptkit.plugins.deepspeed.model_states import ModelStates
+from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
+from ckptkit.plugins.deepspeed.partitions import Partition
+from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind
+from ckptkit.tensors.box import Shape
+
+_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..+)")
+_GROUP = re.compile(r"ep_size_([0-9]{1,6})")
+_DATA_FIRST = "use_data_before_expert_parallelism"
+_HINT = "check that all files of one save are there, and no others"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFiles:
+    """The files of experts in order, and by the beginning of their names how many each layer has, in that order.
+
+    Where AutoEP fused experts `files` is empty, and `fused` has its tensors with all experts, `auto_layers` its layers.
+    `is_data_first` if ranks with the same experts follow one another; None where that was not recorded.
+    """
+
+    files: tuple[StateFile, ...]
+    counts: Mapping[str, int]
+    is_data_first: bool | None
+    fused: Mapping[str, StoredTensor] = field(default_factory=dict)
+    auto_layers: Mapping[str, AutoLayer] = field(default_factory=dict)
+
+    def rank_of(self, name: str, ranks: int) -> int:
+        """Return which of the expert-parallel `ranks` has the expert that an entry of a file is of."""
+        match = _EXPERT.fullmatch(name)
+        count = self.counts.get(match[1], 0) if match else 0
+        if match is None or not count or count % ranks:
+            raise Corrupt(
+                f"expected a multiple of {ranks} experts, one share for each rank, found {count}", tensor=name
+            )
+        return int(match[2]) // (count // ranks)
+
+    def rename(self, name: str, rank: int, ranks: int) -> str:
+        """Return what a parameter is called in the files, which the expert-parallel `rank` of `ranks` has by `name`."""
+        if name in self.auto_layers:
+            return self.rename_fused(name, ranks)
+        match = _EXPERT.fullmatch(name)
+        if match is None or match[1] not in self.counts:
+            raise Corrupt(
+                "the parameter is in a group of experts, but no file contains an expert of its layer", tensor=name
+            )
+        count = self.counts[match[1]]
+        if count % ranks or int(match[2]) >= count // ranks:
+            message = f"its layer has {count} experts among {ranks} ranks, so no rank has expert number {match[2]}"
+            raise Corrupt(message, tensor=name, hint=_HINT)
+        return f"{match[1]}{rank * (count // ranks) + int(match[2])}{match[3]}"
+
+    def rename_fused(self, name: str, ranks: int) -> str:
+        """Return the name of a tensor with all experts, which is that of a rank's part of it too."""
+        if self.auto_layers[name].ranks != ranks:
+            message = f"expected experts on {self.auto_layers[name].ranks} ranks, found a group for {ranks}"
+            raise Corrupt(message, tensor=name, hint=_HINT)
+        return name
+
+
+def without_number(name: str) -> tuple[str, str] | None:
+    """Return what stands before an expert's number in a name, and behind it; None for what is of no expert."""
+    match = _EXPERT.fullmatch(name)
+    return (match[1], match[3]) if match else None
+
+
+def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> ExpertFiles | None:
+    """Return the experts of a directory, None for a model without any. Raises `Corrupt` if one's file is missing."""
+    try:
+        counts = expert_counts(model)
+    except CkptError as error:
+        raise error.blame(path=root / model.path) from None
+    if not counts and not files.experts:
+        return None
+    if files.layers or len(files.parts) > 1:
+        raise Unsupported("experts in a model with pipeline or tensor parallelism", path=root / model.path)
+    check_numbers(root, files, counts)
+    config = pairs_of(model.saved.get("ds_config"))
+    is_first = None if config is None else any(key == _DATA_FIRST and bool(value) for key, value in config)
+    if model.auto_layers:
+        check_auto_layers(root, model, counts)
+        return ExpertFiles((), {}, is_first, fuse(root, files.experts, model.auto_layers), model.auto_layers)
+    read: list[StateFile] = []
+    layers: dict[str, int] = {}
+    for (layer, expert), name in sorted(files.experts.items()):
+        file = read_state_file(root, name)
+        prefix = prefix_of(root, file, expert)
+        if layers.setdefault(prefix, layer) != layer or len(layers) != layer + 1:
+            raise Corrupt(
+                f"expected layer {layer} as in the other files, found `{prefix}`", path=root / name, hint=_HINT
+            )
+        read.append(file)
+    return ExpertFiles(tuple(read), dict(zip(layers, counts, strict=True)), is_first)
+
+
+def expert_counts(model: ModelStates) -> list[int]:
+    """Return how many experts each layer that has any has; none for one number, which early versions saved."""
+    counts = model.saved.get("num_experts")
+    found = [as_count(count, "num_experts") for count in counts] if isinstance(counts, list) else []
+    if 0 in found:
+        raise Corrupt("`num_experts` lists a layer with no experts")
+    return found
+
+
+def check_auto_layers(root: Path, model: ModelStates, counts: Sequence[int]) -> None:
+    """Raise `Unsupported` unless AutoEP's layers are all layers of experts that there are."""
+    found = [layer.experts for layer in dict.fromkeys(model.auto_layers.values())]
+    if found != list(counts):
+        message = f"expected layers of {list(counts[:8])} experts, found {found[:8]} in `{LAYERS}`"
+        hint = "save a model in which AutoEP replaced all layers of experts"
+        raise Unsupported(message, path=root / model.path, hint=hint)
+
+
+def check_numbers(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> None:
+    """Raise `Corrupt` unless there is a file for each expert of each layer, and no other."""
+    by_layer: dict[int, set[int]] = {}
+    for layer, expert in files.experts:
+        by_layer.setdefault(layer, set()).add(expert)
+    for layer, count in enumerate(counts):
+        there = by_layer.get(layer, set())
+        missing = next(expert for expert in range(len(there) + 1) if expert not in there)
+        if missing < count:
+            name = f"layer_{layer}_expert_{missing}_mp_rank_00_model_states.pt"
+            message = f"the file of an expert is missing: expected {count} experts in layer {layer}, found {len(there)}"
+            raise Incomplete(message, path=root / name, hint=ELSEWHERE)
+    for (layer, expert), name in files.experts.items():
+        if layer >= len(counts) or expert >= counts[layer]:
+            message = f"the model does not have this expert: its layers have {list(counts[:8])} experts"
+            raise Corrupt(message, path=root / name, hint="move the files of the other run to another directory")
+
+
+def prefix_of(root: Path, file: StateFile, expert: int) -> str:
+    """Return what all names in an expert's file begin with. Raises `Corrupt` if one is not that expert's."""
+    try:
+        prefixes = set()
+        for key in as_dict(file.value, file.name):
+            match = _EXPERT.fullmatch(str(key))
+            if match is None or int(match[2]) != expert:
+                raise Corrupt(f"the tensor does not belong to expert {expert}", tensor=str(key))
+            prefixes.add(match[1])
+        if len(prefixes) != 1:
+            raise Corrupt(f"expected tensors of one layer in the file of an expert, found {len(prefixes)}")
+    except CkptError as error:
+        raise error.blame(path=root / file.name) from None
+    return prefixes.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The ranks that have cut a group of parameters among themselves: their files, and the shapes by name."""
+
+    partitions: Sequence[Partition]
+    named: Mapping[str, Shape]
+
+
+def fleets(
+    number: int, named: Mapping[str, Shape], partitions: Sequence[Partition], experts: ExpertFiles | None
+) -> Iterator[Fleet]:
+    """Yield the fleets of a group: all ranks, or of experts as many as there are ranks of expert parallelism."""
+    group = partitions[0].groups[number]
+    settings = partitions[0].settings[group.settings]
+    if not settings.get("moe"):
+        stray = next(filter(without_number, named), None)
+        if stray is not None and experts is not None:
+            raise Unsupported("the parameter of an expert is in a group without experts", tensor=stray)
+        yield Fleet(partitions, named)
+        return
+    if experts is None:
+        raise Corrupt("there is a parameter group of experts, but `num_experts` counts no experts")
+    ranks = expert_ranks(settings)
+    if ranks * group.ranks != len(partitions):
+        message = (
+            f"expected files of {ranks * group.ranks} ranks ({ranks} with experts x {group.ranks} with "
+            f"states), found {len(partitions)}"
+        )
+        raise Corrupt(message, hint=_HINT)
+    for rank in range(ranks):
+        if experts.is_data_first is None and 1 < ranks < len(partitions):
+            message = (
+                f"cannot tell which of {len(partitions)} ranks have the same experts: the configuration was not saved"
+            )
+            raise Unsupported(message, hint="pass DeepSpeed its configuration as a dict when you save")
+        each = len(partitions) // ranks
+        own = slice(rank * each, (rank + 1) * each) if experts.is_data_first else slice(rank, None, ranks)
+        yield Fleet(partitions[own], {experts.rename(name, rank, ranks): shape for name, shape in named.items()})
+
+
+def expert_ranks(settings: Mapping[str | int, Any]) -> int:
+    """Return among how many ranks experts are dealt out, by the name of the group of their parameters."""
+    name = as_kind(settings.get("name"), str, "name")
+    match = _GROUP.fullmatch(name)
+    if match is None or not int(match[1]):
+        raise Unsupported(f"expected `ep_size_N` as the name of a group of experts, found {name!a}")
+    return int(match[1])

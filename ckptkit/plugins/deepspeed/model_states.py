@@ -1,0 +1,93 @@
+"""Read a file of model states: names and shapes, the 16-bit copy, buffers, frozen parameters, and the client's state.
+
+Source: `_save_checkpoint` and `_common_checkpoint_state` in deepspeed/runtime/engine.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.errors import Unsupported
+from ckptkit.formats.archives.flatten import Flattening
+from ckptkit.formats.archives.state_files import StateFile
+from ckptkit.plugins.deepspeed.auto_experts import AutoLayer, read_auto_layers
+from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap, read_slice_map
+from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, shapes_in
+from ckptkit.tensors.box import Shape
+
+DEGREES = "checkpoint_parallel_dimensions"
+_USED = frozenset(
+    [
+        *("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names"),
+        *("optimizer", "dp_world_size", "mp_world_size", DEGREES, "num_experts"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """The contents of one file of model states.
+
+    `shapes` are those of each group of parameters, or sub-group, in the order of their data; None without ZeRO.
+    `module` is None where layers have files of their own. `aliases` are the names of tied parameters, each with the
+    name that has the data. `auto_layers` are AutoEP's layers of experts, by the name of each tensor in them. `slices`
+    say how ranks of tensor parallelism share each parameter, None if there is one. `others` is the client's state and
+    all else that is no tensor of the model.
+    """
+
+    path: str
+    flattening: Flattening
+    module: Mapping[str | int, Any] | None
+    shapes: tuple[Mapping[str, Shape], ...] | None
+    frozen: Mapping[str, Shape]
+    fragments: Mapping[str | int, Any]
+    aliases: Mapping[str, str]
+    buffers: frozenset[str]
+    optimizer: Any
+    auto_layers: Mapping[str, AutoLayer]
+    slices: SliceMap | None
+    others: Mapping[str | int, Any]
+    saved: Mapping[str | int, Any]
+
+
+def read_model_states(file: StateFile) -> ModelStates:
+    """Return what is in a file of model states. Every error is to be blamed on it."""
+    saved = as_dict(file.value, file.name)
+    degrees = dict_or_none(saved.get(DEGREES), DEGREES)
+    ranks = as_count(degrees.get("tp_degree", 1), DEGREES)
+    slices = read_slice_map(saved, ranks) if ranks != 1 else None
+    if ranks != 1 and slices is None:
+        raise tensor_parallel()
+    module, shapes = saved.get("module"), saved.get("param_shapes")
+    lists = None if shapes is None else as_kind(shapes, list, "param_shapes")
+    aliases = {
+        as_kind(alias, str, "shared_params"): as_kind(name, str, "shared_params")
+        for alias, name in dict_or_none(saved.get("shared_params"), "shared_params").items()
+    }
+    buffers = saved.get("buffer_names") or []
+    return ModelStates(
+        path=file.name,
+        flattening=Flattening(file.entries, file.name),
+        module=None if module is None else as_dict(module, "module"),
+        shapes=None if lists is None else tuple(shapes_in(group, "param_shapes") for group in lists),
+        frozen=shapes_in(saved.get("frozen_param_shapes"), "frozen_param_shapes"),
+        fragments=dict_or_none(saved.get("frozen_param_fragments"), "frozen_param_fragments"),
+        aliases=aliases,
+        buffers=frozenset(as_kind(name, str, "buffer_names") for name in as_kind(buffers, list, "buffer_names")),
+        optimizer=saved.get("optimizer"),
+        auto_layers=read_auto_layers(saved),
+        slices=slices,
+        others={key: value for key, value in saved.items() if key not in _USED and value is not None},
+        saved=saved,
+    )
+
+
+def tensor_parallel() -> Unsupported:
+    """Return the error for tensors that are cut among ranks of tensor parallelism."""
+    hint = "gather it with DeepSpeed: `save_16bit_model`, or `ds_to_universal.py` and then ckptkit on its result"
+    return Unsupported(
+        "the model was saved with tensor parallelism, and no file says along which axes the tensors are split",
+        hint=hint,
+    )

@@ -1,0 +1,149 @@
+"""Put a model together: trained parameters with their rounded copies, buffers, frozen and tied ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported
+from ckptkit.formats.archives.flatten import Flattening
+from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
+from ckptkit.formats.shards.join import STATISTICS
+from ckptkit.layout import Chunk, StoredTensor
+from ckptkit.plugins.deepspeed.experts import without_number
+from ckptkit.plugins.deepspeed.gathering import MODEL, STATE, Gathering
+from ckptkit.plugins.deepspeed.model_states import ModelStates
+from ckptkit.plugins.deepspeed.parts import PartOfModel
+from ckptkit.plugins.deepspeed.pieces import join, runs_of_each, share_of
+from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
+from ckptkit.plugins.deepspeed.zero import ZeroParameter
+from ckptkit.tensors.box import Shape
+
+
+def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:
+    """Put a parameter, and what the optimizer has for it."""
+    gathering.put((MODEL, parameter.name), parameter.master)
+    for what, moment in parameter.moments.items():
+        gathering.put((*STATE, parameter.name, what), moment)
+    gathering.put_state(parameter.flattening, [parameter.name], parameter.values)
+
+
+def put_module(
+    gathering: Gathering, part: PartOfModel, masters: Mapping[str, StoredTensor], root: Path, report: Report
+) -> None:
+    """Put what is in the model and is no trained parameter, and the rounded copy beside each that is.
+
+    Reports frozen parameters of which a rank's part cannot be read.
+    """
+    model = part.models[0]
+    shared = next(filter(without_number, (*model.aliases, *model.aliases.values())), None)
+    if shared is not None:
+        raise Unsupported(
+            "the parameter of an expert is tied, and the file does not say to which rank's expert", tensor=shared
+        )
+    tied = {alias: masters[name] for alias, name in model.aliases.items() if name in masters and alias not in masters}
+    for alias, master in tied.items():
+        gathering.put((MODEL, alias), master)
+    known = {**masters, **tied}
+    for name, value in (model.module or {}).items():
+        if name in known:
+            put_copy(gathering, model.flattening, str(name), value, known[str(name)])
+        elif name not in model.frozen or not is_empty(value):
+            put_value(gathering, model, str(name), value)
+            put_replicas(gathering, part, str(name))
+    for name, shape in model.frozen.items():
+        full = ".".join((MODEL, name))
+        is_experts = without_number(name) is not None or name in model.auto_layers
+        if is_experts or name in known or full in gathering.flat.keys:
+            continue
+        if part.lost_models:
+            rank, file = next(iter(part.lost_models.items()))
+            message = "the parameter is frozen, and the part of one rank cannot be read"
+            report(Incomplete(message, path=root / file, tensor=full, ranks=[rank]))
+        else:
+            gathering.put((MODEL, name), frozen(part, name, shape))
+
+
+def put_modules_in_slices(
+    gathering: Gathering, models: Sequence[ModelStates], slices: SliceMap, masters: Mapping[str, StoredTensor]
+) -> None:
+    """Put buffers, frozen and tied parameters, and rounded copies, of which ranks of tensor parallelism have slices."""
+    first = models[0]
+    tied = {alias: masters[name] for alias, name in first.aliases.items() if name in masters and alias not in masters}
+    for alias, master in tied.items():
+        gathering.put((MODEL, alias), master)
+    known = {**masters, **tied}
+    for name, value in (first.module or {}).items():
+        if not is_tensor(value) or name in first.buffers:
+            put_value(gathering, first, str(name), value)
+            continue
+        values = [(model.module or {}).get(name) for model in models]
+        if not all(map(is_tensor, values)):
+            raise Corrupt("expected the tensor on all ranks of tensor parallelism", tensor=str(name))
+        parts = [model.flattening.stored(each) for model, each in zip(models, values, strict=True)]
+        joined = slices.of(first.aliases.get(str(name), str(name))).join(parts)
+        if name in known:
+            put_stored_copy(gathering, str(name), joined, known[str(name)])
+        else:
+            gathering.put((MODEL, str(name)), joined)
+
+
+def is_empty(value: Any) -> bool:
+    return is_tensor(value) and 0 in as_tensor(value).shape
+
+
+def put_copy(gathering: Gathering, flattening: Flattening, name: str, value: Any, master: StoredTensor) -> None:
+    """Put the rounded copy of a parameter beside it; in ZeRO 3 there is none."""
+    if not is_tensor(value):
+        raise Corrupt("ZeRO has this parameter, but `module` does not have its tensor", tensor=name)
+    put_stored_copy(gathering, name, flattening.stored(value), master)
+
+
+def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master: StoredTensor) -> None:
+    """Put the rounded copy of a parameter beside it, unless it is empty. Raises `Corrupt` for one of another shape."""
+    if copy.spec.shape == master.spec.shape:
+        gathering.put_twin((MODEL, name), copy)
+    elif copy.spec.shape != (0,):
+        message = f"expected {list(master.spec.shape)} (`param_shapes`), found {list(copy.spec.shape)} in `module`"
+        raise Corrupt(message, tensor=name)
+
+
+def put_value(gathering: Gathering, model: ModelStates, name: str, value: Any) -> None:
+    """Put a buffer, a frozen parameter or whatever else a module has saved."""
+    if is_tensor(value) and as_tensor(value).shape == (0,) and name not in model.buffers:
+        raise Corrupt("the tensor is empty, and no file says where its data is", tensor=name)
+    gathering.flatten(model.flattening, value, (MODEL, name))
+
+
+def put_replicas(gathering: Gathering, part: PartOfModel, name: str) -> None:
+    """Put what other ranks have of a buffer as spare chunks, but for statistics, which each rank counts for itself."""
+    known = gathering.flat.tensors.get(".".join((MODEL, name)))
+    if known is None or name.endswith(STATISTICS):
+        return
+    found: list[Chunk] = []
+    for model in part.models[1:]:
+        value = (model.module or {}).get(name)
+        if is_tensor(value):
+            found += model.flattening.stored(value).chunks
+    if found:
+        gathering.flat.spares[".".join((MODEL, name))] = tuple(found)
+
+
+def frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
+    """Return a frozen parameter, from its fragments: one for each rank, or the only one."""
+    buffers = []
+    for model in part.models:
+        if not is_tensor(model.fragments.get(name)):
+            raise Corrupt("the parameter is frozen, and its data is missing", tensor=name)
+        fragment = model.flattening.stored(model.fragments[name])
+        (chunk,) = fragment.chunks
+        if len(part.models) == 1 and fragment.spec.shape == shape:
+            return fragment
+        needed = share_of(prod(shape), len(part.models))
+        if fragment.spec.shape != (needed,) or chunk.strides is not None:
+            message = f"expected [{needed}] of a frozen parameter in `{model.path}`, found {list(fragment.spec.shape)}"
+            raise Corrupt(message, tensor=name)
+        buffers.append(chunk)
+    return join(shape, runs_of_each(0, prod(shape), len(buffers)), buffers)

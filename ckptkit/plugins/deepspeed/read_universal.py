@@ -1,0 +1,226 @@
+"""Read a universal checkpoint. Made of ZeRO 1 or 2 its tensors have shapes; of ZeRO 3 they are flat, without a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path, PurePosixPath
+
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported
+from ckptkit.files.file import folders, is_there, names_in
+from ckptkit.formats.archives.flatten import Flattening, pairs_of
+from ckptkit.formats.archives.state_files import StateFile, read_state_file
+from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
+from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
+from ckptkit.plugins.deepspeed.experts import without_number
+from ckptkit.plugins.deepspeed.gathering import MODEL, STATE, Gathering, Settings
+from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
+from ckptkit.plugins.deepspeed.modules import put_copy
+from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
+from ckptkit.plugins.deepspeed.parts import blame
+from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
+from ckptkit.tensors.box import Shape, whole
+from ckptkit.tensors.dtypes import DTYPES
+
+NAME = "universal"
+ZERO = "zero"
+MASTER = "fp32"
+STEP = "step"
+OPTIMIZER = "optimizer_state.pt"
+POINTER = "latest_universal"
+_KEPT = DTYPES["float32"]  # in which DeepSpeed keeps masters and moments
+_INNER = "optimizer_state_dict"  # from ZeRO 3
+_USED = frozenset(
+    [
+        *("param_groups", _INNER, "fp32_flat_groups", "group_paddings", "param_alignment_paddings", "partition_count"),
+        *("base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings", "ds_version"),
+    ]
+)
+
+
+def read_universal(root: Path, tag: str, report: Report) -> Layout:
+    """Return the layout of the directory `tag` in `root`, or of `root` itself if that is empty.
+
+    Reports files that are missing or cannot be read. Nothing says that a moment had a file which is gone.
+    """
+    models = [blame(root, name, read_model_states) for name in model_files(root, tag)]
+    shapes = [{name: whole_shape(models[0], name, group[name]) for name in group} for group in models[0].shapes or ()]
+    for model in models[1:]:
+        for known, group in zip(shapes, model.shapes or (), strict=False):
+            known.update({name: whole_shape(model, name, shape) for name, shape in group.items()})
+    expert = next((name for group in shapes for name in group if without_number(name)), None)
+    if expert is not None:
+        message = "expected an expert's number in the model, found its number on one rank, which several experts share"
+        raise Unsupported(message, path=root / tag, tensor=expert)
+    gathering = Gathering()
+    described = {model.path for model in models}
+    trained: dict[str, StoredTensor] = {}
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        there = dict(files_of(root, tag, name))
+        described |= set(there.values())
+        for what, path in {MASTER: join(tag, ZERO, name, f"{MASTER}.pt"), **there}.items():
+            put_file(gathering, root, path, name, what, shape, report)
+        trained[name] = gathering.flat.tensors[f"{MODEL}.{name}"]
+    for model in models[:1] if models[0].slices is not None else models:
+        put_rest(gathering, model, trained)
+    described |= set(put_untrained(gathering, root, tag, trained, report))
+    path = join(tag, ZERO, OPTIMIZER)
+    try:
+        put_optimizer(gathering, read_state_file(root, path), root, shapes)
+    except CkptError as error:
+        report(error)
+    for key, value in models[0].others.items():
+        if key not in gathering.flat.keys:
+            gathering.put_other(models[0].flattening, key, value)
+    flat = gathering.flat
+    files = tuple(sorted(described | {path} | ({POINTER} if tag else set())))
+    return Layout(root, NAME, flat.tensors, flat.blobs, flat.keys, descriptions=files, twins=gathering.twins)
+
+
+def whole_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
+    """Return the shape of a parameter of which a rank had `shape`: of fused experts, or in tensor parallelism."""
+    if model.slices is not None:
+        return model.slices.of(name).shape
+    return model.auto_layers[name].whole(shape) if name in model.auto_layers else shape
+
+
+def join(*names: str) -> str:
+    """Return a file's name as it is seen from the root."""
+    return str(PurePosixPath(*names))
+
+
+def model_files(root: Path, tag: str) -> list[str]:
+    """Return a file of model states for each part of the model: that of all ranks, or else of the first."""
+    files = DeepSpeedFiles.of(names_in(root / tag), root / tag)
+    if not files.models:
+        raise Incomplete("its `*_model_states.pt` is missing: it has the names and shapes", path=root / tag)
+    return [join(tag, next(iter(files.model_files(part).values()))) for part in files.parts if files.model_files(part)]
+
+
+def files_of(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield what there is of a parameter, and in which file."""
+    folder = root / tag / ZERO / name
+    if "/" in name or folder.is_symlink() or (root / tag / ZERO).is_symlink():
+        raise Unsafe(f"`{name!a}` points outside of the checkpoint's directory", path=root / tag)
+    for file in sorted(names_in(folder)) if folder.is_dir() else ():
+        if file.endswith(".pt"):
+            yield file.removesuffix(".pt"), join(tag, ZERO, name, file)
+
+
+def missing(path: Path) -> Incomplete:
+    return Incomplete("the file is missing", path=path, hint="copy the missing file here")
+
+
+def put_file(gathering: Gathering, root: Path, path: str, name: str, what: str, shape: Shape, report: Report) -> None:
+    """Put the one tensor of a file: a parameter's master, moment or step. Reports a file that cannot be read.
+
+    What was in it is known then, but for the shape of a step.
+    """
+    way = (MODEL, name) if what == MASTER else (*STATE, name, what)
+    try:
+        if not is_there(root / path):
+            raise missing(root / path)
+        gathering.put(way, read_value(root, path, what, shape))
+    except CkptError as error:
+        if what == STEP:
+            report(error.blame(tensor=".".join(way)))
+            return
+        report(error.blame(path=root / path))
+        gathering.put(way, StoredTensor(Spec(_KEPT, shape), (Chunk.unreadable(whole(shape), path, _KEPT),)))
+
+
+def read_value(root: Path, path: str, what: str, shape: Shape) -> StoredTensor | Blob:
+    """Return what a file holds of a parameter."""
+    file = read_state_file(root, path)
+    flattening = Flattening(file.entries, path)
+    value = as_dict(file.value, path).get("param") if pairs_of(file.value) is not None else file.value
+    return shaped(flattening.stored(value), shape, is_free=what == STEP) if is_tensor(value) else flattening.blob(value)
+
+
+def shaped(stored: StoredTensor, shape: Shape, *, is_free: bool = False) -> StoredTensor:
+    """Return a tensor with the shape that is known of it, if it lies flat. Raises `Corrupt` if it has another."""
+    if stored.spec.shape == shape or is_free:
+        return stored
+    (chunk,) = stored.chunks
+    if stored.spec.shape != (prod(shape),) or chunk.strides is not None:
+        raise Corrupt(f"expected [{prod(shape)}] (`param_shapes`), found {list(stored.spec.shape)}")
+    return StoredTensor(Spec(stored.spec.dtype, shape), (chunk._replace(box=whole(shape)),))
+
+
+def put_rest(gathering: Gathering, model: ModelStates, trained: Mapping[str, StoredTensor]) -> None:
+    """Put what a file of model states has besides trained parameters, their copies, and tied names."""
+    for alias, name in model.aliases.items():
+        if name in trained and alias not in trained:
+            gathering.put((MODEL, alias), trained[name])
+    for entry, value in (model.module or {}).items():
+        known = trained.get(str(entry)) or trained.get(model.aliases.get(str(entry), ""))
+        if known is not None and model.slices is not None:
+            continue  # a rank's slice of the rounded copy
+        if known is not None:
+            put_copy(gathering, model.flattening, str(entry), value, known)
+        elif not (is_tensor(value) and as_tensor(value).shape == (0,) and entry not in model.buffers):
+            gathering.flatten(model.flattening, value, (MODEL, str(entry)))
+
+
+def put_untrained(
+    gathering: Gathering, root: Path, tag: str, trained: Mapping[str, StoredTensor], report: Report
+) -> Iterator[str]:
+    """Put what has a file and is neither trained nor in the model states; yield the names of these files.
+
+    Reports a file that cannot be read.
+    """
+    for folder in folders(root / tag / ZERO):
+        if folder.name in trained or f"{MODEL}.{folder.name}" in gathering.flat.keys:
+            continue
+        for what, path in files_of(root, tag, folder.name):
+            if what != MASTER:
+                continue
+            try:
+                file = read_state_file(root, path)
+                value = dict_or_none(file.value, path).get("param")
+                if not is_tensor(value):
+                    raise Corrupt("there is no tensor under `param`, and the shape is unknown", path=root / path)
+                gathering.put((MODEL, folder.name), Flattening(file.entries, path).stored(value))
+            except CkptError as error:
+                report(error.blame(tensor=f"{MODEL}.{folder.name}"))
+            yield path
+
+
+def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Sequence[Mapping[str, Shape]]) -> None:
+    """Put what all parameters have in common: groups, the steps where these have no files, the loss scale."""
+    flattening = Flattening(file.entries, file.name)
+    try:
+        saved = as_dict(file.value, file.name)
+        inner = dict_or_none(saved.get(_INNER), _INNER)
+        groups = as_kind(saved.get("param_groups", inner.get("param_groups")), list, "param_groups")
+        states = dict_or_none(inner.get("state"), "state")
+        for i, group in enumerate(groups):
+            settings: Settings = as_dict(group, "param_groups")
+            numbers = [as_count(number, "params") for number in as_kind(settings.get("params"), list, "params")]
+            if any(number >= len(shapes) for number in numbers):
+                raise Corrupt(
+                    f"expected {len(shapes)} buffers (`param_shapes`), found {numbers[:8]} in the parameter groups"
+                )
+            gathering.put_group(flattening, i, settings, [name for number in numbers for name in shapes[number]])
+        for number, named in enumerate(shapes):
+            step = as_dict(states[number], "state").get(STEP) if number in states else None
+            lacking = [name for name in named if ".".join((*STATE, name, STEP)) not in gathering.flat.keys]
+            if step is not None:
+                gathering.put_state(flattening, lacking, {STEP: step})
+        for entry, value in saved.items():
+            if entry not in _USED:
+                gathering.put_other(flattening, entry, value)
+    except CkptError as error:
+        raise error.blame(path=root / file.name) from None
+
+
+def check_files(root: Path, tag: str, report: Report) -> None:
+    """Report each parameter without a file, by the names in the model states."""
+    for path in model_files(root, tag):
+        for group in blame(root, path, read_model_states).shapes or ():
+            for name in group:
+                try:
+                    if MASTER not in dict(files_of(root, tag, name)):
+                        report(missing(root / tag / ZERO / name / f"{MASTER}.pt"))
+                except CkptError as error:
+                    report(error)

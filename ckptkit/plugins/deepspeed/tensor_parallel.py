@@ -1,0 +1,166 @@
+"""Join what the ranks of tensor parallelism have of each parameter, by the map that AutoTP saves with the model.
+
+Source: deepspeed/checkpoint/affine.py and affine_ir_spec.md of DeepSpeed 0.19.8. For each rank the map lists pieces of
+a parameter: where each lies in the whole, and where in the rank's slice, as offset and strides. Here both are boxes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.shards.meshes import unravel
+from ckptkit.layout import Chunk, Spec, StoredTensor
+from ckptkit.layout.axes import cut
+from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
+from ckptkit.tensors.blocks import row_major
+from ckptkit.tensors.box import Box, Shape, find_overlap, whole
+
+INFO, _MAP = "universal_checkpoint_info", "affine_map"
+_VERSION = 1
+_HINT = "gather it with DeepSpeed: `save_16bit_model`"
+
+
+class SlicePiece(NamedTuple):
+    """A box of a whole parameter, and the box of a rank's slice that has its elements."""
+
+    in_whole: Box
+    in_slice: Box
+    is_first: bool  # no rank before this one has it
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedParameter:
+    """A parameter of `shape` in slices: for each rank the shape of its slice, and the pieces in that."""
+
+    name: str
+    shape: Shape
+    slices: tuple[tuple[Shape, tuple[SlicePiece, ...]], ...]
+
+    def join(self, parts: Sequence[StoredTensor]) -> StoredTensor:
+        """Return the whole of the ranks' slices. Raises `Corrupt` for slices of other shapes than the map has."""
+        found: list[Chunk] = []
+        for rank, (part, (shape, pieces)) in enumerate(zip(parts, self.slices, strict=True)):
+            if part.spec.shape != shape or part.spec.dtype != parts[0].spec.dtype:
+                message = f"expected {list(shape)} on rank {rank} of tensor parallelism, found {part.spec}"
+                raise Corrupt(message, tensor=self.name)
+            for piece in pieces:
+                found += chunks_of(part, piece) if piece.is_first else ()
+        return StoredTensor(Spec(parts[0].spec.dtype, self.shape), tuple(found))
+
+    def copies(self, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
+        """Return the pieces that an earlier rank has too."""
+        pairs = zip(parts, self.slices, strict=True)
+        return tuple(
+            chunk
+            for part, (_, pieces) in pairs
+            for piece in pieces
+            if not piece.is_first
+            for chunk in chunks_of(part, piece)
+        )
+
+
+class SliceMap:
+    """The map in a file of model states: which pieces of which parameter each of `ranks` has."""
+
+    def __init__(self, params: Mapping[str | int, Any], ranks: int) -> None:
+        self._params = params
+        self.ranks = ranks
+
+    def of(self, name: str) -> SlicedParameter:
+        """Return how a parameter is sliced. Raises `Unsupported` for one that the map does not have."""
+        entry = self._params.get(f"^{re.escape(name)}$")
+        if entry is None:
+            message = "tensor parallelism cut this parameter, and the map of AutoTP does not have it"
+            raise Unsupported(message, tensor=name, hint=_HINT)
+        entry = as_dict(entry, _MAP)
+        shape = shape_in(entry.get("logical_shape"))
+        ranks = as_dict(entry.get("ranks"), "ranks")
+        if {str(rank) for rank in ranks} != set(map(str, range(self.ranks))):
+            raise Corrupt(f"expected slices of {self.ranks} ranks, found {len(ranks)}", tensor=name)
+        by_rank = {int(rank): as_dict(said, "ranks") for rank, said in ranks.items()}
+        slices = tuple(read_slice(by_rank[rank], rank, shape, name) for rank in range(self.ranks))
+        boxes = [piece.in_whole for _, pieces in slices for piece in pieces if piece.is_first]
+        covered = sum(box.numel for box in boxes)
+        if covered != whole(shape).numel:
+            message = f"expected pieces of {whole(shape).numel} elements, found {covered}"
+            raise Corrupt(message, tensor=name, hint=_HINT)
+        if overlap := find_overlap(boxes):
+            shared = overlap[2]
+            message = f"two pieces of the parameter overlap: {list(shared.size)} elements at {list(shared.start)}"
+            raise Corrupt(message, tensor=name, hint=_HINT)
+        return SlicedParameter(name, shape, slices)
+
+
+def read_slice_map(saved: Mapping[str | int, Any], ranks: int) -> SliceMap | None:
+    """Return the map in a file of model states of one of `ranks`; None without one.
+
+    Raises `Unsupported` for a map of another version.
+    """
+    found = dict_or_none(dict_or_none(saved.get(INFO), INFO).get(_MAP), _MAP)
+    if not found:
+        return None
+    if found.get("version") != _VERSION:
+        message = f"expected version {_VERSION} of AutoTP's map, found {found.get('version')!r}"
+        raise Unsupported(message, hint=_HINT)
+    return SliceMap(as_dict(found.get("params"), "params"), ranks)
+
+
+def read_slice(
+    said: Mapping[str | int, Any], rank: int, shape: Shape, name: str
+) -> tuple[Shape, tuple[SlicePiece, ...]]:
+    """Return the shape of a rank's slice, and its pieces."""
+    own = shape_in(said.get("shard_shape"))
+    pieces = []
+    for entry in as_kind(said.get("pieces"), list, "pieces"):
+        piece = as_dict(entry, "pieces")
+        if piece.get("scale", 1) != 1:
+            message = f"a rank's slice is the parameter times {piece['scale']}"
+            raise Unsupported(message, tensor=name, hint=_HINT)
+        size = shape_in(piece.get("shape"))
+        holders = [as_count(one, "locations") for one in as_kind(piece.get("locations"), list, "locations")]
+        in_whole, in_slice = (box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", own)))
+        pieces.append(SlicePiece(in_whole, in_slice, is_first=rank == min(holders, default=rank)))
+    return own, tuple(pieces)
+
+
+def box_at(place: Any, size: Shape, shape: Shape, name: str) -> Box:
+    """Return the box of `size` that begins at an offset of a tensor of `shape`.
+
+    Raises `Unsupported` where the strides are not that tensor's, `Corrupt` for a box that is not in it.
+    """
+    said = as_kind(place, list, "pieces")
+    if len(said) != 2:
+        raise Corrupt(f"expected an offset and strides of a piece, found {len(said)} values", tensor=name)
+    offset, steps = as_count(said[0], "pieces"), shape_in(said[1])
+    strides = row_major(shape)
+    alike = len(size) == len(steps) == len(shape) and all(
+        n < 2 or step == stride for n, step, stride in zip(size, steps, strides, strict=True)
+    )
+    if not alike:
+        raise Unsupported("a piece of the parameter is not a box of it", tensor=name, hint=_HINT)
+    if offset >= whole(shape).numel:
+        raise Corrupt(f"a piece at element {offset} is outside the shape {list(shape)}", tensor=name)
+    box = Box(unravel(offset, shape), size)
+    if any(stop > extent for stop, extent in zip(box.stop, shape, strict=True)):
+        raise Corrupt(f"a piece reaches out of the shape {list(shape)}", tensor=name)
+    return box
+
+
+def chunks_of(part: StoredTensor, piece: SlicePiece) -> list[Chunk]:
+    """Return the chunks of a piece, at its place in the whole."""
+    for axis, (start, stop) in enumerate(zip(piece.in_slice.start, piece.in_slice.stop, strict=True)):
+        if (start, stop) != (0, part.spec.shape[axis]):
+            part = cut(part, axis, start, stop)
+    corner = piece.in_whole.start
+    return [
+        chunk._replace(box=Box(tuple(a + b for a, b in zip(chunk.box.start, corner, strict=True)), chunk.box.size))
+        for chunk in part.chunks
+    ]
+
+
+def shape_in(value: Any) -> Shape:
+    return tuple(as_count(one, _MAP) for one in as_kind(value, list, _MAP))

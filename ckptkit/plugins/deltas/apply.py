@@ -1,0 +1,137 @@
+"""Apply deltas to the checkpoint that they were made from, and write the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.conversion.directories import check_free, require_separate_destination, to_output
+from ckptkit.conversion.draft import Conversion, Draft
+from ckptkit.conversion.options import Keywords
+from ckptkit.conversion.pipeline import write
+from ckptkit.conversion.report import Converted, complete, report
+from ckptkit.errors import Corrupt, Usage
+from ckptkit.files.origin import Origin
+from ckptkit.files.path import to_path
+from ckptkit.layout import Layout, WriterOptions
+from ckptkit.layout.plan import Operand
+from ckptkit.ops.as_consolidated import ConsolidatedView, as_consolidated
+from ckptkit.ops.convert import with_left_behind
+from ckptkit.progress import Progress
+
+if TYPE_CHECKING:
+    from ckptkit.plugins.deltas.chain import DeltaChain
+    from ckptkit.plugins.deltas.patched_blocks import Patched
+
+
+def apply(
+    base: Source,
+    deltas: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    dtype: str | Sequence[str] = (),
+    overwrite: bool = False,
+    dry_run: bool = False,
+    jobs: int | None = None,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> Converted:
+    """Apply one or more deltas to checkpoint `base`, and write the resulting Hugging Face model to directory `out`.
+
+    `base` may have any format: ckptkit uses it as `consolidate` would write it, in `dtype` if you pass one. The result
+    has the config and tokenizer of `base`, and its shards if `base` is a Hugging Face model. Its weights equal those
+    that `consolidate` makes of the checkpoint that the last delta leads to. Raises `Mismatch` for another base and for
+    deltas that do not follow each other, and `Corrupt` for a damaged delta, before it writes anything.
+    """
+    began = time.perf_counter()
+    given = [deltas] if isinstance(deltas, str | Path) else list(deltas)
+    if not given:
+        raise Usage("expected at least one delta to apply, found none", hint="run `ckptkit apply BASE DELTA OUT`")
+    output = to_output(out)
+    check_free(output, overwrite=overwrite, is_file=False)
+    asked: Keywords = {"overwrite": overwrite, "dry_run": dry_run, "jobs": jobs, "sync": sync, "progress": progress}
+    if dtype:
+        asked["dtype"] = dtype
+    opened = as_consolidated(base, asked, output)
+    require_separate_destination(opened.checkpoint, output, opened.draft.writer)
+    chain = open_chain([to_path(one) for one in given])
+    conversion = draft_apply(opened, chain, jobs)
+    prospect = report(conversion, time.perf_counter() - began)
+    if dry_run:
+        return prospect
+    try:
+        written = write(conversion)
+    except Corrupt as error:  # a tensor did not become what the deltas say
+        is_changed = error.tensor in chain.specs
+        raise error.blame(path=chain.file_of(str(error.tensor)) if is_changed else opened.path) from error.__cause__
+    return complete(conversion, prospect, written, time.perf_counter() - began)
+
+
+def open_chain(deltas: Sequence[Path]) -> DeltaChain:
+    from ckptkit.plugins.deltas.chain import DeltaChain
+    from ckptkit.plugins.deltas.open_delta import open_delta
+
+    return DeltaChain.of([open_delta(path) for path in deltas])
+
+
+def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> Conversion:
+    """Draft the result of deltas, each of which is read whole and checked, on a base, which must be theirs."""
+    from ckptkit.plugins.deltas.check_delta import check_delta
+    from ckptkit.plugins.deltas.identity import sums_of
+
+    chain.check_specs(base.layout)
+    for delta in chain.deltas:
+        check_delta(delta)
+    sums = sums_of(base.layout, jobs=jobs)
+    chain.check_base(base.layout, sums)
+    conversion = replace(
+        base.conversion,
+        drafts=[draft_changed(base, chain, sums)],
+        origins=[*base.conversion.origins, *(Origin.of(delta.path) for delta in chain.deltas)],
+    )
+    return with_left_behind(conversion, [base.checkpoint])
+
+
+def draft_changed(base: ConsolidatedView, chain: DeltaChain, sums: Mapping[str, int]) -> Draft:
+    """Return the draft of a base with what a chain changes, in the base's shards."""
+    draft = base.draft
+    options = WriterOptions(base.conversion.options.max_shard_size, places=shards_of(base))
+    read = [path for delta in chain.deltas for path in (delta.path / name for name in sorted(delta.layout.files))]
+    return replace(
+        draft,
+        sources=(*draft.sources, *(delta.layout for delta in chain.deltas)),
+        read=(*draft.read, *read),
+        files=draft.writer.arrange(draft.wanted, options),
+        recipes=recipes_of(chain, draft.wanted),
+        sums={**sums, **chain.sums},
+    )
+
+
+def shards_of(base: ConsolidatedView) -> Mapping[str, str] | None:
+    """Return the file of each tensor in a base that is a Hugging Face model; None for any other."""
+    layout = base.draft.wanted
+    if layout.format != base.draft.writer.name or layout.world_size is not None or not base.path.is_dir():
+        return None
+    places = {name: tensor.chunks[0].path for name, tensor in layout.tensors.items()}
+    ours = {file.name for file in base.draft.files}
+    files = set(places.values())
+    return places if len(files) > 1 or files <= ours else None
+
+
+def recipes_of(chain: DeltaChain, base: Layout) -> dict[str, Patched]:
+    """Return the recipe of each tensor that a chain changes: of the base's own, or of one that a delta holds whole."""
+    from ckptkit.plugins.deltas.patched_blocks import LoadedChanges, Patched
+    from ckptkit.plugins.deltas.payload import WHOLE
+
+    changes = LoadedChanges(chain)
+    recipes = {}
+    for name, spec in chain.specs.items():
+        last = chain.last_whole(name)
+        operand = Operand(0, name, spec.dtype) if last is None else Operand(last + 1, name + WHOLE, spec.dtype)
+        shape = base.tensors[name].shape_of_chunks if last is None else spec.shape
+        recipes[name] = Patched(operand, name, shape, changes)
+    return recipes

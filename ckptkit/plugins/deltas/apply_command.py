@@ -1,0 +1,98 @@
+"""Run `ckptkit apply`: deltas on the checkpoint that they were made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, show
+from ckptkit.cli.output import Json, Quiet, pick, print_json, progress_bar, say
+from ckptkit.errors import Usage
+from ckptkit.files.path import to_path
+from ckptkit.pictures.words import count
+
+
+def apply(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=to_path,
+            metavar="BASE DELTA... OUT",
+            help="The base checkpoint, one or more deltas, and the directory to write.",
+        ),
+    ],
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help="Cast BASE first, as consolidate does; pass the --dtype of `delta`."),
+    ] = None,
+    in_place: Annotated[
+        bool,
+        typer.Option("--in-place", help="Arguments are LOCAL and ROOT: update model LOCAL with the deltas in ROOT."),
+    ] = False,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and write nothing.")] = False,
+    jobs: Jobs = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Apply deltas to their base, and write the result.
+
+    OUT becomes a Hugging Face model with the config and tokenizer of BASE, and with the same shards if BASE is a
+    Hugging Face model. It has the weights that `consolidate` would write for the checkpoint that the last delta was
+    made from.
+
+    Example: ckptkit apply policy-100 delta-110 delta-120 policy-120
+
+    Before it writes anything, ckptkit checks that BASE is the base of the first delta, that each delta follows the one
+    before, and that no delta is damaged. It compares the CRC-32 of every tensor of OUT with the CRC-32 in the delta.
+
+    `ckptkit apply LOCAL ROOT --in-place` updates LOCAL, a local Hugging Face model, to the newest state in ROOT: it
+    applies the deltas or versions (weight_v000007) that continue from the state of LOCAL. A journal makes that safe:
+    after a crash the same command completes the update. A server that has mapped the files sees a mixture meanwhile:
+    pause it first.
+
+    Exit codes: 0 done; 2 usage; 3 another base, a gap between deltas, or a damaged delta; 4 an I/O failure, OUT is
+    unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    """
+    from ckptkit.plugins.deltas.apply import apply as run
+
+    if in_place:
+        change_in_place(paths, [dtype, overwrite, dry_run, jobs, no_sync], json=json)
+        return
+    if len(paths) < 3:
+        raise Usage(
+            f"expected BASE, at least one DELTA, and OUT, found {count(len(paths), 'path')}", hint="run with --help"
+        )
+    base, *deltas, out = paths
+    with progress_bar("applying") as progress:
+        done = run(
+            base,
+            deltas,
+            out,
+            dtype=dtype or (),
+            overwrite=overwrite,
+            dry_run=dry_run,
+            jobs=jobs,
+            sync=not no_sync,
+            progress=progress,
+        )
+    show(base, done, "patched", json=json)
+
+
+def change_in_place(paths: list[Path], others: list[object], *, json: bool) -> None:
+    """Run `ckptkit apply LOCAL ROOT --in-place`."""
+    from ckptkit.plugins.deltas.apply_in_place import apply_in_place
+
+    if len(paths) != 2:
+        raise Usage(f"--in-place: expected LOCAL and ROOT, found {count(len(paths), 'path')}", hint="run with --help")
+    if any(others):
+        raise Usage("--in-place takes no other options than --json and --quiet", hint="drop them")
+    done = apply_in_place(str(paths[0]), paths[1])
+    if json:
+        print_json(pick(done, "path", "deltas", "tensors", "elements", "unfinished") | {"completed": done.is_completed})
+        return
+    for line in done.summary():
+        say(line)

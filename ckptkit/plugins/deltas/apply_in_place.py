@@ -1,0 +1,147 @@
+"""Bring a Hugging Face model up to date in place, by the deltas that follow its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.files.file import names_in
+from ckptkit.files.path import to_local, to_path
+from ckptkit.formats import locate
+from ckptkit.layout import Layout
+from ckptkit.ops.as_consolidated import as_consolidated
+from ckptkit.pictures.words import count
+from ckptkit.plugins.deltas import in_place
+from ckptkit.plugins.deltas.chain import DeltaChain, short
+from ckptkit.plugins.deltas.check_delta import check_delta
+from ckptkit.plugins.deltas.find import RECORD, is_delta, is_unfinished
+from ckptkit.plugins.deltas.identity import identify, sums_of
+from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor
+from ckptkit.plugins.deltas.open_delta import Delta, open_delta
+from ckptkit.summary import Summarized
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedInPlace(Summarized):
+    """A model at `path` that was changed in place by `deltas`, in this order; by none if it was up to date.
+
+    `is_completed` says that an earlier call had been interrupted, and that this one completed its change first.
+    `unfinished` are deltas beside the others that were skipped because their `delta.json` is missing.
+    """
+
+    path: Path
+    deltas: tuple[Path, ...]
+    tensors: int = 0
+    elements: int = 0
+    is_completed: bool = False
+    unfinished: tuple[Path, ...] = ()
+
+    def summary(self) -> Iterator[str]:
+        if self.is_completed:
+            yield f"{self.path}: completed a change that was interrupted"
+        if self.deltas:
+            names = ", ".join(path.name for path in self.deltas)
+            yield f"{self.path}: changed in place by {names}"
+            yield f"{count(self.elements, 'element')} of {count(self.tensors, 'tensor')} changed"
+        elif not self.is_completed:
+            yield f"{self.path}: up to date, nothing changed"
+        for path in self.unfinished:
+            yield f"skipped {path.name}: unfinished, its `{RECORD}` is missing"
+
+
+class Update(NamedTuple):
+    """The deltas to apply to a model, in order, and the model that they make of it."""
+
+    deltas: tuple[Path, ...]
+    successor: Successor
+    unfinished: tuple[Path, ...] = ()
+
+
+def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
+    """Apply to the Hugging Face model in `local` the deltas in `root` that continue from its state.
+
+    `root` is a delta, or a directory of deltas. A journal in `local` makes this safe: after a crash the
+    model is old or new, or the same call completes it. A server that has mapped the files sees a mixture meanwhile.
+    Raises `Mismatch` if no delta is for this model, and the errors of a bad delta, before it changes anything.
+    """
+    path, source = to_local(local), to_path(root)
+    if not path.is_dir():
+        raise NotACheckpoint("expected a directory with a Hugging Face model", path=path)
+    with in_place.locked(path):
+        in_place.clear(path)
+        is_completed = in_place.has_journal(path)
+        if is_completed:
+            in_place.complete(path)
+        model = open_plain(path)
+        sums = sums_of(model)
+        update = find_update(model, sums, source)
+        if not update.deltas:
+            return ChangedInPlace(path, (), is_completed=is_completed, unfinished=update.unfinished)
+        record = in_place.change(path, model, sums, update.successor)
+        in_place.complete(path)
+    return ChangedInPlace(path, update.deltas, len(record.tensors), record.changed, is_completed, update.unfinished)
+
+
+def open_plain(path: Path) -> Layout:
+    """Return the tensors of a Hugging Face model, each of which lies in one piece."""
+    part = Checkpoint.open(path).model_component
+    layout = replace(locate(part.layout), blobs={}, twins={}, keys={})
+    if layout.format != "hf" or layout.world_size is not None or part.path != path:
+        hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"
+        raise Unsupported("expected a Hugging Face model to change in place", path=path, hint=hint)
+    return layout
+
+
+def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
+    """Return what a model is to become by the deltas in `root`."""
+    if not root.is_dir():
+        raise NotACheckpoint("expected a directory with deltas", path=root)
+    if is_delta(root) or is_unfinished(root):
+        return update_by_deltas(model, sums, [root], root)
+    places = [root / name for name in sorted(names_in(root))]
+    found = [place for place in places if is_delta(place)]
+    if not found:
+        raise NotACheckpoint("expected deltas, found none", path=root, hint="`ckptkit delta BASE NEW OUT` writes one")
+    unfinished = tuple(filter(is_unfinished, places))
+    return update_by_deltas(model, sums, found, root)._replace(unfinished=unfinished)
+
+
+def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], root: Path) -> Update:
+    """Return the update of a model by those deltas that follow its state, in any order of names."""
+    require_as_consolidated(model)
+    by_base: dict[str, Delta] = {}
+    deltas = [open_delta(path) for path in found]
+    for delta in deltas:
+        if (other := by_base.get(delta.record.base)) and other.record.new != delta.record.new:
+            message = f"expected one delta of base {short(delta.record.base)}, also found {other.path.name}"
+            raise Usage(message, path=delta.path, hint="pass one of them instead of the directory")
+        by_base[delta.record.base] = delta
+    at = identify(model.specs, sums)
+    if at not in by_base and all(delta.record.new != at for delta in deltas):
+        if len(deltas) == 1:
+            DeltaChain.of(deltas).check_base(model, sums)
+        message = f"expected a delta of base {short(at)}, found {count(len(deltas), 'delta')} of others"
+        raise Mismatch(message, path=root, hint="a delta is missing, or this model was not made from them")
+    chain: list[Delta] = []
+    while at in by_base and by_base[at] not in chain:
+        chain.append(by_base[at])
+        at = chain[-1].record.new
+        check_delta(chain[-1])
+    whole = DeltaChain.of(chain)
+    if chain:
+        whole.check_base(model, sums)
+    return Update(tuple(delta.path for delta in chain), ChainSuccessor(model, whole))
+
+
+def require_as_consolidated(model: Layout) -> None:
+    """Raise `Unsupported` unless a model lies there as `consolidate` would write it, which is what deltas are for."""
+    wanted = as_consolidated(model.root, {}, model.root).layout.specs
+    for name in sorted(model.specs.keys() | wanted.keys()):
+        if model.specs.get(name) != wanted.get(name):
+            message = f"`consolidate` would write {wanted.get(name, 'no such tensor')}, found {model.specs.get(name)}"
+            hint = "run `ckptkit apply BASE DELTA OUT`, which writes the result elsewhere"
+            raise Unsupported(message, path=model.root, tensor=name, hint=hint)

@@ -1,0 +1,114 @@
+"""Put deltas together that follow each other: each has the result of the one before as its base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from ckptkit.errors import Corrupt, Mismatch
+from ckptkit.layout import Layout, Spec
+from ckptkit.plugins.deltas.changes import Changes
+from ckptkit.plugins.deltas.find import RECORD
+from ckptkit.plugins.deltas.identity import identify
+from ckptkit.plugins.deltas.open_delta import Delta
+from ckptkit.plugins.deltas.patch import load_changes, merge_changes
+
+WRITE_AGAIN = "copy the delta again, or write it again with `ckptkit delta`"
+_SHOWN = 12  # digits of an identity in a message
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaChain:
+    """Deltas in the order in which they are applied."""
+
+    deltas: tuple[Delta, ...]
+
+    @classmethod
+    def of(cls, deltas: Sequence[Delta]) -> DeltaChain:
+        """Return the chain of deltas. Raises `Mismatch` where one does not follow the one before it."""
+        for one, two in pairwise(deltas):
+            if two.record.base != one.record.new:
+                message = f"expected a delta of base {short(one.record.new)}, found one of {short(two.record.base)}"
+                hint = f"a delta is missing between {one.path} and this one, or the deltas are in the wrong order"
+                raise Mismatch(message, path=two.path, hint=hint)
+        return cls(tuple(deltas))
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """Return the CRC-32 that each tensor has in the end, of the tensors that change."""
+        return {name: tensor.crc32_new for delta in self.deltas for name, tensor in delta.record.tensors.items()}
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Return dtype and shape of the tensors that change."""
+        return {name: tensor.spec for delta in self.deltas for name, tensor in delta.record.tensors.items()}
+
+    def last_whole(self, name: str) -> int | None:
+        """Return the number of the last delta that holds a tensor whole; None if none does."""
+        return max((i for i, delta in enumerate(self.deltas) if delta.holds_whole(name)), default=None)
+
+    def load(self, name: str) -> Changes | None:
+        """Return what changes in a tensor after the last delta that holds it whole; None if nothing does."""
+        last = self.last_whole(name)
+        later = self.deltas[0 if last is None else last + 1 :]
+        found = [load_changes(delta, name) for delta in later if name in delta.record.tensors]
+        return merge_changes(found) if found else None
+
+    def file_of(self, name: str) -> Path:
+        """Return the file of the last delta that changes a tensor."""
+        return next(delta.file_of(name) for delta in reversed(self.deltas) if name in delta.record.tensors)
+
+    def check_base(self, base: Layout, sums: Mapping[str, int]) -> None:
+        """Raise `Mismatch` unless a model with these sums is the base of the first delta.
+
+        Raises `Corrupt` if a delta does not lead to the model that it names.
+        """
+        self.check_specs(base)
+        first, found = self.deltas[0].record, identify(base.specs, sums)
+        if found == first.base:
+            self._check_results(base, sums)
+            return
+        message = f"expected base {short(first.base)}, found {short(found)}{self._why(sums)}"
+        hint = f"pass the checkpoint that {self.deltas[0].path} was made from"
+        if found == self.deltas[-1].record.new:
+            message, hint = (
+                "the delta is applied already: this checkpoint is its result",
+                "pass the checkpoint that the delta was made from",
+            )
+        raise Mismatch(message, path=base.root, hint=hint)
+
+    def _check_results(self, base: Layout, sums: Mapping[str, int]) -> None:
+        after = dict(sums)
+        for delta in self.deltas:
+            after |= {name: tensor.crc32_new for name, tensor in delta.record.tensors.items()}
+            if (found := identify(base.specs, after)) != delta.record.new:
+                message = f"expected weights {short(delta.record.new)} after the delta, found {short(found)}"
+                raise Corrupt(message, path=delta.path / RECORD, hint=WRITE_AGAIN)
+
+    def _why(self, sums: Mapping[str, int]) -> str:
+        tensors = self.deltas[0].record.tensors
+        other = [name for name, tensor in tensors.items() if sums.get(name) != tensor.crc32_base]
+        if not other:
+            return ": a tensor that the delta does not change differs"
+        return f": {len(other)} of {len(tensors)} tensors that it changes differ, such as `{other[0]}`"
+
+    def check_specs(self, base: Layout) -> None:
+        """Raise `Mismatch` unless a model has the tensors that change, in the same dtypes and shapes."""
+        for name, spec in self.specs.items():
+            found = base.tensors.get(name)
+            if found is None:
+                raise Mismatch("the delta changes this tensor, but the base lacks it", path=base.root, tensor=name)
+            if found.spec != spec:
+                hint = (
+                    f"`ckptkit apply --dtype {spec.dtype}` casts the base first"
+                    if found.spec.dtype.can_become(spec.dtype)
+                    else None
+                )
+                message = f"expected {spec} as in the delta, found {found.spec}"
+                raise Mismatch(message, path=base.root, tensor=name, hint=hint)
+
+
+def short(identity: str) -> str:
+    return identity[:_SHOWN]

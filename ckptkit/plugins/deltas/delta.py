@@ -1,0 +1,213 @@
+"""Write what changed between two checkpoints of one model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.checkpoints.manifest import source_of
+from ckptkit.conversion.directories import require_separate_destination
+from ckptkit.destinations.allocation import make_folder
+from ckptkit.destinations.staging import Stage
+from ckptkit.destinations.stores import is_on_hub, to_destination
+from ckptkit.errors import Occupied, Unsupported, translate_os_errors
+from ckptkit.files.file import file_size, names_in
+from ckptkit.files.origin import Origin
+from ckptkit.files.path import RemotePath
+from ckptkit.models.companions import CONFIG
+from ckptkit.models.computation import describe_differences, find_differences
+from ckptkit.ops.as_consolidated import ConsolidatedView, both_consolidated
+from ckptkit.pictures.numbers import format_bytes, per_cent
+from ckptkit.pictures.words import count
+from ckptkit.plugins.deltas.record import DeltaRecord
+from ckptkit.progress import Progress, Told, telling
+from ckptkit.summary import Summarized
+
+if TYPE_CHECKING:
+    from ckptkit.plugins.deltas.spool import Spool
+    from ckptkit.plugins.deltas.write_delta import FoundChanges
+
+LARGEST = 0.6  # of the model, unless it is forced
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenDelta(Summarized):
+    """A delta from checkpoint `base` to `new` that was written to `output`, or would be.
+
+    `record` says what changed, `nbytes` are those of the new values and their positions, `files` the files of the
+    delta with their bytes. Of the sources `checked_bytes` had a CRC-32 to be compared with.
+    """
+
+    base: Path
+    new: Path
+    output: Path
+    record: DeltaRecord
+    nbytes: int
+    files: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    checked_bytes: int = 0
+    seconds: float = 0.0
+    dry_run: bool = False
+
+    @property
+    def density(self) -> float:
+        """Return the fraction of all elements that changed."""
+        return self.record.density
+
+    @property
+    def share(self) -> float:
+        """Return the bytes of the delta as a fraction of those of the model."""
+        return self.nbytes / self.record.nbytes if self.record.nbytes else 0.0
+
+    def summary(self) -> Iterator[str]:
+        verb = "would write" if self.dry_run else "wrote"
+        yield f"{verb} {self.output}: what changed from {self.base} to {self.new}"
+        changed = len(self.record.tensors)
+        every = count(changed + self.record.unchanged, "tensor")
+        yield f"{per_cent(self.density)} of the elements changed, in {changed:,} of {every}"
+        yield f"{format_bytes(self.nbytes)}, {per_cent(self.share)} of the model's {format_bytes(self.record.nbytes)}"
+
+
+def delta(
+    base: Source,
+    new: Source,
+    out: str | Path,
+    *,
+    dtype: str | Sequence[str] = (),
+    force: bool = False,
+    dry_run: bool = False,
+    jobs: int | None = None,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> WrittenDelta:
+    """Write the changes from the model in checkpoint `base` to the model in `new` to the directory `out`.
+
+    Both may have any format and world size. ckptkit compares their bits as `consolidate` would write them, in the
+    dtypes of `base`, or in `dtype`. `out` may be in S3, Google Cloud Storage or Azure. The delta contains the new
+    values and their positions. Raises `Mismatch` if the two do not belong to one model, and `Unsupported` if the delta
+    is larger than 60 % of the model, unless you pass `force`. After an error nothing is written.
+    """
+    began = time.perf_counter()
+    output = to_destination(out)
+    require_absent(output)
+    sides = both_consolidated(base, new, (dtype,) if isinstance(dtype, str) else tuple(dtype), output)
+    for side in sides:
+        require_separate_destination(side.checkpoint, output, side.draft.writer)
+    pair = ComparedPair(sides, jobs, telling(progress, 2 * sides[0].layout.nbytes))
+    if dry_run:
+        made = pair.measure(output)
+        if not force:
+            require_small(made)
+    elif isinstance(output, RemotePath):
+        made = pair.send(output, force=force)
+    else:
+        made = pair.write(output, output, force=force, sync=sync)
+    return replace(made, seconds=time.perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPair:
+    """Two checkpoints of one model that are compared, to write what changed."""
+
+    sides: tuple[ConsolidatedView, ConsolidatedView]
+    jobs: int | None
+    told: Told | None
+
+    def measure(self, output: Path) -> WrittenDelta:
+        """Return what would be written."""
+        from ckptkit.plugins.deltas.spool import Spool
+
+        with Spool(None, self.sides[0].layout.specs) as spool:
+            return self.report(output, *self.find(spool))
+
+    def send(self, output: RemotePath, *, force: bool) -> WrittenDelta:
+        """Write the delta into a temporary directory, then copy it to a store. It appears whole or not at all."""
+        from ckptkit.ops.cp import cp
+
+        with TemporaryDirectory(prefix="ckptkit-") as room:
+            made = self.write(output, Path(room, "delta"), force=force, sync=False)
+            cp(Path(room, "delta"), output, jobs=self.jobs)
+        return made
+
+    def write(self, output: Path, place: Path, *, force: bool, sync: bool) -> WrittenDelta:
+        """Write the delta into directory `place`, to be `output`. It appears whole or not at all."""
+        from ckptkit.plugins.deltas.spool import Spool
+        from ckptkit.plugins.deltas.write_delta import write_delta
+
+        origins = [Origin.of(side.path) for side in self.sides]
+        stage = Stage(place, sync=sync)
+        try:
+            stage.open()
+            make_folder(stage.work)
+            with Spool(stage.work / "changes", self.sides[0].layout.specs) as spool:
+                found, checked = self.find(spool)
+                made = self.report(output, found, checked)
+                if not force:
+                    require_small(made)
+                record = write_delta(stage.path, found, source_of(self.sides[1].layout))
+            for origin in origins:
+                origin.check()
+            files = {name: file_size(stage.path / name) for name in sorted(names_in(stage.path)) if "." in name[1:]}
+            stage.commit()
+        except BaseException:
+            stage.discard()
+            raise
+        return replace(made, record=record, files=files, dry_run=False)
+
+    def find(self, spool: Spool) -> tuple[FoundChanges, int]:
+        """Compare all elements and keep what changed. Return also how many bytes had a CRC-32."""
+        from ckptkit.plugins.deltas.changes import find_changes
+        from ckptkit.plugins.deltas.write_delta import FoundChanges, copying_from
+
+        before, after = (side.layout for side in self.sides)
+        sums = find_changes(before, after, spool.add, jobs=self.jobs, progress=self.told)
+        found = FoundChanges(after.specs, sums.before, sums.after, spool, copying_from(after, self.jobs))
+        return found, sums.checked_bytes
+
+    def compare_configs(self) -> Iterator[str]:
+        """Yield what the two compute differently by their config.json, which a delta does not contain."""
+        before, after = (side.checkpoint.companions.config for side in self.sides)
+        if before is not None and after is not None and (found := find_differences(before, after)):
+            differences = describe_differences(found, str(self.sides[1].path))
+            yield f"a delta does not contain {CONFIG}, and the new one differs: {differences}; copy it too"
+
+    def report(self, output: Path, found: FoundChanges, checked: int) -> WrittenDelta:
+        """Return what would be written of what was found."""
+        from ckptkit.plugins.deltas.nan import say_nan
+
+        notes = say_nan(found.spool.nan) if found.spool.changed else ("no tensor changed",)
+        return WrittenDelta(
+            base=self.sides[0].path,
+            new=self.sides[1].path,
+            output=output,
+            record=found.record(dict.fromkeys(found.payload, "")),
+            nbytes=found.payload_bytes,
+            notes=(*notes, *self.compare_configs()),
+            checked_bytes=checked,
+            dry_run=True,
+        )
+
+
+def require_absent(output: Path) -> None:
+    """Raise `Occupied` if something is where the delta is to be, `Unsupported` for a place on the Hub."""
+    if is_on_hub(output):
+        hint = "write to a local directory, then `ckptkit cp` it there with --yes"
+        raise Unsupported("a delta cannot be written to hf:// directly", path=output, hint=hint)
+    with translate_os_errors(output):
+        if output.exists() and not (output.is_dir() and not names_in(output)):
+            raise Occupied("the destination exists", path=output, hint="choose another directory")
+
+
+def require_small(made: WrittenDelta) -> None:
+    """Raise `Unsupported` for a delta that is not much smaller than the model."""
+    if made.share > LARGEST:
+        message = (
+            f"expected a delta of at most {LARGEST:.0%} of the model, found {per_cent(made.share)} "
+            f"({format_bytes(made.nbytes)}): {per_cent(made.density)} of the elements changed"
+        )
+        raise Unsupported(message, path=made.output, hint="copy the checkpoint instead, or pass --force")

@@ -1,0 +1,114 @@
+"""Run `ckptkit delta`, and show a delta for `ckptkit inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.conversion import Jobs, NoSync
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
+from ckptkit.destinations.stores import to_destination
+from ckptkit.files.path import to_path
+from ckptkit.pictures.numbers import format_bytes
+
+if TYPE_CHECKING:
+    from ckptkit.plugins.deltas.delta import WrittenDelta
+
+Base = Annotated[
+    Path,
+    typer.Argument(
+        parser=to_path, metavar="BASE", help="The old checkpoint, or a run (its latest complete checkpoint)."
+    ),
+]
+
+
+def delta(
+    base: Base,
+    new: Annotated[Path, typer.Argument(parser=to_path, metavar="NEW", help="The new checkpoint, of the same model.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            parser=to_destination, metavar="OUT", help="The directory to write, or a URL: s3://, gs://, az://."
+        ),
+    ],
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help="Cast both first, as consolidate does; by default to BASE's dtypes."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the delta even if it is larger than 60 % of the model.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what ckptkit would write, and write nothing.")
+    ] = False,
+    jobs: Jobs = None,
+    no_sync: NoSync = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Write what changed between two versions of a model.
+
+    Both may have any format and world size. ckptkit compares the bits of both as `consolidate` would write them.
+
+    Example: ckptkit delta policy-100 run/ckpt-110 delta-110
+
+    `ckptkit apply BASE DELTA OUT` restores the new model. Reinforcement learning changes few elements, because its
+    learning rate is small. Other training changes most elements, and then ckptkit refuses to write a delta.
+
+    Exit codes: 0 done; 2 usage; 3 a checkpoint is damaged, the two do not belong to one model, or too much changed; 4
+    an I/O failure; 5 OUT exists, or a path is unsafe; 130 interrupted.
+    """
+    from ckptkit.plugins.deltas.delta import delta as run
+
+    with progress_bar("comparing") as progress:
+        done = run(
+            base,
+            new,
+            out,
+            dtype=dtype or (),
+            force=force,
+            dry_run=dry_run,
+            jobs=jobs,
+            sync=not no_sync,
+            progress=progress,
+        )
+    if json:
+        print_json(to_json(done))
+    else:
+        report(done)
+
+
+def show_files(done: WrittenDelta) -> None:
+    """Print the result, and the files that were written."""
+    first, *others = done.summary()
+    say(first)
+    if done.files:
+        print_table([(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()], ("  file", "size"))
+    for line in others:
+        say(line)
+
+
+def to_json(done: WrittenDelta) -> dict[str, Any]:
+    """Return the result under the keys that scripts rely on."""
+    names = ("base", "new", "output", "density", "nbytes", "checked_bytes", "seconds", "notes")
+    files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
+    record = done.record
+    return {
+        **pick(done, *names),
+        "base_id": record.base,
+        "new_id": record.new,
+        "whole_nbytes": record.nbytes,
+        "changed": len(record.tensors),
+        "unchanged": record.unchanged,
+        "files": files,
+        "dry_run": done.dry_run,
+    }
+
+
+def report(done: WrittenDelta) -> None:
+    """Print the result for a reader."""
+    show_files(done)
+    for text in done.notes:
+        note(f"note: {text}")

@@ -1,0 +1,43 @@
+"""Describe a delta without reading its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptkit.files.path import to_path
+from ckptkit.pictures.numbers import format_bytes, per_cent
+from ckptkit.pictures.words import count
+from ckptkit.plugins.deltas.chain import short
+from ckptkit.plugins.deltas.open_delta import open_delta
+from ckptkit.plugins.deltas.record import FORMAT, DeltaRecord
+from ckptkit.summary import Summarized
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedDelta(Summarized):
+    """A delta at a glance: what it says of itself, and the bytes that it holds of tensors."""
+
+    path: Path
+    format: str
+    record: DeltaRecord
+    nbytes: int
+
+    def summary(self) -> Iterator[str]:
+        record = self.record
+        yield f"{self.path}: {self.format}, from {short(record.base)} to {short(record.new)}"
+        changed = len(record.tensors)
+        every = count(changed + record.unchanged, "tensor")
+        yield f"{per_cent(record.density)} of the elements changed, in {changed:,} of {every}"
+        share = per_cent(self.nbytes / record.nbytes) if record.nbytes else "none"
+        yield f"{format_bytes(self.nbytes)}, {share} of the model's {format_bytes(record.nbytes)}"
+
+
+def inspect_delta(path: str | Path) -> InspectedDelta:
+    """Return a summary of the delta in directory `path`.
+
+    Raises `Incomplete` if it is not finished, `Corrupt` if its files do not fit together.
+    """
+    delta = open_delta(to_path(path))
+    return InspectedDelta(delta.path, FORMAT, delta.record, delta.nbytes)

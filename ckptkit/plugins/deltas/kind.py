@@ -1,0 +1,69 @@
+"""A delta as `ckptkit inspect`, `verify` and `cp` see it: a kind of `ckptkit.checkpoints.other_kinds`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import read_manifest
+from ckptkit.cli.output import pick, print_json, print_table, say
+from ckptkit.files.file import file_size
+from ckptkit.ops.cp import Contents
+from ckptkit.ops.verify import Verified
+from ckptkit.pictures.numbers import per_cent
+from ckptkit.plugins.deltas.find import RECORD, is_delta
+from ckptkit.plugins.deltas.inspect_delta import InspectedDelta, inspect_delta
+from ckptkit.plugins.deltas.open_delta import open_delta
+from ckptkit.plugins.deltas.record import FORMAT
+from ckptkit.plugins.deltas.verify_delta import verify_delta
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether a directory contains a complete delta, as far as its `delta.json` shows."""
+    return is_delta(path)
+
+
+def check(path: Path, *, base: Path | None, jobs: int | None) -> Verified:
+    """Look for damage in a delta, and for anything that prevents applying it to `base`."""
+    return verify_delta(path, base=base, jobs=jobs)
+
+
+def list_files(path: Path) -> Contents:
+    """Return what of a delta is copied. `delta.json`, without which nobody takes it for one, comes last."""
+    delta = open_delta(path)
+    manifest = read_manifest(path)
+    names = [*sorted(delta.layout.files), *([MANIFEST] if manifest else []), RECORD]
+    sizes = {name: file_size(path / name) for name in names}
+    sums = {} if manifest is None else {name: one for name, one in manifest.files.items() if name in sizes}
+    return Contents(path, FORMAT, (), sizes, (RECORD,), sums=sums)
+
+
+def show(path: Path, *, tensors: bool, json: bool) -> None:
+    """Print what a delta is, for `ckptkit inspect`."""
+    found = inspect_delta(path)
+    if json:
+        print_json(delta_json(found))
+        return
+    for line in found.summary():
+        say(line)
+    if tensors:
+        rows = [
+            (f"{tensor.changed:,}", per_cent(tensor.changed / tensor.spec.numel), str(tensor.spec), name)
+            for name, tensor in found.record.tensors.items()
+        ]
+        print_table(rows, ("changed", "", "dtype and shape", "tensor"))
+
+
+def delta_json(found: InspectedDelta) -> dict[str, Any]:
+    record = found.record
+    tensors = [
+        {"name": name, "dtype": tensor.spec.dtype.name, **pick(tensor.spec, "shape"), "changed": tensor.changed}
+        for name, tensor in record.tensors.items()
+    ]
+    return {
+        **pick(found, "path", "format", "nbytes"),
+        **pick(record, "base", "new", "density", "unchanged"),
+        "whole_nbytes": record.nbytes,
+        "tensors": tensors,
+    }

@@ -1,0 +1,27 @@
+"""Count new values that are NaN, which some engines refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckptkit.pictures.words import count
+from ckptkit.plugins.deltas.changes import Array
+from ckptkit.tensors.small_floats import SMALL_FLOATS
+
+_INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}  # bits; those of NaN without its sign are more
+
+
+def count_nan(values: Array, dtype: str) -> int:
+    """Return how many values, given as stored, are NaN."""
+    if dtype in ("float32", "float64"):
+        return int(np.isnan(values.view(dtype)).sum())
+    if dtype in _INFINITY:
+        return int(((values & 0x7FFF) > _INFINITY[dtype]).sum())
+    if dtype in SMALL_FLOATS and SMALL_FLOATS[dtype].nbits == 8:
+        return int(np.isnan(np.array(SMALL_FLOATS[dtype].numbers)[values]).sum())
+    return 0
+
+
+def say_nan(number: int) -> tuple[str, ...]:
+    """Return what you have to know before an engine reads the delta."""
+    return (f"{count(number, 'new value', 'is')} NaN: vLLM refuses such a patch",) if number else ()

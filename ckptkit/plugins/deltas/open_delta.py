@@ -1,0 +1,89 @@
+"""Open a delta of ckptkit's own format: its record, and the locations of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptkit.checkpoints.manifest import read_manifest
+from ckptkit.errors import Corrupt
+from ckptkit.formats.safetensors_headers import read_header
+from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.plugins.deltas.payload import INDICES, VALUES, WHOLE
+from ckptkit.plugins.deltas.record import DeltaRecord, DeltaTensor, read_record
+from ckptkit.tensors.dtypes import DTYPES
+
+_INDEX_DTYPES = (DTYPES["int32"], DTYPES["int64"])
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A delta in directory `path`: what it says of itself, and where its tensors lie, by their names in its files."""
+
+    path: Path
+    record: DeltaRecord
+    layout: Layout
+
+    def holds_whole(self, name: str) -> bool:
+        """Return whether it has the whole of a tensor that changed, not positions and values."""
+        return name + WHOLE in self.layout.tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all that it holds."""
+        return self.layout.nbytes
+
+    def nbytes_of(self, name: str) -> int:
+        """Return the bytes that it holds of a tensor that changed."""
+        held = (self.layout.tensors.get(name + suffix) for suffix in (WHOLE, INDICES, VALUES))
+        return sum(tensor.spec.nbytes for tensor in held if tensor is not None)
+
+    def file_of(self, name: str) -> Path:
+        return self.path / self.record.tensors[name].file
+
+
+def open_delta(path: Path) -> Delta:
+    """Open the delta in directory `path`.
+
+    Raises `Incomplete` if `delta.json` or a file is missing, `Corrupt` if the files and `delta.json` do not fit.
+    """
+    record = read_record(path)
+    manifest = read_manifest(path)
+    sums = {} if manifest is None else manifest.tensors
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted({tensor.file for tensor in record.tensors.values()}):
+        for key, chunk in read_header(path / file).items():
+            if key in tensors:
+                raise Corrupt(f"it is in `{tensors[key].chunks[0].path}` too", path=path / file, tensor=key)
+            tensors[key] = StoredTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(crc32=sums.get(key)),))
+    check_held(path, record, tensors)
+    return Delta(path, record, Layout(path, "hf", tensors))
+
+
+def check_held(path: Path, record: DeltaRecord, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise `Corrupt` unless files have, for each tensor that changed, positions and values of it, or all of it."""
+    known: set[str] = set()
+    for name, tensor in record.tensors.items():
+        held = {suffix: tensors[name + suffix] for suffix in (WHOLE, INDICES, VALUES) if name + suffix in tensors}
+        known |= {name + suffix for suffix in held}
+        if held.keys() not in ({WHOLE}, {INDICES, VALUES}):
+            found = ", ".join(sorted(held)) or "nothing"
+            message = f"expected {INDICES} and {VALUES}, or {WHOLE}, found {found}"
+            raise Corrupt(message, path=path / tensor.file, tensor=name)
+        for suffix, one in held.items():
+            check_spec(path, name, suffix, tensor, one)
+    if stray := min(tensors.keys() - known, default=None):
+        raise Corrupt("`delta.json` does not name this tensor", path=path, tensor=stray)
+
+
+def check_spec(path: Path, name: str, suffix: str, tensor: DeltaTensor, found: StoredTensor) -> None:
+    """Raise `Corrupt` unless what is held of a tensor has the dtype and shape that `delta.json` calls for."""
+    shape = tensor.spec.shape if suffix == WHOLE else (tensor.changed,)
+    dtypes = _INDEX_DTYPES if suffix == INDICES else (tensor.spec.dtype,)
+    if found.spec.shape != shape or found.spec.dtype not in dtypes:
+        message = f"expected {Spec(dtypes[0], shape)} in {suffix}, found {found.spec}"
+        raise Corrupt(message, path=path / tensor.file, tensor=name)
+    if found.chunks[0].path != tensor.file:
+        message = f"expected {suffix} in `{tensor.file}`, found it in `{found.chunks[0].path}`"
+        raise Corrupt(message, path=path, tensor=name)

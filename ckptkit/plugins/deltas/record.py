@@ -1,0 +1,135 @@
+"""Read and write `delta.json`: the base of a delta, its result, and the tensors that changed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsupported
+from ckptkit.files.file import absent, check_name, is_there, read_small
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import Spec
+from ckptkit.plugins.deltas.find import RECORD
+from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.version import __version__
+
+FORMAT, VERSION = "ckptkit-delta", 1
+_LIMIT = 1 << 28  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTensor:
+    """A tensor that changed: how many of its elements did, the file that has them, its CRC-32 before and after."""
+
+    spec: Spec
+    changed: int
+    file: str
+    crc32_base: int
+    crc32_new: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRecord:
+    """What a delta says of itself: the identities of its base and of the result, and the tensors that changed.
+
+    `unchanged` is how many tensors did not; `elements` and `nbytes` are those of all tensors of the result.
+    """
+
+    base: str
+    new: str
+    tensors: Mapping[str, DeltaTensor]
+    unchanged: int
+    elements: int
+    nbytes: int
+
+    @property
+    def changed(self) -> int:
+        """Return how many elements changed."""
+        return sum(tensor.changed for tensor in self.tensors.values())
+
+    @property
+    def density(self) -> float:
+        """Return the fraction of all elements that changed."""
+        return self.changed / self.elements if self.elements else 0.0
+
+    def to_bytes(self, payload: int) -> bytes:
+        """Return the file, beside files with a `payload` of so many bytes."""
+        value = {
+            "format": FORMAT,
+            "version": VERSION,
+            "tool": f"ckptkit {__version__}",
+            "base": self.base,
+            "new": self.new,
+            "tensors": {name: tensor_json(tensor) for name, tensor in self.tensors.items()},
+            "unchanged": self.unchanged,
+            "elements": self.elements,
+            "nbytes": self.nbytes,
+            "density": self.density,
+            "bytes": payload,
+        }
+        return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def tensor_json(tensor: DeltaTensor) -> dict[str, Any]:
+    return {
+        "dtype": tensor.spec.dtype.name,
+        "shape": list(tensor.spec.shape),
+        "changed": tensor.changed,
+        "file": tensor.file,
+        "crc32_base": f"{tensor.crc32_base:08x}",
+        "crc32_new": f"{tensor.crc32_new:08x}",
+    }
+
+
+def read_record(root: Path) -> DeltaRecord:
+    """Return what the delta in directory `root` says of itself. Raises `Incomplete` if it does not say anything.
+
+    Raises `NotACheckpoint` if there is no such directory.
+    """
+    path = root / RECORD
+    if not is_there(path):
+        if not root.exists():
+            raise absent(root)
+        hint = "pass a complete output of `ckptkit delta`: it writes this file last"
+        raise Incomplete(f"`{RECORD}` is missing: this is not a delta, or an unfinished one", path=root, hint=hint)
+    value = parse_json(read_small(path, _LIMIT), path)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise Corrupt(f"expected format `{FORMAT}`, found another file", path=path)
+    if value.get("version") != VERSION:
+        hint = "use a newer ckptkit"
+        raise Unsupported(f"expected version {VERSION}, found {value.get('version')!r}", path=path, hint=hint)
+    try:
+        tensors = {name: read_tensor(name, found) for name, found in value["tensors"].items()}
+        numbers = (int(value[key]) for key in ("unchanged", "elements", "nbytes"))
+        record = DeltaRecord(read_identity(value["base"]), read_identity(value["new"]), tensors, *numbers)
+    except CkptError as error:
+        raise error.blame(path=path) from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"not a `{RECORD}` of version {VERSION} ({error!r})", path=path) from error
+    for file in {tensor.file for tensor in tensors.values()}:
+        check_name(file, root)
+    return record
+
+
+def read_identity(value: object) -> str:
+    """Return the identity of a model. Raises ValueError for anything else."""
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
+        raise ValueError(f"no SHA-256: {value!r}")
+    return value
+
+
+def read_tensor(name: str, value: Mapping[str, Any]) -> DeltaTensor:
+    """Return a tensor as `tensor_json` described it. Raises KeyError, TypeError or ValueError for anything else."""
+    dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
+    if not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise Corrupt(f"expected a shape, found {list(shape)}", tensor=name)
+    spec = Spec(dtype, shape)
+    changed = int(value["changed"])
+    if not 0 < changed <= spec.numel:
+        raise Corrupt(f"expected 1 to {spec.numel} changed elements, found {changed}", tensor=name)
+    sums = (int(value[key], 16) for key in ("crc32_base", "crc32_new"))
+    return DeltaTensor(spec, changed, str(value["file"]), *sums)

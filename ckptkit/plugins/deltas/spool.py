@@ -1,0 +1,77 @@
+"""Keep changed elements in a file, in any order, until all are counted."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, NamedTuple, Self
+
+from ckptkit.errors import translate_os_errors
+from ckptkit.layout import Spec
+from ckptkit.plugins.deltas.changes import Changes
+from ckptkit.plugins.deltas.nan import count_nan
+from ckptkit.plugins.deltas.payload import index_dtype, is_whole
+
+
+class SpooledBlock(NamedTuple):
+    """What changed in a block: the first element of the block, and where positions and values lie in the spool."""
+
+    first: int
+    number: int
+    offset: int
+
+
+class Spool:
+    """Changed elements of tensors of these specs, in a file at `path`; without one they are counted and not kept.
+
+    Nor are those of a tensor that takes less room whole.
+    """
+
+    def __init__(self, path: Path | None, specs: Mapping[str, Spec]) -> None:
+        self._path = path
+        self._specs = specs
+        self._blocks: dict[str, list[SpooledBlock]] = defaultdict(list)
+        self._end = 0
+        self.changed: Counter[str] = Counter()
+        self.nan = 0
+        self._file: IO[bytes] = io.BytesIO()
+        if path is not None:
+            with translate_os_errors(path):
+                self._file = path.open("w+b")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def add(self, name: str, first: int, changes: Changes) -> None:
+        """Keep what changed in the block of a tensor that begins at element `first`, from which positions count."""
+        if not changes.number:
+            return
+        spec = self._specs[name]
+        self.changed[name] += changes.number
+        self.nan += count_nan(changes.values, spec.dtype.name)
+        if self._path is None or is_whole(spec, self.changed[name]):
+            self._blocks.pop(name, None)
+            return
+        positions = (changes.positions + first).astype(index_dtype(spec))
+        with translate_os_errors(self._path):
+            self._file.seek(self._end)
+            self._file.write(positions.tobytes())
+            self._file.write(changes.values.tobytes())
+        self._blocks[name].append(SpooledBlock(first, changes.number, self._end))
+        self._end += positions.nbytes + changes.values.nbytes
+
+    def read(self, name: str) -> Iterator[tuple[bytes, bytes]]:
+        """Yield positions and values of what changed in a tensor, in the order of its elements."""
+        spec = self._specs[name]
+        width = 4 if index_dtype(spec) == "int32" else 8
+        for block in sorted(self._blocks[name]):
+            with translate_os_errors(self._path or "."):
+                self._file.seek(block.offset)
+                positions = self._file.read(block.number * width)
+                values = self._file.read(block.number * spec.dtype.itemsize)
+            yield positions, values

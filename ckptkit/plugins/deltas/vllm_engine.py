@@ -1,0 +1,147 @@
+"""A weight transfer backend for vLLM that patches the weights of a running engine by deltas.
+
+vLLM's interface is that of 0.32, `vllm/distributed/weight_transfer/base.py` and
+`vllm/model_executor/model_loader/checkpoint_weight_patch.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+    CheckpointWeightPatch,
+    load_checkpoint_weight_patches,
+)
+
+from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
+from ckptkit.integrations.loaded_weights import LoadedWeights, forget, replace_weights, weights_of
+from ckptkit.plugins.deltas.identity import identify
+from ckptkit.plugins.deltas.vllm_patches import changes_of, check_chain
+
+if TYPE_CHECKING:
+    from ckptkit.plugins.deltas.chain import DeltaChain
+
+_RELOAD = "start vLLM with `--load-format ckptkit`; after a failed update call `reload_weights`"
+_logger = init_logger("vllm.plugins.ckptkit")  # a name whose lines vLLM shows
+
+
+def register_engine(backend: str) -> None:
+    """Make the engine known by its name, unless it is."""
+    if backend not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(backend, DeltaEngine)
+
+
+@dataclass
+class DeltaInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing: the loader knows which weights the engine has."""
+
+
+@dataclass
+class DeltaUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The directory or URL of a delta, or of several in the order in which they are applied."""
+
+    path: str | list[str]
+
+    @property
+    def paths(self) -> list[str]:
+        paths = self.path if isinstance(self.path, list) else [self.path]
+        if not paths or not all(isinstance(path, str) and path for path in paths):
+            raise Usage(f"expected `path` to be a delta or a list of deltas, found {self.path!r}")
+        return paths
+
+
+class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Patch the weights that `--load-format ckptkit` loaded. Every check comes before the first element changes."""
+
+    init_info_cls = DeltaInitInfo
+    update_info_cls = DeltaUpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: DeltaInitInfo) -> None:  # noqa: ARG002
+        """Check that deltas can be applied to this engine."""
+        with log_errors():
+            self.check_engine()
+
+    def start_weight_update(self) -> None:
+        """Do nothing: weights change in place."""
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: weights change in place."""
+
+    def shutdown(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def receive_weights(self, update_info: DeltaUpdateInfo) -> None:
+        """Apply deltas. Raises a `CkptError`; unless it says that weights are damaged, they are as they were."""
+        with log_errors():
+            weights = self.check_engine()
+            chain, result = check_chain(update_info.paths, weights)
+            patches = [patch_of(chain, name) for name in chain.specs]
+            for patch in patches:
+                self.rehearse(patch)
+            self.apply(patches)
+            replace_weights(self.model, result)
+            new = identify(result.layout.specs, result.sums)
+            _logger.info("ckptkit applied %s: the weights are now %s", ", ".join(update_info.paths), new)
+
+    def check_engine(self) -> LoadedWeights:
+        """Return what is known of the engine's weights. Raises `Unsupported` if they cannot be patched in place."""
+        weights = weights_of(self.model)
+        if weights is None:
+            raise Unsupported("the state of the engine's weights is unknown to ckptkit", hint=_RELOAD)
+        if self.model_config.quantization is not None:
+            message = f"vLLM cannot patch weights that it quantized ({self.model_config.quantization})"
+            raise Unsupported(message, hint="write the whole model by `ckptkit apply`, then call `reload_weights`")
+        packed = next((name for name, one in self.model.named_parameters() if not one.numel()), None)
+        if packed is not None:
+            message = "vLLM has packed this weight for its kernels: it cannot be patched in place"
+            hint = "write the whole model by `ckptkit apply`, then call `reload_weights`"
+            raise Unsupported(message, tensor=packed, hint=hint)
+        return weights
+
+    def rehearse(self, patch: CheckpointWeightPatch) -> None:
+        """Load a patch that changes nothing. Raises `Unsupported` where vLLM's loader does not take the tensor."""
+        nothing = patch._replace(values=patch.values[:0], indices=patch.indices[:0])
+        try:
+            loaded = load_checkpoint_weight_patches(self.model, [nothing])
+        except Exception as error:
+            raise Unsupported(f"vLLM cannot patch this tensor in place ({error!r})", tensor=patch.name) from error
+        parallel = self.parallel_config
+        if not loaded and parallel.pipeline_parallel_size == 1 and not parallel.enable_expert_parallel:
+            raise Unsupported("vLLM's model does not load this tensor", tensor=patch.name)
+
+    def apply(self, patches: Sequence[CheckpointWeightPatch]) -> None:
+        """Patch the weights. Raises `Corrupt` where that fails: the weights are then of an unknown state."""
+        try:
+            load_checkpoint_weight_patches(self.model, patches)
+        except BaseException as error:
+            forget(self.model)
+            raise Corrupt(f"the engine's weights are damaged: {error!r}", hint="call `reload_weights`") from error
+        if wrong := [name for name, one in self.model.named_parameters() if torch.isnan(one).any()]:
+            forget(self.model)
+            raise Corrupt("the engine's weight has NaN after the patch", tensor=wrong[0], hint="call `reload_weights`")
+
+
+def patch_of(chain: DeltaChain, name: str) -> CheckpointWeightPatch:
+    spec, changes = chain.specs[name], changes_of(chain, name)
+    dtype = getattr(torch, spec.dtype.name)
+    values = torch.from_numpy(changes.values.copy().view("u1")).view(dtype)
+    return CheckpointWeightPatch(name, spec.shape, dtype, values, torch.from_numpy(changes.positions.copy()))
+
+
+@contextmanager
+def log_errors() -> Iterator[None]:
+    """Log an error of ckptkit's in one line: the traceback is vLLM's."""
+    try:
+        yield
+    except CkptError as error:
+        _logger.log(logging.ERROR, "ckptkit: %s", error)
+        raise

@@ -1,0 +1,236 @@
+"""Run `ckptkit estimate`: will it fit?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.cli.output import Json, Quiet, note, parse_bytes, print_json, print_table, say
+from ckptkit.pictures.numbers import format_bytes, format_count
+from ckptkit.pictures.words import count
+
+if TYPE_CHECKING:
+    from ckptkit.plugins.estimate.budget import Budget, Setup
+    from ckptkit.plugins.estimate.estimate import Estimated
+
+STATES = ("parameters", "gradients", "optimizer")
+UNITS = ("gathered", "reduced")
+BAR = 20  # columns
+CHECKPOINTS = {
+    "model": "model, in shards or one file",
+    "model_and_optimizer": "model and optimizer, in shards or one file",
+    "export_float32": "export in float32",
+    "export_bfloat16": "export in bfloat16",
+}
+
+
+def estimate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A size such as 8b (see `ckptkit train --model`), a config.json, its directory or a Hub id.",
+        ),
+    ],
+    world_size: Annotated[int, typer.Option("--world-size", help="The total number of GPUs.")],
+    strategy: Annotated[
+        str | None,
+        typer.Option("--strategy", help="Show one in detail: full_shard, shard_grad_op, hybrid_shard or ddp."),
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", help="Copies of the model with hybrid_shard; by default 2.")
+    ] = None,
+    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", help="Memory of one GPU, such as 80GB.")] = None,
+    micro_batch_size: Annotated[
+        int, typer.Option("--micro-batch-size", help="Sequences that a GPU computes at once.")
+    ] = 1,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option("--sequence-length", help="Tokens per sequence; by default the model's longest, or 4096."),
+    ] = None,
+    param_dtype: Annotated[str, typer.Option("--param-dtype", help="Compute in bf16 or fp32.")] = "bf16",
+    master_dtype: Annotated[str, typer.Option("--master-dtype", help="Store and update in fp32 or bf16.")] = "fp32",
+    recompute_every: Annotated[
+        int, typer.Option("--recompute-every", help="Recompute the activations of every n-th block; 0: none.")
+    ] = 1,
+    prefetch: Annotated[int, typer.Option("--prefetch", help="Blocks to gather ahead of the current one.")] = 1,
+    cpu_offload: Annotated[
+        bool, typer.Option("--cpu-offload", help="Keep shards, gradients and optimizer in host memory.")
+    ] = False,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option("--vocab-size", help="Vocabulary size, if MODEL is a size such as 8b; by default that of bytes."),
+    ] = None,
+    untied: Annotated[
+        bool,
+        typer.Option("--untied", help="Do not share embedding and output weights, if the model is a size such as 8b."),
+    ] = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Estimate the memory that training needs on each GPU.
+
+    Shows each strategy, and the sizes of checkpoints.
+
+    The estimate is for full training with AdamW. ckptkit reads only the model's config: it builds no model and reads no
+    weights.
+
+    Example: ckptkit estimate meta-llama/Llama-3.1-8B --world-size 8 --gpu-memory 80GB
+
+    Exit codes: 0 done; 1 no strategy fits into `--gpu-memory`, or `--strategy` does not; 2 usage; 3 not the config of a
+    model, or of a model that ckptkit cannot count; 4 an I/O failure.
+    """
+    from ckptkit.plugins.estimate.estimate import estimate as count_bytes
+
+    found = count_bytes(
+        model,
+        world_size=world_size,
+        vocab_size=vocab_size,
+        untied=untied,
+        strategy=strategy,
+        replicas=replicas,
+        micro_batch_size=micro_batch_size,
+        sequence_length=sequence_length,
+        param_dtype=param_dtype,
+        master_dtype=master_dtype,
+        recompute_every=recompute_every,
+        prefetch=prefetch,
+        cpu_offload=cpu_offload,
+        gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory),
+    )
+    if json:
+        print_json(to_json(found))
+    else:
+        report(found, in_detail=strategy is not None)
+    if gpu_memory is not None and not any(map(found.fits, found.budgets)):
+        raise typer.Exit(1)
+
+
+def report(found: Estimated, *, in_detail: bool) -> None:
+    """Print the estimate as tables."""
+    model, setup = found.model, found.budgets[0].setup
+    say(
+        f"{model.model_type}: {format_count(model.numel)} parameters, {count(model.layers, 'block')} of "
+        f"{format_count(model.block)} and {format_count(model.root)} outside the blocks"
+    )
+    say(f"largest unit that is gathered at once: {format_bytes(found.largest_unit)} in {setup.param_dtype}")
+    say(
+        f"on each of {count(setup.world_size, 'GPU')}: {count(setup.micro_batch_size, 'sequence')} of "
+        f"{count(setup.sequence_length, 'token')}, {recomputed(setup)}, stored in {setup.master_dtype}"
+    )
+    say("")
+    if in_detail:
+        print_detail(found.budgets[0])
+    else:
+        print_strategies(found)
+    if found.gpu_memory is not None:
+        for budget in found.budgets:
+            say(verdict(found, budget))
+    say("")
+    print_table([(CHECKPOINTS[kind], format_bytes(nbytes)) for kind, nbytes in found.disk.items()], ("on disk", "size"))
+    for text in found.notes:
+        note(f"note: {text}")
+
+
+def recomputed(setup: Setup) -> str:
+    """Return in words which activations are computed again."""
+    if setup.recompute_every == 0:
+        return "nothing recomputed"
+    which = "every block" if setup.recompute_every == 1 else f"one block of {setup.recompute_every}"
+    return f"{which} recomputed"
+
+
+def print_strategies(found: Estimated) -> None:
+    """Print a row for each strategy, with a column for the host's memory if any is used."""
+    host = ["host"] if found.budgets[0].host else []
+    say("states: parameters, gradients and optimizer; units: gathered parameters and their gradients")
+    header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "at")
+    print_table([row(budget) for budget in found.budgets], header)
+
+
+def row(budget: Budget) -> tuple[str, ...]:
+    """Return a row: a strategy at its tightest moment."""
+    parts = budget.parts
+    sizes = (
+        sum(parts[part] for part in STATES),
+        sum(parts[part] for part in UNITS),
+        parts["activations"],
+        parts["logits"],
+        budget.peak,
+        *([budget.host] if budget.host else []),
+    )
+    return (label(budget.setup), *map(format_bytes, sizes), budget.tightest)
+
+
+def label(setup: Setup) -> str:
+    layout = f" {setup.replicas} x {setup.shards}" if setup.strategy == "hybrid_shard" else ""
+    return setup.strategy + layout
+
+
+def print_detail(budget: Budget) -> None:
+    """Print one strategy: what is held at each moment, and a bar for each part of the tightest."""
+    say(f"{label(budget.setup)}, at each moment of a step; the bars show `{budget.tightest}`")
+    moments = budget.moments
+    rows: list[Sequence[str]] = [
+        (part, *(format_bytes(parts[part]) for parts in moments.values()), bar(budget.parts[part], budget.peak))
+        for part in budget.parts
+        if any(parts[part] for parts in moments.values())
+    ]
+    totals = [format_bytes(sum(parts.values())) for parts in moments.values()]
+    print_table([*rows, ("in all", *totals, "")], ("", *moments, ""))
+    if budget.host:
+        say(f"host: {format_bytes(budget.host)} per GPU")
+
+
+def bar(part: int, whole: int) -> str:
+    return "█" * round(BAR * part / whole)
+
+
+def verdict(found: Estimated, budget: Budget) -> str:
+    """Return whether a strategy fits, plainly; and if it does not, at which number of GPUs it would."""
+    assert found.gpu_memory is not None
+    name, needs = label(budget.setup), f"needs {format_bytes(budget.peak)} of {format_bytes(found.gpu_memory)}"
+    if found.fits(budget):
+        return f"{name} fits: {needs}"
+    enough = found.fits_at(budget)
+    remedy = f"it would fit on {count(enough, 'GPU')}" if enough else "no number of GPUs is enough"
+    return f"{name} does not fit: {needs}; {remedy}"
+
+
+def to_json(found: Estimated) -> dict[str, Any]:
+    """Return the estimate under the keys that scripts rely on; all sizes in bytes."""
+    model, setup = found.model, found.budgets[0].setup
+    settings = {name: value for name, value in asdict(setup).items() if name not in {"strategy", "replicas"}}
+    return {
+        "model": {
+            "model_type": model.model_type,
+            "parameters": model.numel,
+            "layers": model.layers,
+            "block_parameters": model.block,
+            "root_parameters": model.root,
+        },
+        "setup": settings | {"param_dtype": setup.param_dtype.name, "master_dtype": setup.master_dtype.name},
+        "largest_unit_bytes": found.largest_unit,
+        "gpu_memory_bytes": found.gpu_memory,
+        "strategies": [strategy_json(found, budget) for budget in found.budgets],
+        "disk_bytes": found.disk,
+        "notes": found.notes,
+    }
+
+
+def strategy_json(found: Estimated, budget: Budget) -> dict[str, Any]:
+    """Return one strategy of the estimate."""
+    return {
+        "strategy": budget.setup.strategy,
+        "shards": budget.setup.shards,
+        "replicas": budget.setup.world_size // budget.setup.shards,
+        "peak_bytes": budget.peak,
+        "peak_at": budget.tightest,
+        "moments": budget.moments,
+        "host_bytes": budget.host,
+        "fits": found.fits(budget),
+        "fits_at": found.fits_at(budget),
+    }

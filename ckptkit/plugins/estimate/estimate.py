@@ -1,0 +1,208 @@
+"""Estimate what training a model needs of each GPU and of the disk, from its config alone. Fetches no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.errors import Corrupt, NotACheckpoint, Usage
+from ckptkit.files.file import read_small
+from ckptkit.files.path import hint_on_id, is_model_id, remarks_on_id
+from ckptkit.files.stores.hub import downloading
+from ckptkit.pictures.numbers import format_bytes, format_count
+from ckptkit.plugins.estimate.architecture import Architecture, read_architecture
+from ckptkit.plugins.estimate.budget import STRATEGIES, Budget, Setup, make_budget
+from ckptkit.summary import Summarized
+from ckptkit.tensors.dtypes import DTYPES, parse_dtype
+from ckptkit.training.models.config import SIZES, ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+_CONFIG = "config.json"
+_CONFIG_LIMIT = 1 << 24  # bytes; a config has a few thousand
+_USUAL_LENGTH = 4096
+_MOST_GPUS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated(Summarized):
+    """The needs of a training: a `Budget` per strategy, bytes of each kind of checkpoint, and notes on them.
+
+    `gpu_memory` is the memory of a GPU in bytes, None if unknown.
+    """
+
+    model: Architecture
+    budgets: tuple[Budget, ...]
+    disk: Mapping[str, int]
+    gpu_memory: int | None
+    notes: tuple[str, ...]
+
+    def summary(self) -> Iterator[str]:
+        yield f"{self.model.model_type}: {format_count(self.model.numel)} parameters"
+        for budget in self.budgets:
+            yield f"  {budget.setup.strategy}: {format_bytes(budget.peak)} on each GPU"
+
+    @property
+    def largest_unit(self) -> int:
+        """Return the bytes of the largest unit that is gathered at once, in the compute dtype."""
+        return max(self.model.block, self.model.root) * self.budgets[0].setup.param_dtype.itemsize
+
+    def fits(self, budget: Budget) -> bool | None:
+        """Return True if a GPU has the memory for it; None if its memory is unknown."""
+        return None if self.gpu_memory is None else budget.peak <= self.gpu_memory
+
+    def fits_at(self, budget: Budget) -> int | None:
+        """Return the world size, doubled as often as needed, at which the strategy fits; None if there is none."""
+        setup = budget.setup
+        while self.gpu_memory is not None and setup.world_size <= _MOST_GPUS:
+            if make_budget(self.model, setup).peak <= self.gpu_memory:
+                return setup.world_size
+            setup = replace(setup, world_size=2 * setup.world_size)
+        return None
+
+
+def estimate(
+    model: str | Path | Mapping[str, Any],
+    *,
+    world_size: int,
+    vocab_size: int | None = None,
+    untied: bool = False,
+    strategy: str | None = None,
+    replicas: int | None = None,
+    micro_batch_size: int = 1,
+    sequence_length: int | None = None,
+    param_dtype: str | torch.dtype = "bfloat16",
+    master_dtype: str | torch.dtype = "float32",
+    recompute_every: int = 1,
+    prefetch: int = 1,
+    cpu_offload: bool = False,
+    gpu_memory: int | None = None,
+) -> Estimated:
+    """Estimate the memory that training `model` needs on each of `world_size` GPUs, and the sizes of its checkpoints.
+
+    `model` is a parsed config.json, its path, a directory that contains one, a Hub id, or a size of the built-in Llama
+    such as "8b". For a size, `vocab_size` is by default 256, the bytes, and with `untied` embedding and output weights
+    are not shared. Without `strategy`, all strategies are estimated. `replicas` is the number of copies of the model
+    with hybrid_shard, by default 2. `sequence_length` is in tokens, by default the model's longest, at most 4096.
+    `gpu_memory` is in bytes. For the other options see `Setup` in `ckptkit.plugins.estimate.budget`. Raises `Usage` for
+    settings that exclude each other, `Unsupported` for a model of unknown sizes.
+    """
+    asked = () if isinstance(model, Mapping) else remarks_on_id(str(model))
+    if not isinstance(model, Mapping) and model in SIZES:
+        sized = ModelConfig.sized(str(model), tied=not untied, vocab_size=vocab_size)
+        config: Mapping[str, Any] = json.loads(sized.to_json())
+        tied = "tied" if sized.tie_word_embeddings else "untied"
+        what = f"counted `{model}` with a vocabulary of {sized.vocab_size}, {tied}"
+        asked = (f"{what}: change this with --vocab-size and --untied",)
+    elif vocab_size is not None or untied:
+        raise Usage("`--vocab-size` and `--untied` are for sizes", hint=f"those are {', '.join(SIZES)}")
+    else:
+        config = model if isinstance(model, Mapping) else read_config(str(model))
+    architecture = read_architecture(config)
+    setup = Setup(
+        world_size=world_size,
+        sequence_length=choose_length(architecture, sequence_length),
+        micro_batch_size=micro_batch_size,
+        param_dtype=parse_dtype(param_dtype),
+        master_dtype=parse_dtype(master_dtype),
+        recompute_every=recompute_every,
+        prefetch=prefetch,
+        cpu_offload=cpu_offload,
+    )
+    setups = vary(setup, strategy, replicas)
+    return Estimated(
+        architecture,
+        tuple(make_budget(architecture, each) for each in setups),
+        disk_bytes(architecture, setup),
+        gpu_memory,
+        (*asked, *notes_on(architecture, setup)),
+    )
+
+
+def choose_length(model: Architecture, wanted: int | None) -> int:
+    """Return the wanted sequence length, if the model takes it; by default the model's longest, 4096 at most."""
+    if wanted is None:
+        return min(model.max_length or _USUAL_LENGTH, _USUAL_LENGTH)
+    if model.max_length and wanted > model.max_length:
+        raise Usage(f"sequence_length: expected at most {model.max_length} (max_position_embeddings), found {wanted}")
+    return wanted
+
+
+def vary(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
+    """Return the setup under `strategy`, or under each; without hybrid_shard if nobody asked and the ranks are odd."""
+    if replicas is not None and strategy not in {"hybrid_shard", None}:
+        raise Usage(
+            f"strategy: expected hybrid_shard for {replicas} replicas, found {strategy}",
+            hint="use `--strategy hybrid_shard`",
+        )
+    asked = strategy is not None or replicas is not None
+    copies = 2 if replicas is None else replicas
+    names = [strategy] if strategy is not None else list(STRATEGIES)
+    if not asked and setup.world_size % copies:
+        names.remove("hybrid_shard")
+    return [replace(setup, strategy=name, replicas=copies) for name in names]
+
+
+def disk_bytes(model: Architecture, setup: Setup) -> dict[str, int]:
+    """Return the bytes of the tensors in each kind of checkpoint; headers and metadata add a few hundred a shard.
+
+    `model` and `model_and_optimizer` are the loop's own, in shards or one file: tied weights are saved under each of
+    their names, and AdamW's two moments with a count of steps. An export has each weight once.
+    """
+    weights = setup.master_dtype.itemsize * model.numel
+    stored = weights + setup.master_dtype.itemsize * sum(map(prod, model.tied.values()))
+    counts = DTYPES["float32"].itemsize * len(model.parameters)
+    return {
+        "model": stored,
+        "model_and_optimizer": stored + 2 * weights + counts,
+        "export_float32": DTYPES["float32"].itemsize * model.numel,
+        "export_bfloat16": DTYPES["bfloat16"].itemsize * model.numel,
+    }
+
+
+def notes_on(model: Architecture, setup: Setup) -> Iterator[str]:
+    """Yield what to know of an estimate."""
+    if setup.master_dtype.name == "bfloat16":
+        yield (
+            "weights stored in bfloat16 lose small updates: at a learning rate of 2e-5 AdamW does not move a weight "
+            "of 0.05 at all; store them in float32"
+        )
+    if not model.is_llama:
+        yield f"activations of `{model.model_type}` are counted as if its blocks were Llama's of the same sizes"
+    yield "not counted: the CUDA context, NCCL's buffers, and memory that the allocator loses to fragmentation"
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """Read the config of `model`: a config.json, a directory with one, or a Hub id, of which only it is fetched."""
+    path = find_config(model)
+    try:
+        config = json.loads(read_small(path.resolve(), _CONFIG_LIMIT))  # the Hub's cache is made of links
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not valid JSON ({error})", path=path) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise NotACheckpoint("expected the config of a model, found no `model_type`", path=path)
+    return config
+
+
+def find_config(model: str) -> Path:
+    """Return the path of the config.json of `model`; from the Hub or its cache, if there is no such path here."""
+    path = Path(model)
+    if path.is_dir() and not (path / _CONFIG).is_file():
+        raise NotACheckpoint("no config.json in this directory", path=path)
+    if path.exists():
+        return path / _CONFIG if path.is_dir() else path
+    if not is_model_id(model):
+        message = (
+            "expected a size such as 8b, a config.json, a directory with one, or a Hub id like "
+            f"`org/model`; found `{model}`"
+        )
+        raise Usage(message, hint=hint_on_id(model))
+    from huggingface_hub import hf_hub_download
+
+    with downloading(model):
+        return Path(hf_hub_download(model, _CONFIG))

@@ -1,0 +1,220 @@
+"""Give adapters that Megatron's trainers saved the names of PEFT on the Hub's modules. No bytes move.
+
+Megatron-Bridge calls the matrices `linear_qkv.adapter.linear_in` (A) and `linear_out` (B), and those of its canonical
+LoRA `linear_qkv.adapter.adapter_q.linear_in`; ms-swift has PEFT's own names on Megatron's modules. B has the rows of
+Megatron's weight, so queries, keys and values, or gate and up, are cut apart as that weight is; A belongs to all of
+them. Layers that are alike may be one tensor. Sources: megatron/bridge/peft/{utils,canonical_lora,lora}.py and
+models/conversion/peft_bridge.py of Megatron-Bridge; swift/megatron/utils/megatron_lm_utils.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.adapters.config import NAME, AdapterConfig
+from ckptkit.adapters.names import DEFAULT
+from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.files.file import is_there, read_small
+from ckptkit.formats import locate, unpack
+from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, axes, edits
+from ckptkit.models.companions import find_companions
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.steps import group
+from ckptkit.names.weights import Weights
+from ckptkit.plugins.megatron.arguments import COMMON, read_args
+from ckptkit.plugins.megatron.names import MEGATRON
+from ckptkit.tensors.box import whole
+
+_MATRICES = {"linear_in": "A", "lora_A": "A", "linear_out": "B", "lora_B": "B"}
+_BRIDGE = re.compile(r"(.+)\.adapter(?:\.adapter_(q|k|v|gate|up))?\.(linear_in|linear_out)\.weight")
+_SWIFT = re.compile(
+    r"(?:base_model\.model\.)?(decoder\.(?:.+\.)?(?:linear_\w+|router))()\.(lora_A|lora_B)(?:\.([^.]+))?\.weight"
+)
+_WHOLE = re.compile(r"(?:base_model\.model\.)?((?:.+\.)?)modules_to_save\.([^.]+)\.(.+)")  # a module trained whole
+_OF_PEFT = re.compile(r"(?:.*\.)?(?:lora_\w+|modules_to_save)\..*")
+_OF_BASE = "of the base, not the adapter"
+_SAVED = "run_config.yaml"
+_LIMIT = 1 << 24  # bytes
+_LORA = re.compile(r"megatron\.bridge\.peft\.(lora\.(VLM)?LoRA|canonical_lora\.CanonicalLoRA)")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMatrix:
+    """A matrix A or B of an adapter, the module of Megatron's that it changes, and the `part` of it if not all."""
+
+    module: str
+    part: str
+    kind: str
+
+
+def read_matrix(name: str) -> TrainerMatrix | None:
+    """Return which matrix a tensor of this name is as Megatron's trainers call it; None for any other tensor."""
+    match = _BRIDGE.fullmatch(name) or _SWIFT.fullmatch(name)
+    return TrainerMatrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
+
+
+def read_whole(name: str) -> str | None:
+    """Return what Megatron calls a tensor of a module that ms-swift trained whole; None for any other tensor."""
+    match = _WHOLE.fullmatch(name)
+    return match[1] + match[3] if match else None
+
+
+def has_matrix(names: Collection[str]) -> bool:
+    """Return whether there is a matrix under a name of Megatron's trainers."""
+    return any(read_matrix(name) for name in names)
+
+
+def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
+    """Return the matrices of an adapter under PEFT's names for the Hub's modules, as config.json describes the model.
+
+    Raises `Usage` without a config.json, `Unsupported` for what such an adapter has beside the matrices of LoRA.
+    """
+    layout = weights.layout
+    check_known(layout)
+    config = find_companions(path, base).config
+    if config is None:
+        message = "the names are Megatron's, and the Hub's follow from the base's config.json, which was not found"
+        first = next(name for name in layout.tensors if read_matrix(name))
+        raise Usage(message, path=path, tensor=first, hint="pass --base MODEL")
+    pairs = pairs_in(layout)
+    wholes = {name: own for name in layout.tensors if (own := read_whole(name)) is not None}
+    used = {name for names in pairs.values() for name in names.values()} | wholes.keys()
+    found = locate(unpack(edits.select(layout, used.__contains__)))
+    named = [*hub_matrices(found, pairs, Sizes(config)), *hub_wholes(found, wholes, Sizes(config))]
+    tensors = {new: tensor for new, tensor, _ in named}
+    came_from = {new: weights.came_from[old] for new, _, old in named}
+    others = {old: _OF_BASE for name, old in weights.came_from.items() if name not in used}
+    made = replace(found, tensors=tensors, blobs={}, keys={}, twins={})
+    return replace(weights, layout=made, came_from=came_from, left_out={**weights.left_out, **others})
+
+
+def pairs_in(layout: Layout) -> dict[tuple[str, str], dict[str, str]]:
+    """Return the names of the matrices by module and part, and by "A" and "B". Raises `Mismatch` for one alone."""
+    pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for name in layout.tensors:
+        if (found := read_matrix(name)) is not None:
+            pairs[found.module, found.part][found.kind] = name
+    alone = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
+    if alone is not None:
+        raise Mismatch("the other of the two matrices is missing", path=layout.root, tensor=alone)
+    return pairs
+
+
+def hub_matrices(
+    found: Layout, pairs: Mapping[tuple[str, str], Mapping[str, str]], sizes: Sizes
+) -> Iterator[tuple[str, StoredTensor, str]]:
+    """Yield the matrices under PEFT's names for the Hub's modules, each with the name that it had."""
+    for (module, part), names in pairs.items():
+        a, b = (found.tensors[names[kind]] for kind in "AB")
+        try:
+            named = list(hub_pairs(module, part, a, b, sizes))
+        except Mismatch as error:
+            raise Mismatch(error.message, path=found.root, tensor=names["B"], hint=error.hint) from None
+        for new, one, other in named:
+            for kind, tensor in (("A", one), ("B", other)):
+                yield f"{new.removesuffix('.weight')}.lora_{kind}.{DEFAULT}.weight", tensor, names[kind]
+
+
+def hub_wholes(found: Layout, wholes: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[str, StoredTensor, str]]:
+    """Yield the tensors of modules that were trained whole, without padding, each with the name that it had."""
+    for name, own in wholes.items():
+        for new, tensor in MEGATRON.to_hub({own: found.tensors[name]}, sizes).tensors.items():
+            module, _, leaf = new.rpartition(".")
+            yield f"{module}.modules_to_save.{DEFAULT}.{leaf}", tensor, name
+
+
+def check_known(layout: Layout) -> None:
+    """Raise `Unsupported` for adapters of experts, DoRA, and several adapters."""
+    adapters = set()
+    for name in layout.tensors:
+        match = _SWIFT.fullmatch(name)
+        whole = _WHOLE.fullmatch(name)
+        adapters |= {match[4]} if match else {whole[2]} if whole else set()
+        found = read_matrix(name)
+        hint = "merge the adapter with the trainer that wrote it, and convert the model"
+        if found is not None and ".experts." in name:
+            raise Unsupported("an adapter of experts under Megatron's names", path=layout.root, tensor=name, hint=hint)
+        if found is None and ".adapter." in name and not name.endswith("_extra_state"):
+            message = "expected linear_in and linear_out of LoRA in an adapter of Megatron-Bridge, found another tensor"
+            raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
+        if found is None and whole is None and _OF_PEFT.fullmatch(name):
+            message = "expected LoRA of linear layers in an adapter of ms-swift, found another tensor"
+            raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
+    if len(adapters) > 1:
+        message = f"expected one adapter under Megatron's names, found {', '.join(sorted(map(str, adapters)))}"
+        raise Unsupported(message, path=layout.root, hint="drop the others with --exclude '*.NAME.*'")
+
+
+def hub_pairs(
+    module: str, part: str, a: StoredTensor, b: StoredTensor, sizes: Sizes
+) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
+    """Yield the weights on the Hub that a module of Megatron's is, each with its matrices A and B."""
+    layers = axes.unstack(a) if len(a.spec.shape) == 3 else None
+    rows = placeholder(module, b, sizes) if part else b
+    for name, cut in MEGATRON.to_hub({f"{module}.weight": rows}, sizes).tensors.items():
+        layer = next((int(step) for step in name.split(".") if step.isdecimal()), 0)
+        if part and not name.endswith(f".{part}_proj.weight"):
+            continue
+        of_part = axes.unstack(b)[layer] if part and layers is not None else b
+        yield name, a if layers is None else layers[layer], of_part if part else cut
+
+
+def placeholder(module: str, b: StoredTensor, sizes: Sizes) -> StoredTensor:
+    """Return zeros of the shape that B has if it is of all parts of a module, to find the names of the parts."""
+    *layers, _, rank = b.spec.shape
+    groups, per_group, width = group(sizes)
+    rows = groups * (per_group + 2) * width if module.endswith("linear_qkv") else 2 * b.spec.shape[-2]
+    shape = (*layers, rows, rank)
+    return StoredTensor(Spec(b.spec.dtype, shape), (Chunk.of_zeros(whole(shape), b.spec.dtype),))
+
+
+def hub_config(
+    config: AdapterConfig | None, saved: Layout, modules: Collection[str], replaced: Collection[str]
+) -> AdapterConfig:
+    """Return the config of an adapter with the Hub's modules as targets: its own, or made of what its trainer saved.
+
+    `replaced` are the parameters of modules that were trained whole. Raises `NotACheckpoint` where no trainer says it.
+    """
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    path, said = (config.path, config.values) if config else trainer_values(saved)
+    wholes = sorted({parameter.split(".")[-2] for parameter in replaced})
+    values = {**said, "target_modules": targets, "modules_to_save": wholes or None}
+    content = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+    return AdapterConfig(path, content, values)
+
+
+def trainer_values(saved: Layout) -> tuple[Path, dict[str, Any]]:
+    """Return what PEFT's config says of an adapter, by what its trainer saved, and where that lies."""
+    if (file := saved.root / _SAVED).is_file():
+        return file, bridge_values(file)
+    values = swift_values(read_args(saved))
+    if values is None:
+        message = f"there is no {NAME}, no {_SAVED} of Megatron-Bridge and no argument of ms-swift: alpha is unknown"
+        raise NotACheckpoint(message, path=saved.root, hint="pass --adapter-config FILE")
+    return saved.root / COMMON if is_there(saved.root / COMMON) else saved.root, values
+
+
+def swift_values(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what PEFT's config says of an adapter, by the arguments of ms-swift; None if they do not say it."""
+    rank, alpha = args.get("lora_rank"), args.get("lora_alpha")
+    if type(rank) is not int or type(alpha) not in (int, float):
+        return None
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": args.get("use_rslora") is True}
+
+
+def bridge_values(file: Path) -> dict[str, Any]:
+    """Return what PEFT's config says of an adapter, by the section `peft` of Megatron-Bridge's run_config.yaml."""
+    section = re.search(r"^peft:\n((?:[ -].*\n?)+)", read_small(file, _LIMIT).decode(errors="replace"), re.MULTILINE)
+    facts = dict(re.findall(r"^  (\w+): *(\S+) *$", section[1], re.MULTILINE)) if section else {}
+    if not _LORA.fullmatch(facts.get("_target_", "")):
+        raise Unsupported(f"`peft`: expected LoRA of Megatron-Bridge, found {facts.get('_target_')}", path=file)
+    rank, alpha = (facts.get(key, "") for key in ("dim", "alpha"))
+    if not (rank.isdecimal() and re.fullmatch(r"[0-9]+(\.[0-9]+)?", alpha)):
+        raise Corrupt(f"`peft`: expected numbers for dim and alpha, found `{rank}` and `{alpha}`", path=file)
+    return {"peft_type": "LORA", "r": int(rank), "lora_alpha": float(alpha) if "." in alpha else int(alpha)}

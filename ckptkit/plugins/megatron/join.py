@@ -1,0 +1,167 @@
+"""Join the files of all ranks into the tensors of one model, and of its optimizer where that is certain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.formats.shards.join_ranks import join_copies, join_ranks, spares_of
+from ckptkit.layout import Chunk, StoredTensor
+from ckptkit.plugins.megatron.grid import GridSizes, Rank
+from ckptkit.plugins.megatron.numbering import Numbering, Run, count_layers, number
+from ckptkit.plugins.megatron.old_order import CURRENT, has_fused, in_new_order
+from ckptkit.plugins.megatron.rules import rule_for
+from ckptkit.plugins.megatron.saved import VERSION, SavedRank
+
+_GROUPED = (".experts.weight1", ".experts.weight2")
+_COUNTED = ".local_tokens_per_expert"
+
+TensorsByRank = Mapping[
+    Rank, Mapping[int, Mapping[str, StoredTensor]]
+]  # what ranks have of runs of layers, by local names
+
+
+class JoinedTensor(NamedTuple):
+    """A whole tensor, and the chunks of the other copies that ranks have of it."""
+
+    tensor: StoredTensor
+    spares: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The files of all ranks of one job in directory `root`."""
+
+    root: Path
+    ranks: Mapping[Rank, SavedRank]
+
+    @cached_property
+    def sizes(self) -> GridSizes:
+        """Return how many ranks there are of each kind."""
+        return GridSizes(*(1 + max(numbers) for numbers in zip(*self.ranks, strict=True)))
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """Return every run of layers, in the order of the layers."""
+        return sorted((run, rank.stage) for rank, saved in self.ranks.items() for run in saved.models if is_first(rank))
+
+    @cached_property
+    def numbering(self) -> Numbering:
+        """Return how layers and experts are numbered through."""
+        return number({(run, stage): self.ranks[Rank(0, stage, 0)].specs(run) for run, stage in self.runs})
+
+    @property
+    def sound(self) -> SavedRank:
+        """Return the first rank's file that could be read."""
+        return next(saved for saved in self.ranks.values() if not saved.is_lost)
+
+    def tensors(self) -> dict[str, JoinedTensor]:
+        """Return the model's tensors, whole and by their names in it. Raises `Corrupt` where the ranks do not fit."""
+        joined = self.join({rank: saved.weights for rank, saved in self.ranks.items()})
+        self.check_layers(joined)
+        return joined
+
+    def join(self, held: TensorsByRank) -> dict[str, JoinedTensor]:
+        """Return what ranks have for the parameters of the model, such as these themselves, by their names in it."""
+        found: dict[str, JoinedTensor] = {}
+        for run, stage in self.runs:
+            for expert in range(self.sizes.experts):
+                for name, local, parts in self.parts_of(held, run, Rank(0, stage, expert)):
+                    try:
+                        tensor = self.join_parts(local, parts, run, stage)
+                        found[name] = joined(name, tensor, parts, found.get(name))
+                    except CkptError as error:
+                        raise error.blame(path=self.root, tensor=name) from None
+        return found
+
+    def parts_of(self, held: TensorsByRank, run: int, first: Rank) -> Iterator[tuple[str, str, list[StoredTensor]]]:
+        """Yield each tensor of a run of layers: its name in the model, its local one, and each tensor rank's part."""
+        found = [held[first._replace(tensor=i)].get(run, {}) for i in range(self.sizes.tensor)]
+        for i, one in enumerate(found):
+            missing = found[0].keys() ^ one.keys()
+            if missing:
+                path = self.root / self.ranks[first._replace(tensor=i)].path
+                raise Corrupt("some tensor-parallel ranks do not have this tensor", path=path, tensor=min(missing))
+        for local in found[0]:
+            try:
+                name = self.numbering.name(local, (run, first.stage), first.expert)
+            except CkptError as error:
+                raise error.blame(path=self.root / self.ranks[first].path, tensor=local) from None
+            yield name, local, [one[local] for one in found]
+
+    @cached_property
+    def version(self) -> float:
+        """Return the version of the order of queries, keys and values, as the model is given.
+
+        That is the files' own, but where it is known how those of an older one lie. Raises `Unsupported` for such an
+        order on several ranks, if the number of heads is not known.
+        """
+        first = self.ranks[Rank(0, 0, 0)]
+        recorded = first.number(VERSION) or 0
+        names = (name for saved in self.ranks.values() for weights in saved.weights.values() for name in weights)
+        if recorded >= CURRENT or not has_fused(names):
+            return recorded
+        if self.heads:
+            return CURRENT
+        if self.sizes.tensor == 1:
+            return recorded
+        message = (
+            f"checkpoint version {recorded}: `args` do not give the number of heads, which says how {self.sizes.tensor}"
+        )
+        message += " ranks store queries, keys and values"
+        hint = "load the checkpoint with a Megatron-LM that reads this version, and save it again"
+        raise Unsupported(message, path=self.root / first.path, hint=hint)
+
+    @cached_property
+    def heads(self) -> int:
+        """Return how many heads a rank has, 0 where the arguments do not say."""
+        count = self.ranks[Rank(0, 0, 0)].args.get("num_attention_heads")
+        return count // self.sizes.tensor if type(count) is int and count % self.sizes.tensor == 0 else 0
+
+    def join_parts(self, local: str, parts: list[StoredTensor], run: int, stage: int) -> StoredTensor:
+        """Return the tensor of which each tensor rank has a part, by the rule for its name."""
+        ranks, experts = self.sizes.tensor, self.sizes.experts
+        if local.endswith(_GROUPED) and max(ranks, experts) > 1:
+            raise Unsupported(
+                f"ckptkit does not read experts that each of {ranks * experts} ranks fused into one tensor"
+            )
+        if not parts[0].spec.shape:  # the step of an optimizer
+            return join_copies(parts)
+        first = self.ranks[Rank(0, stage, 0)]
+        recorded = first.number(VERSION) or 0
+        if recorded < self.version:
+            parts = [in_new_order(part, local, recorded, self.heads) for part in parts]
+        if len(parts) == 1:
+            return parts[0]
+        return join_ranks(parts, rule_for(local, first.specs(run), ranks, first.args))
+
+    def check_layers(self, tensors: Iterable[str]) -> None:
+        """Raise `Corrupt` if there are not as many layers as the arguments say."""
+        first = self.ranks[Rank(0, 0, 0)]
+        stacks = {stack: count for stack, count in count_layers(tensors).items() if not stack.startswith("mtp.")}
+        wanted = first.args.get("num_layers")
+        if type(wanted) is int and len(stacks) == 1 and wanted not in stacks.values():
+            count = next(iter(stacks.values()))
+            message = f"expected {wanted} layers (`args`), found {count} in {self.sizes.stages} stages"
+            raise Corrupt(message, path=self.root / first.path)
+
+
+def joined(name: str, tensor: StoredTensor, parts: Sequence[StoredTensor], other: JoinedTensor | None) -> JoinedTensor:
+    """Return a tensor that was joined of parts, or the `other` that ranks of other experts have, with its copies.
+
+    Each rank counts for itself how many tokens an expert gets: its numbers are no copy of another rank's.
+    """
+    spares = () if name.endswith(_COUNTED) else spares_of(tensor, parts)
+    if other is None:
+        return JoinedTensor(tensor, spares)
+    chosen = join_copies([other.tensor, tensor])
+    others = () if name.endswith(_COUNTED) else spares_of(chosen, [other.tensor, tensor])
+    return JoinedTensor(chosen, (*other.spares, *others, *spares))
+
+
+def is_first(rank: Rank) -> bool:
+    return rank.tensor == rank.expert == 0

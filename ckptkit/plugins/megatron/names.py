@@ -1,0 +1,148 @@
+"""Know the names of Megatron-Core's models, however they were saved, and map them to the Hub's.
+
+Source: `sharded_state_dict` in megatron/core/transformer/{transformer_block,transformer_layer,mlp}.py and
+moe/experts.py, and fsdp_dtensor_checkpoint.py. `torch_dist` has layers that are alike stacked in one tensor, and so
+experts; where layers differ they have numbers. With `singleton_local_shards`, and in `fsdp_dtensor`, experts have
+numbers as well, and gates (`_w`) lie apart from what they gate (`_v`). What is written has layers with numbers and
+experts stacked, which Megatron loads where its `sharded_state_dict` is asked for `non_homogeneous_layers`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from ckptkit.formats.archives.write_archive import make_envelope
+from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.names.family import Family
+from ckptkit.names.moe import LAYER, ExpertNames, experts_of, has_experts
+from ckptkit.names.outline import outline_of
+from ckptkit.names.rule import Rule, with_bias
+from ckptkit.names.sizes import Sizes
+from ckptkit.names.steps import Concatenated, Cropped, Grouped
+from ckptkit.plugins.megatron import hybrid_names as hybrid
+from ckptkit.plugins.megatron.arguments import LAYERNORM_1P, ZERO_CENTERED, check, describe
+
+_DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "glm4_moe")
+_WITH_BIAS = ("glm4_moe",)  # of the router
+_TYPES = (*_DENSE, *_MIXTURES, *hybrid.TYPES)
+
+_IN_LAYER = "decoder.layers[.{layer}]."
+_ATTENTION = _IN_LAYER + "self_attention."
+
+_BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+
+
+def rules(sizes: Sizes) -> tuple[Rule, ...]:
+    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
+    model = sizes.require_type("Megatron", _TYPES)
+    if model in hybrid.TYPES:
+        return hybrid.rules()
+    is_mixture = model in _MIXTURES
+    return (
+        Rule.of("embedding.word_embeddings.weight", "model.embed_tokens.weight", Cropped("vocabulary")),
+        Rule.of("output_layer.weight", "lm_head.weight", Cropped("vocabulary")),
+        Rule.of("decoder.final_layernorm.weight", "model.norm.weight"),
+        Rule.of(
+            f"{_ATTENTION}linear_qkv.layer_norm_weight | {_IN_LAYER}input_layernorm.weight",
+            f"{LAYER}input_layernorm.weight",
+        ),
+        Rule.of(
+            f"{_IN_LAYER}pre_mlp_layernorm.weight | {_IN_LAYER}mlp.linear_fc1.layer_norm_weight",
+            f"{LAYER}post_attention_layernorm.weight",
+        ),
+        *attention(model),
+        *feed_forward(_IN_LAYER + "mlp", LAYER + "mlp", "intermediate"),
+        *(mixture(model, experts_of(model)) if is_mixture else ()),
+    )
+
+
+def written_as(name: str, sizes: Sizes) -> str:
+    """Return what a layer calls its norm: without experts that before them lies inside of `linear_fc1`."""
+    outline, layer = outline_of(name)
+    if outline == "decoder.layers.#.norm.weight":
+        return name.replace("norm.weight", hybrid.norm_of(layer[0], sizes))
+    if outline != "decoder.layers.#.pre_mlp_layernorm.weight":
+        return name
+    has_norm = sizes.model_type in _MIXTURES and has_experts(layer[0], sizes)
+    return name if has_norm else name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+
+
+def attention(model: str) -> tuple[Rule, ...]:
+    """Return the rules for queries, keys and values, which are one tensor, and for what comes after them."""
+    names = tuple(f"{LAYER}self_attn.{name}_proj" for name in "qkv")
+    norms = {"q_layernorm": "q_norm", "k_layernorm": "k_norm"} if model in _HEAD_NORMS else {}
+    return (
+        *with_bias(_ATTENTION + "linear_qkv", names, Grouped()),
+        *with_bias(_ATTENTION + "linear_proj", LAYER + "self_attn.o_proj"),
+        *(Rule.of(f"{_ATTENTION}{own}.weight", f"{LAYER}self_attn.{hub}.weight") for own, hub in norms.items()),
+    )
+
+
+def feed_forward(own: str, hub: str, size: str) -> tuple[Rule, ...]:
+    """Return the rules for a gated layer of a size: gates and what they gate are one tensor, or two."""
+    gate, up = f"{hub}.gate_proj", f"{hub}.up_proj"
+    return (
+        *with_bias(f"{own}.linear_fc1", (gate, up), Concatenated(2, size=size)),
+        *(
+            Rule.of(tuple(f"{own}.linear_fc1.{leaf}_{half}" for half in "wv"), (f"{gate}.{leaf}", f"{up}.{leaf}"))
+            for leaf in ("weight", "bias")
+        ),
+        *with_bias(f"{own}.linear_fc2", f"{hub}.down_proj"),
+    )
+
+
+def mixture(model: str, hub: ExpertNames) -> tuple[Rule, ...]:
+    """Return the rules for a mixture of experts."""
+    shared = _IN_LAYER + "mlp.shared_experts"
+    gate, up, down = (f"{LAYER}{name}.weight" for name in (hub.gate, hub.up, hub.down))
+    return (
+        Rule.of(f"{_IN_LAYER}mlp.router.weight", f"{LAYER}{hub.router}.weight"),
+        *((Rule.of(f"{_IN_LAYER}mlp.router.expert_bias", LAYER + hub.bias),) if model in _WITH_BIAS else ()),
+        Rule.of(of_experts("linear_fc1"), (gate, up), Concatenated(2, size="expert_intermediate")),
+        Rule.of((of_experts("linear_fc1", "_w"), of_experts("linear_fc1", "_v")), (gate, up)),
+        Rule.of(of_experts("linear_fc2"), down),
+        *feed_forward(shared, LAYER + hub.shared, "shared_intermediate"),
+        Rule.of(f"{shared}.gate_weight", f"{LAYER}mlp.shared_expert_gate.weight"),
+    )
+
+
+def of_experts(layer: str, half: str = "") -> str:
+    """Return each way to call a weight of experts: of all at once, of one by its number, and by its module."""
+    inside = f"{_IN_LAYER}mlp.experts."
+    return " | ".join(
+        (
+            f"{inside}experts.{layer}.weight{half}",
+            f"{inside}experts.{{expert}}.{layer}.weight{half}",
+            f"{inside}local_experts.{{expert}}.{layer}.weight{half}",
+            f"{inside}{layer}.weight{{expert}}{half}",
+        )
+    )
+
+
+def files(step: int, model_type: str) -> Mapping[str, bytes]:
+    """Return what Megatron looks for beside the shards: how they are stored, and what all ranks have in common.
+
+    Where norms lie around zero, as on the Hub, that is said too: Megatron has to be told by `--apply-layernorm-1p`.
+    Source: megatron/core/dist_checkpointing/core.py; without a version, Megatron-LM would reorder queries and keys.
+    """
+    config = {**_BACKENDS, "sharded_backend_version": 1, "common_backend_version": 1}
+    state = {"iteration": step, "checkpoint_version": 3.0}
+    norms = {LAYERNORM_1P: True} if model_type in ZERO_CENTERED else {}
+    ((_, common),) = make_envelope(dump(state | norms), {}).parts
+    return {"metadata.json": json.dumps(config).encode(), "common.pt": common}
+
+
+MEGATRON = Family(
+    name="megatron",
+    drops=(r".*\._extra_state", r"(.*\.)?rotary_pos_emb\.inv_freq", r".*\.router\.local_tokens_per_expert"),
+    rules=rules,
+    written_as=written_as,
+    types=_TYPES,
+    check=check,
+    describe=describe,
+    files=files,
+    told_by_files=ZERO_CENTERED,
+)

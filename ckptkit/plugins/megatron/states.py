@@ -1,0 +1,218 @@
+"""Name the numbered states of an optimizer, where it is certain which parameter each is of.
+
+Source: megatron/core/optimizer/__init__.py: groups hold parameters in the model's order, in one group those with weight
+decay, in another biases and whatever has one axis; optimizer.py: masters of 16-bit parameters lie beside the states.
+The file does not say which number is which parameter. If numbers and shapes do not agree with the model's, nothing is
+named, and the states are copied unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats.archives.flatten import FlatState, pairs_of
+from ckptkit.formats.archives.values import numbers_of
+from ckptkit.layout import Blob, Spec, StoredTensor
+from ckptkit.layout.matching import match_if_certain
+from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, read_recorded
+from ckptkit.plugins.megatron.saved import OPTIMIZER, SavedRank
+from ckptkit.tensors.box import Shape
+
+MASTER = "fp32_param"
+_MASTERS = "fp32_from_fp16_params"
+_BUFFERS = ("inv_freq", "expert_bias", "local_tokens_per_expert")
+_NARROW = ("float16", "bfloat16")
+_KIND = ("wd_mult", "lr_mult")
+
+Parameter = tuple[int, str, Spec]  # of which run of layers, its name there, and what it is
+
+
+@dataclass(frozen=True)
+class Named:
+    """The optimizer of one rank by the names of its parameters, each with the run of layers that it is in.
+
+    `groups` are the parameters of each group, `settings` its other entries, `others` what lies beside all groups.
+    """
+
+    tensors: dict[str, dict[int, dict[str, StoredTensor]]] = field(default_factory=dict)
+    blobs: dict[tuple[int, str, str], Blob] = field(default_factory=dict)
+    groups: list[list[Parameter]] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    others: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> list[list[Any]]:
+        """Return what tells each group from others."""
+        return [[settings.get(key) for key in _KIND] for settings in self.settings]
+
+    def in_order_of(self, other: Named) -> Named | None:
+        """Return the optimizer with its groups in the order of another rank's; None if those are other groups.
+
+        A rank has its groups in the order in which its own parameters begin with them.
+        """
+        kinds, wanted = self.kinds, other.kinds
+        if kinds == wanted:
+            return self
+        if len(kinds) != len(wanted) or any(kinds.count(kind) != 1 for kind in wanted):
+            return None
+        order = [kinds.index(kind) for kind in wanted]
+        return replace(self, groups=[self.groups[i] for i in order], settings=[self.settings[i] for i in order])
+
+
+class Uncertain(Exception):
+    """A sign that numbers and shapes are not those of the model's parameters in their order."""
+
+
+def name_states(saved: SavedRank) -> Named | None:
+    """Return the optimizer in a rank's file by the names of parameters; None where these are not certain."""
+    try:
+        return read_states(saved)
+    except Uncertain:
+        return None
+
+
+def read_states(saved: SavedRank) -> Named:
+    """Return the optimizer by name. Raises `Uncertain`."""
+    outer = as_dict(saved.entries.get(OPTIMIZER))
+    inner = as_dict(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
+    groups = [as_dict(group) for group in as_list(inner.get("param_groups"))]
+    numbers = numbers_of(inner)
+    if numbers is None:
+        raise Uncertain
+    flats = flatten_states(saved, as_dict(inner.get("state")), list(chain.from_iterable(numbers)))
+    found = match_members(saved, groups, numbers, flats)
+    members = [[found[number] for number in group] for group in numbers]
+    named = Named(groups=members, settings=[{k: v for k, v in group.items() if k != "params"} for group in groups])
+    for number, flat in flats.items():
+        add_state(named, found[number], flat)
+    named.others.update({key: value for key, value in inner.items() if key not in ("state", "param_groups")})
+    if outer is not inner:
+        add_masters(named, saved, as_list(outer.get(_MASTERS, [])))
+        named.others.update({key: value for key, value in outer.items() if key not in (OPTIMIZER, _MASTERS)})
+    return named
+
+
+def flatten_states(saved: SavedRank, states: Mapping[Any, Any], numbers: Sequence[int]) -> dict[int, FlatState]:
+    """Return what the states hold, in the order of `numbers`. Raises `Uncertain` for a state of any other number."""
+    if not states.keys() <= set(numbers):
+        raise Uncertain
+    known = {number: as_dict(states.get(number, {})) for number in numbers}
+    return {number: flatten_state(saved, state) for number, state in known.items() if state}
+
+
+def flatten_state(saved: SavedRank, state: dict[Any, Any]) -> FlatState:
+    """Return what the state of one parameter holds. Raises `Uncertain` for tensors that are nested in it."""
+    flat = saved.flatten(state)
+    if not flat.tensors.keys() <= state.keys():
+        raise Uncertain
+    return flat
+
+
+def match_members(
+    saved: SavedRank,
+    groups: Sequence[Mapping[str, Any]],
+    numbers: Sequence[Sequence[int]],
+    flats: Mapping[int, FlatState],
+) -> dict[int, Parameter]:
+    """Return the parameter that each number means, by whether its group decays weights. Raises `Uncertain`."""
+    if any(group.get("is_expert_parallel") or group.get("is_decoupled_lr") for group in groups):
+        raise Uncertain
+    decays = [group.get("wd_mult") for group in groups]
+    if len(groups) > 1 and any(decay not in (0.0, 1.0) for decay in decays):
+        raise Uncertain
+
+    def may_hold(index: int, parameter: Parameter) -> bool:
+        return len(groups) == 1 or is_without_decay(parameter) == (decays[index] == 0.0)
+
+    parameters = {parameter: parameter[2].shape for parameter in parameters_of(saved)}
+    shapes = {number: shape for number, flat in flats.items() if (shape := shape_of(flat)) is not None}
+    if any(PARAM_NAMES in group for group in groups):
+        return match_names(groups, numbers, shapes, parameters)
+    found = match_if_certain(numbers, shapes, parameters, may_hold)
+    if found is None:
+        raise Uncertain
+    return found
+
+
+def match_names(
+    groups: Sequence[Mapping[str, Any]],
+    numbers: Sequence[Sequence[int]],
+    shapes: Mapping[int, Shape],
+    parameters: Mapping[Parameter, Shape],
+) -> dict[int, Parameter]:
+    """Return the parameter that each number means by the names that its groups record. Raises `Uncertain`."""
+    known = {name: (run, name, spec) for run, name, spec in parameters}
+    try:
+        recorded = read_recorded(numbers, [group.get(PARAM_NAMES) for group in groups])
+        found = match_recorded(recorded, shapes, {name: spec.shape for name, (_, _, spec) in known.items()})
+    except (Mismatch, Unsupported):
+        raise Uncertain from None
+    if len(known) < len(parameters):  # runs of layers that count from 0 have the same names
+        raise Uncertain
+    return {number: known[name] for number, name in found.items()}
+
+
+def parameters_of(saved: SavedRank) -> list[Parameter]:
+    """Return the parameters of a rank, run by run, in the model's order."""
+    return [
+        (run, name, spec)
+        for run in saved.models
+        for name, spec in saved.specs(run).items()
+        if not name.endswith(_BUFFERS)
+    ]
+
+
+def is_without_decay(parameter: Parameter) -> bool:
+    _, name, spec = parameter
+    return name.endswith(".bias") or len(spec.shape) == 1
+
+
+def shape_of(flat: FlatState) -> Shape | None:
+    """Return the shape of the tensors in a state, None for one of single numbers. Raises `Uncertain` for several."""
+    shapes = {tensor.spec.shape for tensor in flat.tensors.values()} - {()}
+    if len(shapes) > 1:
+        raise Uncertain
+    return shapes.pop() if shapes else None
+
+
+def add_state(named: Named, member: Parameter, flat: FlatState) -> None:
+    """Add the state of one parameter."""
+    run, name, _ = member
+    for moment, tensor in flat.tensors.items():
+        named.tensors.setdefault(moment, {}).setdefault(run, {})[name] = tensor
+    for moment, blob in flat.blobs.items():
+        named.blobs[run, name, moment] = blob
+
+
+def add_masters(named: Named, saved: SavedRank, masters: Sequence[Any]) -> None:
+    """Add the masters of parameters in 16 bits, which lie by group. Raises `Uncertain`."""
+    if masters and len(masters) != len(named.groups):
+        raise Uncertain
+    for members, values in zip(named.groups, masters, strict=False):
+        narrow = {member: member[2].shape for member in members if member[2].dtype.name in _NARROW}
+        flats = dict(enumerate(flatten_state(saved, {MASTER: value}) for value in as_list(values)))
+        shapes = {number: shape for number, flat in flats.items() if (shape := shape_of(flat)) is not None}
+        found = match_if_certain([list(flats)], shapes, narrow)
+        if found is None:
+            raise Uncertain
+        for number, flat in flats.items():
+            add_state(named, found[number], flat)
+
+
+def as_dict(value: Any) -> dict[Any, Any]:
+    """Return a pickled dict of any kind as one. Raises `Uncertain` for anything else."""
+    pairs = pairs_of(value)
+    if pairs is None:
+        raise Uncertain
+    return dict(pairs)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a list as it is. Raises `Uncertain` for anything else."""
+    if not isinstance(value, list):
+        raise Uncertain
+    return value

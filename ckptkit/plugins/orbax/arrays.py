@@ -1,0 +1,150 @@
+"""Describe arrays of zarr, and find and decompress their cells: boxes that are each one value of the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Corrupt, Incomplete, Unsupported
+from ckptkit.files.file import OpenFiles
+from ckptkit.files.ranges import Range
+from ckptkit.formats.json_text import parse_json
+from ckptkit.layout import Chunk, Spec, StoredTensor, Wrapped
+from ckptkit.plugins.orbax.decode import explaining, open_array
+from ckptkit.plugins.orbax.values import Value, read_value
+from ckptkit.tensors.box import Box, Shape
+from ckptkit.tensors.dtypes import DTYPES, DType
+
+ZARR = "zarr"  # the wrapper of a chunk that is a cell
+_METADATA = {"zarr": ".zarray", "zarr3": "zarr.json"}
+_USE_ANOTHER = "use another checkpoint"
+_inline = count(1)  # no file shows where in it a cell inside a node is: an offset below 0 tells it from others
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrArray:
+    """An array: its name, the driver that reads it, and the JSON that describes it."""
+
+    name: str
+    driver: str
+    metadata: bytes
+
+    def open(self, cells: Mapping[str, bytes]) -> Any:
+        """Return it as tensorstore has it, with the values of `cells` by their keys."""
+        return open_array(self.driver, {_METADATA[self.driver]: self.metadata, **cells})
+
+
+@dataclass(frozen=True, slots=True)
+class Cell(Wrapped):
+    """The bytes are those of a cell of an array, compressed; `content` has them if they lie inside a node of OCDBT."""
+
+    array: ZarrArray
+    key: str
+    content: bytes | None
+
+
+def decompress(chunk: Chunk, files: OpenFiles, path: Path) -> memoryview:
+    """Return the bytes of a chunk that is a cell of file `path`, row-major.
+
+    Raises `Corrupt` if they cannot be decompressed.
+    """
+    cell = chunk.where
+    assert isinstance(cell, Cell)
+    data = read_value(Value(chunk.path, chunk.offset, chunk.length, cell.content), files)
+    with explaining(path, cell.array.name):
+        box = cell.array.open({cell.key: data})[slices(chunk.box)]
+        is_whole = is_stored(box)
+        found = memoryview(box.read().result().reshape(-1).view("uint8"))
+    expected = chunk.box.numel * chunk.dtype.itemsize
+    if not is_whole or len(found) != expected:
+        message = f"expected {expected} bytes in a cell, found {len(found) if is_whole else 'a part of them'}"
+        raise Corrupt(message, path=path, hint=_USE_ANOTHER)
+    return found
+
+
+def description_range(name: str, driver: str, values: Mapping[str, Value]) -> list[Range]:
+    """Return where the JSON is that describes an array, if a file has it on its own."""
+    found = values.get(f"{name}/{_METADATA[driver]}")
+    return [found.range] if found is not None and found.content is None else []
+
+
+def describe(root: Path, name: str, driver: str, values: Mapping[str, Value], files: OpenFiles) -> StoredTensor:
+    """Return the tensor that an array is, with a chunk for each cell.
+
+    `values` are those of the tree, in `files`. Raises `Corrupt` if the array cannot be opened, `Incomplete` for a cell
+    that is missing: zarr would give zeros.
+    """
+    described = values.get(f"{name}/{_METADATA[driver]}")
+    if described is None:
+        message = f"the array does not exist: `{name}/{_METADATA[driver]}` is missing"
+        raise Incomplete(message, path=root, tensor=name, hint=_USE_ANOTHER)
+    path = root / described.path
+    array = ZarrArray(name, driver, read_value(described, files))
+    with explaining(path, name):
+        opened = array.open({})
+    dtype = DTYPES.get(opened.dtype.name)
+    if dtype is None:
+        raise Unsupported(f"torch does not have the dtype `{opened.dtype.name}`", path=path, tensor=name)
+    spec, grid = Spec(dtype, tuple(opened.shape)), tuple(opened.chunk_layout.write_chunk.shape or ())
+    expected = prod(-(-extent // step) for extent, step in zip(spec.shape, grid, strict=True))
+    if expected > len(values):  # before they are listed: an array may claim any shape
+        message = f"expected {expected} cells, found {len(values)} values in the tree"
+        raise Incomplete(message, path=path, tensor=name, hint=_USE_ANOTHER)
+    name_cell = cell_names(parse_json(array.metadata, path))
+    boxes = {name_cell(place): box for place, box in cells(spec.shape, grid)}
+    missing = [box for key, box in boxes.items() if f"{name}/{key}" not in values]
+    if missing:
+        raise lacking(path, name, missing, len(boxes))
+    chunks = (to_chunk(array, key, box, dtype, values[f"{name}/{key}"]) for key, box in boxes.items())
+    return StoredTensor(spec, tuple(chunks))
+
+
+def lacking(path: Path, name: str, missing: list[Box], total: int) -> Incomplete:
+    first = missing[0]
+    message = (
+        f"expected {total} cells, found {total - len(missing)}: "
+        f"{list(first.size)} elements at {list(first.start)} are missing"
+    )
+    hint = "use another checkpoint, or save this one again with a newer orbax, which stores cells of zeros too"
+    return Incomplete(message, path=path, tensor=name, hint=hint)
+
+
+def to_chunk(array: ZarrArray, key: str, box: Box, dtype: DType, value: Value) -> Chunk:
+    offset = value.offset if value.content is None else -next(_inline)
+    cell = Cell(ZARR, array, key, value.content)
+    return Chunk(box, value.path, offset, value.length, dtype, where=cell)
+
+
+def cell_names(described: dict[str, Any]) -> Callable[[Shape], str]:
+    """Return a function that returns the key of the cell at a place in the grid, by the JSON of its array.
+
+    https://zarr-specs.readthedocs.io/en/latest/v3/chunk-key-encodings/
+    """
+    encoding = described.get("chunk_key_encoding", {})
+    is_default = encoding.get("name") == "default"
+    first, usual = (["c"], "/") if is_default else ([], described.get("dimension_separator", "."))
+    separator = encoding.get("configuration", {}).get("separator", usual)
+    return lambda place: separator.join([*first, *map(str, place)]) or "0"
+
+
+def cells(shape: Shape, grid: Shape) -> Iterator[tuple[Shape, Box]]:
+    """Yield the place and the box of each cell that a regular grid cuts a shape in.
+
+    The last along each axis may be smaller.
+    """
+    steps = (range(-(-extent // step)) for extent, step in zip(shape, grid, strict=True))
+    for place in product(*steps):
+        start = tuple(i * step for i, step in zip(place, grid, strict=True))
+        yield place, Box(start, tuple(map(min, grid, (extent - a for extent, a in zip(shape, start, strict=True)))))
+
+
+def is_stored(array: Any) -> bool:
+    return bool(array.storage_statistics(query_fully_stored=True).result().fully_stored)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))

@@ -1,0 +1,125 @@
+"""Read the trees of arrays that orbax saves for JAX: zarr 2 and 3, in OCDBT or a directory for each array.
+
+Source: orbax/checkpoint/_src/{metadata,path,serialization}, of orbax-checkpoint 0.12.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse
+from ckptkit.files.file import OpenFiles, children, file_size, is_there, names_in, read_small
+from ckptkit.files.ranges import read_ahead
+from ckptkit.formats.json_text import parse_json
+from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.formats.protocols import FormatReader
+from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor
+from ckptkit.plugins.orbax.arrays import describe, description_range
+from ckptkit.plugins.orbax.decode import require_tensorstore
+from ckptkit.plugins.orbax.read_metadata import NAME, STRINGS, read_metadata
+from ckptkit.plugins.orbax.values import MANIFEST, list_files, values_in_files, values_in_ocdbt
+
+_OWN = re.compile(
+    r"_METADATA|_sharding|_strings\.json|array_metadatas|manifest\.ocdbt|d|ocdbt_(data|meta)|ocdbt\.process_[0-9]+"
+)
+_UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*")  # the name of a directory until the save ends
+_STEP = "_CHECKPOINT_METADATA"  # what orbax says of a step, or of a tree that it saved alone
+_COMMITTED = "commit_success.txt"
+_LARGEST_STEP = 1 << 24  # bytes
+_USE_ANOTHER = "use another checkpoint"
+
+
+class Orbax(FormatReader):
+    """The format of a directory with orbax's `_METADATA`, which is only read."""
+
+    name = "orbax"
+    known_by = "orbax's `_METADATA`"
+
+    def owns(self, name: str) -> bool:
+        return bool(_OWN.fullmatch(name))
+
+    def detect(self, path: Path) -> bool:
+        """Return True for a tree of arrays, and for what an unfinished save has left."""
+        if not path.is_dir():
+            return False
+        names = names_in(path)
+        return NAME in names or MANIFEST in names or (is_unfinished(path) and _STEP in names)
+
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report an unfinished save, and files that are missing."""
+        names = names_in(path)
+        if is_unfinished(path):
+            raise Incomplete("orbax did not finish this save", path=path, hint="use an older checkpoint")
+        if NAME not in names:
+            report(Incomplete(f"no `{NAME}`: it lists the arrays", path=path, hint=_USE_ANOTHER))
+        elif read_metadata(path).is_ocdbt and MANIFEST not in names:
+            report(Incomplete("the file is missing", path=path / MANIFEST, hint=_USE_ANOTHER))
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of the tree in directory `path`.
+
+        Reports each array that cannot be opened, or lacks cells.
+        """
+        self.check_names(path, refuse)
+        require_tensorstore(path)
+        tree = read_metadata(path)
+        values = values_in_ocdbt(path) if tree.is_ocdbt else values_in_files(path, tree.arrays)
+        tensors: dict[str, StoredTensor] = {}
+        keys: dict[str, KeyPath] = dict(tree.arrays)
+        absent: dict[str, str] = {}
+        with OpenFiles(path, in_order=False) as files:
+            for name in read_ahead(path, tree.arrays, lambda name: description_range(name, tree.driver, values)):
+                try:
+                    tensors[name] = describe(path, name, tree.driver, values, files)
+                except CkptError as error:
+                    report(error)
+                    absent[name] = NAME
+        blobs = {}
+        for name, (key, value) in tree.values.items():
+            keys[name] = key
+            blobs[name] = Blob(STRINGS if isinstance(value, str) else NAME, 0, 0, dump(value))
+        own = (place for place in children(path) if self.owns(place.name) or place.name in tree.arrays)
+        there = [str(file.relative_to(path)) for place in own for file in list_files(place)]
+        layout = Layout(path, self.name, tensors, blobs, keys, absent=absent)
+        ends = ends_of(layout)
+        for name in sorted(ends):
+            if name not in there:
+                report(Incomplete("the file is missing", path=path / name, hint=_USE_ANOTHER))
+            elif (size := file_size(path / name)) < ends[name]:
+                message = f"expected at least {ends[name]} bytes, found {size}: the file is truncated"
+                report(Corrupt(message, path=path / name, hint=_USE_ANOTHER))
+        return replace(layout, descriptions=tuple(name for name in there if name not in ends))
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
+        """Return every file as one extent without a checksum: orbax records none."""
+        for name in sorted(layout.files):
+            if is_there(layout.root / name):
+                yield Extent(name, 0, file_size(layout.root / name), None, "")
+
+
+def ends_of(layout: Layout) -> dict[str, int]:
+    """Return by file where its last cell ends."""
+    ends: dict[str, int] = {}
+    for _, item in layout.stored:
+        ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
+    return ends
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether orbax did not finish the save of a directory, or of the step that it lies in."""
+    whole = path.absolute()
+    return any(bool(_UNFINISHED.fullmatch(one.name)) or is_uncommitted(one) for one in (whole, whole.parent))
+
+
+def is_uncommitted(path: Path) -> bool:
+    """Return whether a save under its last name, as in a bucket, lacks both the marker and the time of its end.
+
+    Orbax writes the time first. A copy without the marker, or of an orbax that wrote none, still has the time.
+    """
+    if not is_there(path / _STEP) or is_there(path / _COMMITTED):
+        return False
+    said = parse_json(read_small(path / _STEP, _LARGEST_STEP), path / _STEP)
+    return isinstance(said, dict) and "init_timestamp_nsecs" in said and said.get("commit_timestamp_nsecs") is None

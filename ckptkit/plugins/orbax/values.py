@@ -1,0 +1,146 @@
+"""Find where the values of a tree are: each in a file of its own, or in a file and a range that OCDBT's B+tree names.
+
+ckptkit reads the nodes of the B+tree, from a disk or a store, and tensorstore decodes them and compares their CRC-32C.
+Source: google/tensorstore, tensorstore/kvstore/ocdbt/index.rst and its function `ocdbt.dump`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from ckptkit.errors import Corrupt, Unsafe
+from ckptkit.files.file import OpenFiles, children, file_size, names_in, read_at, read_small
+from ckptkit.files.path import RemotePath, at_once
+from ckptkit.files.ranges import Range, read_ahead
+from ckptkit.plugins.orbax.decode import dump, explaining
+
+MANIFEST = "manifest.ocdbt"
+_MANIFESTS = "manifest."  # the beginning of its name, and of those of further ones that it may name
+_LARGEST = 1 << 28  # bytes of a manifest or node; orbax allows 100,000,000 in a node
+_NODE = "node"  # what tensorstore is told a file is called that has one node only
+
+
+class Value(NamedTuple):
+    """`length` bytes at `offset` of file `path` (relative to the tree), or `content` if the tree itself has them."""
+
+    path: str
+    offset: int
+    length: int
+    content: bytes | None = None
+
+    @property
+    def range(self) -> Range:
+        """Return it as a range of its file."""
+        return self.path, self.offset, self.offset + self.length
+
+
+class Node(NamedTuple):
+    """A node of the B+tree, as far above the leaves as `height` says; its keys begin with `prefix`."""
+
+    value: Value
+    base: str
+    height: int
+    prefix: bytes
+
+
+def values_in_files(root: Path, arrays: Iterable[str]) -> dict[str, Value]:
+    """Return the values of arrays that have a directory each, by their keys `ARRAY/NAME`."""
+    folders = [root / name for name in arrays]
+    found = at_once(list_files, folders) if isinstance(root, RemotePath) else map(list_files, folders)
+    places = [(str(file.relative_to(root)), file) for file in chain.from_iterable(found)]
+    return {key: Value(key, 0, file_size(file)) for key, file in places}
+
+
+def list_files(place: Path) -> list[Path]:
+    """Return a file or link, or all files in a directory and in those below it."""
+    if place.is_symlink() or not place.is_dir():
+        return [place] if place.exists() else []
+    return [file for inside in children(place) for file in list_files(inside)]
+
+
+def values_in_ocdbt(root: Path) -> dict[str, Value]:
+    """Return the values of the newest version of an OCDBT database, by key.
+
+    Raises `Corrupt` for a manifest or node that is damaged, `Unsafe` for a file outside of `root`.
+    """
+    found: dict[str, Value] = {}
+    level = list(roots(root))
+    seen: set[tuple[str, int]] = set()
+    with OpenFiles(root, in_order=False) as files:
+        while level:
+            below: list[Node] = []
+            for node in read_ahead(root, level, lambda node: [node.value.range]):
+                if node.value[:2] in seen:
+                    raise Corrupt("two nodes of the B+tree refer to the same node", path=root / node.value.path)
+                seen.add(node.value[:2])
+                for entry in read_node(root, node, files):
+                    add(found, below, root, node, entry)
+            level = below
+    return found
+
+
+def roots(root: Path) -> Iterator[Node]:
+    """Yield the root node of the newest version, unless that has no values."""
+    manifests = {name: read_small(root / name, _LARGEST) for name in names_in(root) if name.startswith(_MANIFESTS)}
+    with explaining(root / MANIFEST):
+        versions = dump(manifests)["versions"]
+    if not versions:
+        raise Corrupt("the manifest lists no version", path=root / MANIFEST, hint="use another checkpoint")
+    if location := versions[-1]["root"].get("location"):
+        yield node_at(location, versions[-1]["root_height"], b"", root)
+
+
+def node_at(location: str, height: int, prefix: bytes, root: Path) -> Node:
+    base, value = parse_location(location, root)
+    return Node(value, base, height, prefix)
+
+
+def parse_location(location: str, root: Path) -> tuple[str, Value]:
+    """Return the base path of a reference such as `value:BASE:d/3f:0:128`, percent-encoded, and what it refers to."""
+    _, base, file, offset, length = location.split(":")
+    path = unquote(base) + unquote(file)
+    if path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
+        raise Unsafe(f"the checkpoint refers to `{path!a}`, which is not a file in it", path=root)
+    return base, Value(path, int(offset), int(length))
+
+
+def read_node(root: Path, node: Node, files: OpenFiles) -> list[Mapping[str, Any]]:
+    """Return the entries of a node."""
+    path = root / node.value.path
+    if node.value.length > _LARGEST:
+        raise Corrupt(f"expected a node of at most {_LARGEST} bytes, found {node.value.length}", path=path)
+    data = read_value(node.value, files)
+    with explaining(path):
+        found = dump({unquote(node.base) + _NODE: data}, f"btreenode:{node.base}:{_NODE}:0:{len(data)}")
+        if found["height"] != node.height:
+            raise Corrupt(f"expected a node of height {node.height}, found {found['height']}", path=path)
+        entries: list[Mapping[str, Any]] = found["entries"]
+    return entries
+
+
+def add(found: dict[str, Value], below: list[Node], root: Path, node: Node, entry: Mapping[str, Any]) -> None:
+    """Add the value that an entry of a node has or refers to, or the node."""
+    if node.height:
+        prefix = node.prefix + entry["subtree_common_prefix"]
+        below.append(node_at(entry["location"], node.height - 1, prefix, root))
+        return
+    key = (node.prefix + entry["key"]).decode(errors="replace")
+    if "inline_value" in entry:
+        found[key] = Value(node.value.path, 0, 0, entry["inline_value"])
+    else:
+        found[key] = parse_location(entry["indirect_value"], root)[1]
+
+
+def read_value(value: Value, files: OpenFiles) -> bytes:
+    """Return the bytes of a value. Raises `Corrupt` if its file ends before."""
+    if value.content is not None:
+        return value.content
+    file = files[value.path]
+    if value.offset + value.length > file.size:  # before so much memory is taken
+        message = f"expected at least {value.offset + value.length} bytes, found {file.size}: the file is truncated"
+        raise Corrupt(message, path=file.path)
+    return read_at(file, value.length, value.offset)

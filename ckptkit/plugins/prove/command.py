@@ -1,0 +1,109 @@
+"""Run `ckptkit prove`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptkit.cli.conversion import Jobs
+from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, progress_bar, reserve_stdout, say
+from ckptkit.cli.sources import Also, with_others
+from ckptkit.errors import and_more
+from ckptkit.files.path import to_path
+from ckptkit.pictures.numbers import format_bytes
+from ckptkit.pictures.words import count
+
+if TYPE_CHECKING:
+    from ckptkit.plugins.prove.logits import Logits
+    from ckptkit.plugins.prove.prove import Proved
+
+
+def prove(
+    out: Annotated[Path, typer.Argument(parser=to_path, metavar="OUT", help="The exported Hugging Face model.")],
+    against: Annotated[
+        Path, typer.Option(parser=to_path, metavar="SRC", help="The checkpoint or run that OUT was exported from.")
+    ],
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json to use for SRC.")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|1,2,3", help="Tokens to compute with; by default random ones, 64 or more than each window."
+        ),
+    ] = None,
+    also: Also = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random tokens.")] = 0,
+    jobs: Jobs = None,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Prove that an export computes the same as the training state.
+
+    First ckptkit compares config.json and all tensors with those of the checkpoint, across names and dtypes, as
+    `verify --against` does. Then transformers runs both models on the same tokens, in float32 and block by block: no
+    more than one block is in memory. Without --tokens it takes more tokens than every window and original context of
+    the models, if that many fit, and names the lengths that it did not reach. If dtypes differ, the logits may differ
+    as much as rounding explains, and no more; ckptkit prints how much that is.
+
+    Example: ckptkit prove out --against run/ckpt-500
+
+    Exit codes: 0 proved; 1 not proved; 2 usage; 3 one is not a checkpoint, or not a model that transformers knows; 4 an
+    I/O failure.
+    """
+    from ckptkit.plugins.prove.prove import prove as run_it
+
+    reserve_stdout()
+    against = with_others(against, also)
+    with progress_bar("prove") as progress:
+        found = run_it(out, against=against, base=base, tokens=tokens, seed=seed, jobs=jobs, progress=progress)
+    if json:
+        tensors = [
+            pick(diff, "a", "b", "tensors", "nbytes", "only_in_a", "only_in_b")
+            | {"equal": diff.is_equal, "different": [one.name for one in diff.different]}
+            for diff in found.tensors
+        ]
+        logits = {"ok": found.logits.is_ok, **plain(found.logits)}
+        configs = [pick(one, "key", "here", "there") for one in found.configs]
+        result = {"ok": found.is_ok, **pick(found, "out", "source", "notes", "unreached"), "configs": configs}
+        result |= {"tensors": tensors, "logits": logits}
+        print_json(result)
+    else:
+        report(found)
+    if not found.is_ok:
+        raise typer.Exit(1)
+
+
+def report(found: Proved) -> None:
+    """Print what was compared, what it came to, and the verdict last."""
+    for text in dict.fromkeys([*found.notes, *(text for diff in found.tensors for text in diff.notes)]):
+        note(f"note: {text}")
+    for diff in found.tensors:
+        amount = f"{count(diff.tensors, 'tensor')}, {format_bytes(diff.nbytes)}"
+        if diff.is_equal:
+            say(f"the tensors are the same: {amount}")
+            continue
+        names = [*(one.name for one in diff.different), *diff.only_in_a, *diff.only_in_b]
+        say(f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared: {amount}")
+        note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
+    say(describe(found.logits))
+    for line in found.summary():
+        say(line)
+
+
+def describe(logits: Logits) -> str:
+    """Return in a line what the logits came to."""
+    tokens = count(logits.tokens, "token")
+    if logits.max_abs == 0:
+        return f"the logits of {tokens} are the same"
+    why = "with rounded weights" if logits.rounded else "with the same dtypes"
+    if logits.rounded and logits.unexplained:
+        why += f" and {logits.unexplained:.3g} that rounding does not explain"
+    first = f"; {logits.first} is the first block to differ" if logits.first and not logits.is_ok else ""
+    return (
+        f"the logits of {tokens}, {why}: mean KL {logits.kl:.3g} nats, at most {logits.max_kl:.3g}; they differ by up "
+        f"to {logits.max_abs:.3g} (the largest logit is {logits.scale:.3g}); the most likely next token is the same at "
+        f"{logits.same_choice}{first}"
+    )

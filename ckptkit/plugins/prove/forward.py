@@ -1,0 +1,239 @@
+"""Run a model of transformers with the tensors of a checkpoint, one block in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from mmap import mmap
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptkit.errors import CkptError, Unsupported, Usage
+from ckptkit.models.transformers_model import quiet
+from ckptkit.ops.open import LazyCheckpoint
+from ckptkit.plugins.prove.logits import Logits
+from ckptkit.plugins.prove.model import Runnable
+from ckptkit.tensors.dtypes import DType
+
+
+def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: Sequence[Runnable]) -> Tensor:
+    """Return the tokens to compute with, [1, tokens]: those wanted, or `count` that are drawn by a seed.
+
+    Raises `Usage` for one that is not in the vocabulary of a model.
+    """
+    size = min(vocabulary_of(model) for model in models)
+    if wanted is None:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(size, (1, count), generator=generator)
+    beyond = next((one for one in wanted if not 0 <= one < size), None)
+    if beyond is not None:
+        raise Usage(f"expected tokens below {size}, the size of the vocabulary, found {beyond}")
+    return torch.tensor([list(wanted)])
+
+
+def vocabulary_of(model: Runnable) -> int:
+    """Return how many tokens a model knows. Raises `Unsupported` for one that takes none."""
+    try:
+        return int(model.meta.model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError) as error:
+        raise Unsupported("the model does not take tokens", path=model.path) from error
+
+
+def compare_logits(one: Runnable, two: Runnable, ids: Tensor) -> Logits:
+    """Run both models on the same tokens and compare what they give; `two` is the source.
+
+    Where dtypes differ the source is run once more with its weights in those of the other: what is left of a
+    difference then, rounding does not explain.
+    """
+    ours, theirs = (Forward(model).run(ids) for model in (one, two))
+    if ours.logits.shape != theirs.logits.shape:
+        shapes = f"{list(ours.logits.shape)} and {list(theirs.logits.shape)}"
+        raise Unsupported(f"the logits of the models have different shapes, {shapes}", path=one.path)
+    dtypes = {name: tensor.spec.dtype for name, tensor in one.layout.tensors.items()}
+    is_rounded = dtypes != {name: tensor.spec.dtype for name, tensor in two.layout.tensors.items()}
+    alike = Forward(two, dtypes).run(ids) if is_rounded else theirs
+    a, b = (logits.double().log_softmax(-1) for logits in (ours.logits, theirs.logits))
+    divergence = (b.exp() * (b - a)).nan_to_num(nan=torch.inf).sum(-1).clamp(min=0)
+    first = next((name for name, output in alike.outputs.items() if not is_same(ours.outputs.get(name), output)), None)
+    return Logits(
+        tokens=divergence.numel(),
+        kl=float(divergence.mean()),
+        max_kl=float(divergence.max()),
+        max_abs=largest_difference(ours, theirs),
+        unexplained=largest_difference(ours, alike),
+        scale=float(theirs.logits.abs().max()),
+        same_choice=int((a.argmax(-1) == b.argmax(-1)).sum()),
+        first=first,
+        rounded=is_rounded,
+    )
+
+
+def largest_difference(one: Outputs, two: Outputs) -> float:
+    return float((one.logits - two.logits).abs().nan_to_num(nan=torch.inf).max())
+
+
+def is_same(one: Tensor | None, two: Tensor) -> bool:
+    return one is not None and one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The logits that a model gave, [tokens, vocabulary], and the output of each of its blocks by name, in order."""
+
+    logits: Tensor
+    outputs: Mapping[str, Tensor]
+
+
+@dataclass
+class Forward:
+    """The forward pass of a model whose tensors are read when a block needs them, and forgotten after it.
+
+    Those for which there is one of the `dtypes` are rounded to it first.
+    """
+
+    source: Runnable
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    _outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def run(self, ids: Tensor) -> Outputs:
+        """Compute in float32 with tokens [1, tokens]. Raises `Unsupported` for a model that cannot be run so."""
+        with quiet(), torch.no_grad():
+            model = deepcopy(self.source.meta.model).eval()
+            compute_buffers(model, self.source)
+            tensors = LazyCheckpoint(self.source.layout)
+            for name, block in blocks_of(model):
+                self.prepare(name, block, tensors)
+            more = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
+            try:
+                found = model(input_ids=ids, use_cache=False, **more)
+            except CkptError:
+                raise
+            except Exception as error:  # transformers' own model code may raise anything
+                first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                message = f"transformers cannot run this `{type(model).__name__}` block by block: {first}"
+                raise Unsupported(message, path=self.source.path) from error
+        logits = found.get("logits", found.get("last_hidden_state"))
+        if logits is None:
+            raise Unsupported(f"a `{type(model).__name__}` does not return logits", path=self.source.path)
+        return Outputs(logits.float().flatten(0, -2), self._outputs)
+
+    def prepare(self, name: str, block: nn.Module, tensors: LazyCheckpoint) -> None:
+        """Let a block have its tensors while it computes, and keep its output."""
+        # what lies in a list of blocks is all read at once: a block may use the weights of a part without calling it
+        places = list(places_in(name, block, deep=is_in_list(name)))
+
+        def load(*_: Any) -> None:
+            for full, owner, own in places:
+                fill(owner, own, self.round(full, tensors[full].torch()))
+
+        def forget(_block: nn.Module, _args: Any, output: Any) -> None:
+            for _, owner, own in places:
+                empty(owner, own)
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor):
+                self._outputs[name] = first.detach()
+
+        block.register_forward_pre_hook(load)
+        block.register_forward_hook(forget)
+
+    def round(self, name: str, stored: Tensor) -> Tensor:
+        dtype = self.dtypes.get(name)
+        return stored if dtype is None else stored.to(getattr(torch, dtype.name))
+
+
+def is_in_list(name: str) -> bool:
+    """Return whether a module is one of a list, by the number that its name ends with."""
+    return name.rpartition(".")[2].isdecimal()
+
+
+def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that get their tensors by themselves: the members of lists of blocks, and all outside these."""
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if has_own(module) or is_in_list(name):
+            yield name, module
+        if not is_in_list(name):
+            waiting += [(f"{name}.{child}" if name else child, inside) for child, inside in module.named_children()]
+
+
+def has_own(module: nn.Module) -> bool:
+    """Return whether a module itself, without those inside, has tensors that are saved."""
+    return any(True for _ in own_tensors(module))
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a module itself, and its buffers that are saved."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    yield from ((name, one) for name, one in buffers if name not in module._non_persistent_buffers_set)
+
+
+def places_in(name: str, module: nn.Module, *, deep: bool) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield for each tensor of a module its name in the model, and the module and the name in that it has."""
+    for inside, owner in module.named_modules(remove_duplicate=False) if deep else [("", module)]:
+        for own, _ in own_tensors(owner):
+            yield ".".join(filter(None, (name, inside, own))), owner, own
+
+
+def fill(owner: nn.Module, name: str, stored: Tensor) -> None:
+    """Put a tensor into its place in a module, floats as float32."""
+    tensor = pages(stored.shape, torch.float32 if stored.is_floating_point() else stored.dtype).copy_(stored)
+    replace(owner, name, tensor)
+
+
+def pages(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in pages of its own: aligned alike for all, and the system has them back when it is forgotten.
+
+    What the allocator of C has back it may keep, and so the memory of every block.
+    """
+    count = shape.numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+
+
+def empty(owner: nn.Module, name: str) -> None:
+    """Take a tensor out of its place in a module again."""
+    replace(owner, name, getattr(owner, name).to("meta"))
+
+
+def replace(owner: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter of a module, which is a parameter again, or a buffer."""
+    is_parameter = isinstance(getattr(owner, name), nn.Parameter)
+    setattr(owner, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+
+
+def compute_buffers(model: Any, source: Runnable) -> None:
+    """Compute the buffers that no checkpoint has, such as the frequencies of positions, as transformers does.
+
+    Source: transformers/modeling_utils.py, `_move_missing_keys_from_meta_to_device` and `_initialize_missing_keys`.
+    Raises `Unsupported` for one of which its code does not say what it holds.
+    """
+    for module in model.modules():
+        for own in sorted(module._non_persistent_buffers_set):
+            before = getattr(module, own)
+            if before is not None:
+                setattr(module, own, nothing_like(before))
+    model.initialize_weights()
+    for name, module in model.named_modules():
+        for own in module._non_persistent_buffers_set:
+            buffer = getattr(module, own)
+            can_tell = buffer is not None and buffer.numel() and buffer.dtype != torch.bool
+            if can_tell and is_same_bits(buffer, nothing_like(buffer)):
+                message = (
+                    f"the value of the buffer `{name}.{own}` is unknown: transformers' initialization does not set it"
+                )
+                raise Unsupported(message, path=source.path)
+
+
+def nothing_like(buffer: Tensor) -> Tensor:
+    made = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return made.fill_(torch.nan) if buffer.is_floating_point() else made.fill_(-77 if buffer.dtype.is_signed else 77)
+
+
+def is_same_bits(one: Tensor, two: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), two.nan_to_num()) and torch.equal(one.isnan(), two.isnan())

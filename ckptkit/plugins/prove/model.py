@@ -1,0 +1,70 @@
+"""Open a checkpoint as a model of transformers: the tensors of its config.json, as in memory there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.conversion.model import Model
+from ckptkit.conversion.steps import unwrap
+from ckptkit.errors import Mismatch, Unsupported, and_more
+from ckptkit.layout import Layout
+from ckptkit.models.companions import Companions
+from ckptkit.models.fit import check_equal
+from ckptkit.models.transformers_model import MetaModel, find_meta_model
+from ckptkit.names.naming import AskedNames, name_weights
+from ckptkit.names.transformers import TRANSFORMERS
+from ckptkit.names.wrappers import may_be_adapted
+from ckptkit.quantized.require_plain import require_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """A model to run: what transformers builds of its config, and its tensors as that has them in memory."""
+
+    path: Path
+    meta: MetaModel
+    layout: Layout
+    remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any]) -> Runnable:
+        """Return the model in a checkpoint, under the names that transformers has in memory."""
+        part = checkpoint.model_component
+        path, meta = part.path, find_meta_model(config)
+        model = unwrap(Model(part=part, weights=checkpoint.weights, companions=Companions(config=dict(config))))
+        weights, remarks = model.weights, model.remarks
+        if may_be_adapted(weights.layout.tensors):
+            hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
+            raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
+        asked = AskedNames(names=TRANSFORMERS.name, config=config, trainer=checkpoint.trainer, check=require_plain)
+        named, more = name_weights(weights, asked)
+        if named.layout.tensors.keys() != weights.layout.tensors.keys():
+            remarks += tuple(f"{path}: {remark}" for remark in more)
+        tensors = dict(named.layout.tensors)
+        for name, origin in meta.tied.items():
+            if name not in tensors and origin in tensors:
+                tensors[name] = tensors[origin]
+            elif name in tensors and origin in tensors:
+                check_equal(named.layout, name, origin)  # one of two that differ is lost in most programs
+        made = cls(path, meta, replace(named.layout, tensors=tensors), remarks)
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raise `Mismatch` for a tensor that the model has, and that is not there or has another shape."""
+        missing = [name for name in self.meta.shapes if name not in self.layout.tensors]
+        missing = [name for name in missing if name not in self.meta.unsaved]
+        if missing:
+            message = f"missing: config.json describes it{and_more(len(missing) - 1)}"
+            raise Mismatch(message, path=self.path, tensor=missing[0])
+        for name, shape in self.meta.shapes.items():
+            found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
+            if found != shape:
+                message = f"expected shape {list(shape)} (config.json), found {list(found)}"
+                raise Mismatch(
+                    message, path=self.path, tensor=name, hint="check that config.json belongs to this model"
+                )

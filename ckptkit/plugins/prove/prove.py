@@ -1,0 +1,146 @@
+"""Prove an export: its tensors equal the tensors of its source, and transformers computes the same with both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.errors import Mismatch, Unsupported, Usage
+from ckptkit.files.file import read_small
+from ckptkit.files.path import remarks_on_id
+from ckptkit.models.companions import Companions, find_companions
+from ckptkit.models.computation import ConfigDifference, describe_differences, find_differences
+from ckptkit.models.transformers_model import missing_package
+from ckptkit.ops.diff import compare_tensors
+from ckptkit.pictures.words import count
+from ckptkit.plugins.prove.lengths import choose_length, find_lengths
+from ckptkit.plugins.prove.logits import Logits
+from ckptkit.plugins.prove.model import Runnable
+from ckptkit.progress import Progress
+from ckptkit.summary import Summarized
+
+if TYPE_CHECKING:
+    from ckptkit.comparison.differences import Diff
+
+_LIMIT = 1 << 24  # bytes of a file of tokens
+_DIGITS = 10
+_TOKENIZER = ("tokenizer", "vocab.", "merges.", "spiece.", "sentencepiece.", "tekken.")  # how its files' names begin
+
+
+@dataclass(frozen=True, slots=True)
+class Proved(Summarized):
+    """The findings on the model at `out` and the checkpoint at `source` that it is to be of.
+
+    `tensors` are the differences of tensors by part, after a conversion of dtype, and `configs` the keys of config.json
+    by which the two compute differently. `unreached` are the lengths, by key of config.json, beyond which the models
+    compute in another way, and which the run did not reach.
+    """
+
+    out: Path
+    source: Path
+    tensors: tuple[Diff, ...]
+    logits: Logits
+    configs: tuple[ConfigDifference, ...] = ()
+    unreached: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_ok(self) -> bool:
+        """Return whether tensors, configs and logits of `out` are those of `source`."""
+        are_alike = all(diff.is_equal for diff in self.tensors) and not any(one.is_certain for one in self.configs)
+        return are_alike and self.logits.is_ok
+
+    def summary(self) -> Iterator[str]:
+        if self.configs:
+            yield f"config.json differs: {describe_differences(self.configs, str(self.source))}"
+        if self.unreached:
+            lengths = ", ".join(f"{key} {length:,}" for key, length in self.unreached.items())
+            yield f"not reached with {self.logits.tokens:,} tokens: {lengths}; pass more with --tokens FILE"
+        run = f"{self.out} computes what {self.source} does for {count(self.logits.tokens, 'token')}"
+        yield f"{'proved' if self.is_ok else 'not proved'}: {run}"
+
+
+def prove(
+    out: Source,
+    *,
+    against: Source,
+    base: str | Path | None = None,
+    tokens: str | Path | Sequence[int] | None = None,
+    seed: int = 0,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Proved:
+    """Return whether the Hugging Face model at `out` computes the same as its source, the checkpoint `against`.
+
+    First ckptkit compares the config.json of both, and all tensors, across names and dtypes, as `verify` does. Then
+    transformers runs both, in float32, on the same `tokens`: a list of numbers, in a file perhaps, or else random ones
+    drawn by `seed`. These are 64, or more than every window and original context of the models, if that many fit. No
+    more than one block of the model is in memory at a time.
+
+    The model at `out` is what its config.json says; the other is what the config.json of `base` says, a directory or
+    Hub id, or one that lies by the checkpoint, or else the same. Raises `Unsupported` without transformers, and for
+    models that it does not know, `Mismatch` for a config.json that calls for tensors that are not there.
+    """
+    if missing := missing_package():
+        hint = f"pip install {missing}, or compare only the tensors with `ckptkit verify OUT --against SRC`"
+        raise Unsupported(f"prove runs models with {missing}, which is not installed", hint=hint)
+    ours, theirs = Checkpoint.open(out), Checkpoint.open(against)
+    here, there = companions_of(ours), companions_of(theirs, None if base is None else str(base))
+    if here.config is None:
+        raise Mismatch("no config.json", path=ours.path, hint="pass an exported model, which has a config.json")
+    wanted = read_tokens(tokens) if tokens is not None else None
+    one = Runnable.of(ours, here.config)
+    two = Runnable.of(theirs, here.config if there.config is None else there.config)
+    notes = [*remarks_on_id(base), *notes_on(here, there, theirs.path), *one.remarks, *two.remarks]
+    differences = compare_tensors(ours, theirs, allow_cast=True, jobs=jobs, progress=progress)
+    from ckptkit.plugins.prove.forward import choose_tokens, compare_logits  # imports torch
+
+    described = [model.meta.model.config.to_dict() for model in (one, two)]
+    ids = choose_tokens(wanted, choose_length(described), seed, (one, two))
+    logits = compare_logits(one, two, ids)
+    return Proved(
+        ours.path,
+        theirs.path,
+        tuple(differences.values()),
+        logits,
+        configs=() if there.config is None else tuple(find_differences(here.config, there.config)),
+        unreached={key: length for key, length in find_lengths(described).items() if length >= ids.shape[1]},
+        notes=tuple(notes),
+    )
+
+
+def companions_of(checkpoint: Checkpoint, base: str | None = None) -> Companions:
+    """Return config.json and tokenizer of a base, or those that lie by a checkpoint."""
+    return find_companions(checkpoint.model_component.path, base)
+
+
+def notes_on(here: Companions, there: Companions, source: Path) -> Iterator[str]:
+    """Yield what is not proved: a config that there is no other of, text that becomes other tokens."""
+    if there.config is None:
+        yield (
+            f"{source} has no config.json: it ran with the export's config.json, which this run does not prove; "
+            "pass --base with the model that the training began with"
+        )
+    tokenizers = [name for name in here.files if name.startswith(_TOKENIZER) and name in there.files]
+    others = [name for name in tokenizers if here.files[name] != there.files[name]]
+    if others:
+        what = f"{', '.join(others)}: differs from {there.found_in}"
+        yield f"{what}; ckptkit did not prove that text becomes the same tokens"
+
+
+def read_tokens(given: str | Path | Sequence[int]) -> list[int]:
+    """Return the numbers of tokens: of a list, of text like `1,2,3` or `[1, 2, 3]`, or of a file with such text."""
+    if not isinstance(given, str | Path):
+        return [int(one) for one in given]
+    text = str(given)
+    if not set(text) <= set("0123456789, []"):
+        if not Path(given).is_file():
+            raise Usage(f"expected a file or a list of token ids such as 1,2,3; found `{given}`")
+        text = read_small(Path(given), _LIMIT).decode(errors="replace")
+    words = text.replace(",", " ").strip().removeprefix("[").removesuffix("]").split()
+    if not words or not all(word.isdecimal() and len(word) < _DIGITS for word in words):
+        raise Usage(f"`{given}` contains no tokens", hint="pass token ids like 1,2,3, or a file with them")
+    return [int(word) for word in words]

@@ -1,0 +1,183 @@
+"""Make the chapters of a run's report.
+
+Each function returns the values of one chapter for `report.html`, None for a chapter with nothing to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from ckptkit.ops.ls import Listed, Listing
+from ckptkit.pictures.numbers import brief, format_bytes
+from ckptkit.pictures.shard_svg import draw_shards
+from ckptkit.pictures.shards import ShardMap, is_number
+from ckptkit.pictures.words import count
+from ckptkit.plugins.report.curves import draw_curves
+from ckptkit.plugins.report.history import History
+from ckptkit.plugins.report.layers import LayerKind, draw_layers
+from ckptkit.plugins.report.norms import Norms
+from ckptkit.plugins.report.series import Series
+from ckptkit.plugins.report.timeline import Stop, draw_timeline
+from ckptkit.tensors.counting import Count
+
+Chapter = dict[str, Any]
+
+_CURVES = (
+    ("Loss", ("loss", "eval_loss")),
+    ("Learning rate", ("lr",)),
+    ("Tokens per second", ("tokens_per_second",)),
+    ("Gradient norm", ("grad_norm",)),
+    ("Share of the peak FLOP/s", ("mfu",)),
+    ("GPU memory", ("memory_allocated", "memory_reserved")),
+)
+_MAY_BE_LOG = ("Loss", "Gradient norm")
+_SAMPLES = 20  # rows of the curves' table
+_MOST_LISTED = 12  # checkpoints that are not folded away
+_MOST_FOLDED = 500
+_LARGEST = 12
+_MOST_KINDS = 14
+_WIDTHS = (False, True)  # whether a picture is narrow: the page shows one for a screen, or one for a phone
+
+
+def training(history: History) -> Chapter | None:
+    """Return the curves, and their numbers at steps from the first to the last."""
+    curves = [(title, found) for title, names in _CURVES if (found := history.drawn(*names))]
+    drawn = [one for _, found in curves for one in found]
+    if not drawn:
+        return None
+    steps = sorted({stretch.first for one in drawn for stretch in one.stretches})
+    chosen = [*steps[: -1 : max(1, -(-len(steps) // _SAMPLES))], steps[-1]]
+    return {
+        "lead": describe_history(history, drawn),
+        "pictures": [draw_curves(title, found, may_be_log=title in _MAY_BE_LOG) for title, found in curves],
+        "names": ["step", *(one.name.replace("_", " ") for one in drawn)],
+        "rows": [[f"{step:,.0f}", *(format_number(one.at(step)) for one in drawn)] for step in chosen],
+    }
+
+
+def describe_history(history: History, drawn: Sequence[Series]) -> str:
+    """Say where the curves come from, and what is odd about that source."""
+    said = [f"From {history.source}."]
+    if any(stretch.count > 1 for one in drawn for stretch in one.stretches):
+        said.append("A line is the mean of consecutive steps, the band reaches from the lowest to the highest.")
+    if history.resumed:
+        steps = ", ".join(f"{step:,.0f}" for step in history.resumed[-5:])
+        said.append(f"Went back to step {steps}; each step is shown as last taken.")
+    if history.skipped:
+        said.append(f"Skipped {count(history.skipped, 'line')} without metrics of a step.")
+    return " ".join(said)
+
+
+def format_number(value: float | None) -> str:
+    return "" if value is None else brief(value)
+
+
+def checkpoints(listing: Listing, last_step: float | None) -> Chapter | None:
+    """Return the time line, and the checkpoints with the newest first."""
+    listed = listing.checkpoints
+    if not listed:
+        return None
+    stops = [stop_of(one, one.step, listing) for one in listed if one.step is not None]
+    complete, total = sum(one.is_complete for one in listed), format_bytes(sum(one.nbytes for one in listed))
+    rows = [(one, date_of(one), state_of(one, listing)) for one in reversed(listed)]
+    return {
+        "lead": f"{complete} complete of {len(listed)}, {total} on disk. {listing.tracker or ''}".strip(),
+        "timeline": [draw_timeline(stops, last_step, is_narrow=narrow) for narrow in _WIDTHS] if stops else None,
+        "metrics": list(dict.fromkeys(name for one in listed for name in one.metrics))[:4],
+        "newest": rows[:_MOST_LISTED],
+        "older": rows[_MOST_LISTED:][:_MOST_FOLDED],
+    }
+
+
+def stop_of(one: Listed, step: int, listing: Listing) -> Stop:
+    """Return a checkpoint as the time line shows it."""
+    metrics = [f"{name} {brief(value)}" for name, value in list(one.metrics.items())[:6]]
+    told = "".join(f", {word}" for word in (date_of(one), *metrics, one.problem) if word)
+    is_latest = one.path == listing.latest
+    return Stop(one.path.name, step, one.nbytes, one.is_complete, one.is_weights_only, one.is_pinned, is_latest, told)
+
+
+def date_of(one: Listed) -> str:
+    """Return when a checkpoint was saved, in UTC."""
+    return datetime.fromtimestamp(one.saved_at, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def state_of(one: Listed, listing: Listing) -> list[tuple[str, str]]:
+    """Return words on the state of a checkpoint, each with its CSS class: complete or not, and more."""
+    words = [
+        ("complete", "good", one.is_complete),
+        (one.problem or "not complete", "bad", bool(one.problem) or not one.is_complete),
+        ("latest", "", one.path == listing.latest),
+        ("pinned", "", one.is_pinned),
+        ("weights only", "", one.is_weights_only),
+    ]
+    return [(word, kind) for word, kind, holds in words if holds]
+
+
+def shards(name: str, found: ShardMap) -> Chapter | None:
+    """Return which rank or file holds which part of checkpoint `name`, and its largest tensors."""
+    if not found.rows:
+        return None
+    largest = sorted(found.rows, key=lambda row: -row.spec.nbytes)[:_LARGEST]
+    total, most = sum(row.nbytes for row in found.rows) or 1, max(row.nbytes for row in largest) or 1
+    return {
+        "lead": describe_shards(name, found),
+        "picture": [draw_shards(found, is_narrow=narrow) for narrow in _WIDTHS],
+        "by": found.by,
+        "rows": [
+            (owner.name, f"{owner.nbytes:,}", format_bytes(owner.nbytes)) for owner in found.owners[:_MOST_FOLDED]
+        ],
+        "total": f"Of {count(sum(row.repeats for row in found.rows), 'tensor')}, {format_bytes(total)} in all.",
+        "largest": [(row, percent(row.nbytes / most), percent(row.nbytes / total)) for row in largest],
+    }
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def describe_shards(name: str, found: ShardMap) -> str:
+    """Say what the shard map shows."""
+    owners = len(found.owners)
+    if owners == 1:
+        return f"{name}: one {found.by} holds everything."
+    fullest = max(found.owners, key=lambda owner: owner.nbytes)
+    return (
+        f"{name}: which of {owners} {found.by}s holds which part of each tensor. Tensors that are alike share a row. "
+        f"The most is held by {fullest.name}, {fullest.nbytes / (found.mean or 1):.2f} times the average."
+    )
+
+
+def norms(found: Norms) -> Chapter | None:
+    """Return the norms by layer as a picture, and of every kind of tensor as rows."""
+    if not found.counts:
+        return None
+    kinds = sorted(found.kinds, key=lambda kind: -len(kind.by_layer))[:_MOST_KINDS]
+    single = [name for name in found.counts if not any(map(is_number, name.split(".")[:-1]))][:_LARGEST]
+    title = "Norm of the tensors of each layer"
+    lead = "The 2-norm of the weights, over all numbers of a tensor."
+    if found.unsound:
+        first, unsound = found.unsound[0], count(len(found.unsound), "tensor")
+        lead += f" NaN or infinity in {unsound}, such as {first}: not counted in their norms."
+    return {
+        "lead": lead,
+        "picture": [draw_layers(title, kinds, is_narrow=narrow) for narrow in _WIDTHS] if kinds else None,
+        "single": [norm_row(name, found.counts[name]) for name in single],
+        "kinds": [kind_row(kind) for kind in kinds],
+    }
+
+
+def kind_row(kind: LayerKind) -> list[str]:
+    """Return the range of a kind's norms, and in which layers its ends are."""
+    ends = [choose(kind.by_layer, key=kind.by_layer.__getitem__) for choose in (min, max)]
+    extremes = [f"{brief(kind.by_layer[layer])} (layer {layer})" for layer in ends]
+    return [kind.name, str(len(kind.by_layer)), *extremes]
+
+
+def norm_row(name: str, counted: Count) -> list[str]:
+    """Return norm, mean, deviation and extremes of a tensor."""
+    moments = (counted.moments.norm, counted.moments.mean, counted.moments.deviation)
+    extremes = ("" if value is None else brief(float(value)) for value in (counted.low, counted.high))
+    return [name, *map(brief, moments), *extremes]

@@ -1,0 +1,133 @@
+"""Draw metrics by step as SVG: the mean as a line, and around it a band from the lowest to the highest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from ckptkit.pictures.markup import Markup, element, picture
+from ckptkit.pictures.numbers import brief
+from ckptkit.pictures.words import count
+from ckptkit.plugins.report.axes import Axis, draw_grid, draw_labels, value_axis
+from ckptkit.plugins.report.series import Series, Stretch
+
+_WIDTH, _HEIGHT = 480, 236
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 468, 40, 208
+_MOST_SPOTS = 80  # places that tell their numbers when pointed at
+_FEW = 40  # stretches, and each is a dot as well
+_CLASSES = "ab"
+
+
+def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = False) -> Markup:
+    """Draw up to two metrics by step, at least one of which has numbers; by powers of ten if they differ much."""
+    drawn = [one for one in series if one.stretches]
+    stretches = [stretch for one in drawn for stretch in one.stretches]
+    x = Axis(min(s.first for s in stretches), max(s.last for s in stretches), _LEFT, _RIGHT)
+    y = value_axis(min(one.low for one in drawn), max(one.high for one in drawn), _BOTTOM, _TOP, may_be_log=may_be_log)
+    summary = "; ".join(summarize(one) for one in drawn)
+    return picture(
+        f"{title} by step: {summary}",
+        f"0 0 {_WIDTH} {_HEIGHT}",
+        element("text", title, x=2, y=14, class_="title"),
+        draw_header(drawn),
+        draw_grid(y, _LEFT, _RIGHT),
+        draw_labels(x, _BOTTOM),
+        element("text", "step", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
+        (draw_curve(one, x, y, _CLASSES[i]) for i, one in enumerate(drawn)),
+        (draw_missing(one, x) for one in drawn),
+        draw_tips(drawn, x, y),
+    )
+
+
+def summarize(series: Series) -> str:
+    bad = f", not finite at {count(series.bad_count, 'step')}" if series.bad_count else ""
+    return f"{series.name} from {brief(series.low)} to {brief(series.high)}, last {brief(series.latest or 0.0)}{bad}"
+
+
+def draw_header(drawn: Sequence[Series]) -> Iterator[Markup]:
+    """Draw the last number of each metric, and a sample of its line."""
+    right = float(_RIGHT)
+    for i, one in reversed(list(enumerate(drawn))):
+        what = one.name.replace("_", " ") if len(drawn) > 1 else "last"
+        said = f"{what} {brief(one.latest or 0.0)}"
+        yield element("text", said, x=right, y=14, text_anchor="end", class_="strong")
+        right -= 6.2 * len(said) + 10
+        if len(drawn) > 1:
+            yield element("line", x1=right - 8, x2=right + 4, y1=10, y2=10, class_=f"curve {_CLASSES[i]}")
+            right -= 22
+
+
+def draw_curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
+    """Draw the line of a metric, broken where numbers are missing, and the band around it."""
+    paths, bands = [], []
+    for piece in pieces(series.stretches):
+        middle = [(x.place((s.first + s.last) / 2), y.place(s.mean)) for s in piece]
+        paths.append(path_through(middle))
+        if any(s.count > 1 for s in piece) and len(piece) > 1:
+            places = [at for at, _ in middle]
+            upper = list(zip(places, (y.place(s.high) for s in piece), strict=True))
+            lower = list(zip(places, (y.place(s.low) for s in piece), strict=True))
+            bands.append(path_through([*upper, *reversed(lower)]) + "Z")
+        if len(series.stretches) <= _FEW or len(piece) == 1:
+            yield from (element("circle", cx=at, cy=height, r=1.8, class_=f"dot {kind}") for at, height in middle)
+    if bands:
+        yield element("path", d="".join(bands), class_=f"band {kind}")
+    yield element("path", d="".join(paths), class_=f"curve {kind}")
+
+
+def pieces(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
+    """Return the stretches in groups; the line is broken between two groups."""
+    found: list[list[Stretch]] = []
+    for stretch in stretches:
+        if stretch.is_apart or not found:
+            found.append([])
+        found[-1].append(stretch)
+    return found
+
+
+def path_through(points: Sequence[tuple[float, float]]) -> str:
+    """Return a line through points, as the attribute `d` of a path."""
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+def draw_missing(series: Series, x: Axis) -> Iterator[Markup]:
+    """Draw a short line at each step where a metric was no finite number."""
+    for step in series.bad:
+        at = min(max(x.place(step), _LEFT), _RIGHT)
+        tip = element("title", f"{series.name} is not finite at {step:,.0f}")
+        yield element("line", tip, x1=at, x2=at, y1=_BOTTOM - 9, y2=_BOTTOM, class_="bad")
+    if series.bad_count:
+        said = f"not finite at {series.bad_count:,} step{'s' * (series.bad_count > 1)}"
+        yield element("text", said, x=_RIGHT, y=_TOP - 8, text_anchor="end", class_="bad")
+
+
+def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
+    """Draw narrow upright fields that show the numbers at their step when pointed at, without a script."""
+    stretches = drawn[0].stretches
+    every = -(-len(stretches) // _MOST_SPOTS)
+    chosen = stretches[::every]
+    places = [x.place((s.first + s.last) / 2) for s in chosen]
+    edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(places)), _RIGHT]
+    for stretch, at, (left, right) in zip(chosen, places, pairwise(edges), strict=True):
+        said = describe(drawn, stretch)
+        wide = 5.9 * len(said) + 12
+        start = min(max(at - wide / 2, _LEFT), _RIGHT - wide)
+        yield element(
+            "g",
+            element("rect", x=left, y=_TOP, width=max(right - left, 0.5), height=_BOTTOM - _TOP, class_="reach"),
+            element("line", x1=at, x2=at, y1=_TOP, y2=_BOTTOM, class_="axis"),
+            element("circle", cx=at, cy=y.place(stretch.mean), r=3.2, class_="dot a"),
+            element("rect", x=start, y=_TOP - 20, width=wide, height=17, rx=4, class_="plate"),
+            element("text", said, x=start + 6, y=_TOP - 8, class_="strong"),
+            class_="spot",
+        )
+
+
+def describe(drawn: Sequence[Series], stretch: Stretch) -> str:
+    """Return the numbers of a stretch in words."""
+    first = f"{stretch.first:,.0f}"
+    where = first if stretch.first == stretch.last else f"{first} to {stretch.last:,.0f}"
+    spread = f" ({brief(stretch.low)} to {brief(stretch.high)})" if stretch.low != stretch.high else ""
+    others = [(one.name, one.at(stretch.first)) for one in drawn[1:]]
+    more = "".join(f", {name} {brief(value)}" for name, value in others if value is not None)
+    return f"step {where}: {brief(stretch.mean)}{spread}{more}"

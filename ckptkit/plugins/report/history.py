@@ -1,0 +1,133 @@
+"""Read the metrics of a run, thinned as they are read: a log may have millions of lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptkit.files.file import opening, read_at, read_small
+from ckptkit.ops.ls import Listed
+from ckptkit.plugins.report.series import Series
+from ckptkit.progress import Told
+
+METRICS = "metrics.jsonl"  # of our training: a line of JSON for each step
+TRAINER_STATE = "trainer_state.json"  # of transformers' Trainer, in each of its checkpoints
+_BLOCK = 1 << 20  # bytes read at once
+_LONGEST = 1 << 16  # bytes of a line; longer ones are nobody's metrics
+_STATE_LIMIT = 1 << 28  # bytes
+_MOST_SERIES = 64
+_MOST_RESUMED = 50
+
+_ALSO_CALLED = {
+    "learning_rate": "lr",
+    "train_loss": "loss",
+    "val_loss": "eval_loss",
+    "train_tokens_per_second": "tokens_per_second",
+}
+
+
+@dataclass(slots=True)
+class History:
+    """The metrics of a run. `source` says where they were found; `skipped` counts lines that were none.
+
+    `resumed` are the steps to which it went back, to take them again.
+    """
+
+    source: str = ""
+    series: dict[str, Series] = field(default_factory=dict)
+    last_step: float | None = None
+    skipped: int = 0
+    resumed: list[float] = field(default_factory=list)
+
+    def add(self, entry: object) -> None:
+        """Add the metrics of one step. An entry that is none is counted."""
+        step = number(entry.get("step")) if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or step is None or not math.isfinite(step):
+            self.skipped += 1
+            return
+        if self.last_step is not None and step < self.last_step:
+            self.resumed = [*[at for at in self.resumed if at < step][-_MOST_RESUMED:], step]
+        self.last_step = step
+        for name, value in entry.items():
+            found = number(value)
+            if found is not None and name != "step":
+                self._of(str(_ALSO_CALLED.get(name, name))).add(step, found)
+
+    def _of(self, name: str) -> Series:
+        if name not in self.series and len(self.series) >= _MOST_SERIES:
+            return Series(name)  # too many to keep
+        return self.series.setdefault(name, Series(name))
+
+    def drawn(self, *names: str) -> list[Series]:
+        """Return the metrics of these names that have numbers to draw."""
+        return [self.series[name] for name in names if name in self.series and self.series[name].stretches]
+
+
+def number(value: object) -> float | None:
+    """Return a number of JSON as a float, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | None = None) -> History:
+    """Read the run's own log, or else a Trainer's in its newest checkpoint, or else the metrics of checkpoints."""
+    if (root / METRICS).is_file():
+        return from_log(root / METRICS, progress)
+    listed = list(checkpoints)
+    states = [one.path / TRAINER_STATE for one in reversed(listed) if one.path.is_dir()]
+    state = next((path for path in [root / TRAINER_STATE, *states] if path.is_file()), None)
+    if state is not None:
+        return from_state(state)
+    history = History("the checkpoints' own metrics")
+    for one in listed:
+        if one.step is not None and one.metrics:
+            history.add({**one.metrics, "step": one.step})
+    return history
+
+
+def from_log(path: Path, progress: Told | None = None) -> History:
+    """Read a file of JSON lines, to the end of its last whole line."""
+    history = History(path.name)
+    for line in lines_of(path, progress):
+        history.add(parse(line))
+    return history
+
+
+def from_state(path: Path) -> History:
+    """Read the state of a Trainer. Entries without a step of their own are left out, and so is a broken file."""
+    history = History(f"{path.parent.name}/{path.name}")
+    state = parse(read_small(path, _STATE_LIMIT))
+    entries = state.get("log_history") if isinstance(state, Mapping) else None
+    for entry in entries if isinstance(entries, list) else []:
+        history.add(entry)
+    return history
+
+
+def lines_of(path: Path, progress: Told | None = None) -> Iterator[bytes]:
+    """Yield the lines of a file that were written to their end. One that is too long comes as an empty one."""
+    rest = b""
+    with opening(path) as file:
+        size = file.size
+        for offset in range(0, size, _BLOCK):
+            block = read_at(file, min(_BLOCK, size - offset), offset)
+            *lines, rest = (rest + block).split(b"\n")
+            yield from (line if len(line) < _LONGEST else b"" for line in lines)
+            rest = rest[-_LONGEST:]
+            if progress:
+                progress(len(block))
+
+
+def parse(line: bytes) -> Any:
+    """Return the value of some JSON, None if it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,91 @@
+"""Draw one number of each tensor by the number of its layer as SVG, with a line for the tensors of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptkit.pictures.markup import Markup, element, picture
+from ckptkit.pictures.numbers import brief
+from ckptkit.pictures.style import OWNERS
+from ckptkit.plugins.report.axes import Axis, draw_grid, draw_labels, value_axis
+from ckptkit.plugins.report.curves import path_through
+
+_WIDTH, _HEIGHT = 960, 330
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 640, 20, 300
+_NARROW = 360  # width of a picture with the names below
+_APART = 15  # between the names of lines
+_LETTERS = 42
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """The tensors of one name in layers that are alike, with a number of each layer."""
+
+    name: str
+    by_layer: dict[int, float]
+
+
+def draw_layers(title: str, kinds: Sequence[LayerKind], *, is_narrow: bool = False) -> Markup:
+    """Draw some kinds, at least one, each with at least one layer; their numbers are finite."""
+    width, right = (_NARROW, _NARROW - 12) if is_narrow else (_WIDTH, _RIGHT)
+    height = _HEIGHT + _APART * len(kinds) if is_narrow else _HEIGHT
+    numbers = [value for kind in kinds for value in kind.by_layer.values()]
+    layers = [layer for kind in kinds for layer in kind.by_layer]
+    x = Axis(min(layers), max(layers), _LEFT, right)
+    y = value_axis(min(numbers), max(numbers), _BOTTOM, _TOP, may_be_log=True)
+    return picture(
+        title,
+        f"0 0 {width} {height}",
+        draw_grid(y, _LEFT, right),
+        draw_labels(x, _BOTTOM),
+        element("text", "layer", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
+        (draw_kind(kind, x, y, OWNERS[i % len(OWNERS)]) for i, kind in enumerate(kinds)),
+        draw_names_below(kinds) if is_narrow else draw_names(kinds, y),
+    )
+
+
+def draw_kind(kind: LayerKind, x: Axis, y: Axis, fill: str) -> Markup:
+    """Draw the line of a kind, with a dot for each layer that tells its number."""
+    places = [(layer, value, x.place(layer), y.place(value)) for layer, value in sorted(kind.by_layer.items())]
+    dots = [
+        element("circle", element("title", f"{kind.name}, layer {layer}: {brief(value)}"), cx=at, cy=height, r=2.6)
+        for layer, value, at, height in places
+    ]
+    line = element("path", d=path_through([place[2:] for place in places]), class_="curve", stroke=fill)
+    return element("g", line, dots, fill=fill, class_="kind")
+
+
+def draw_names(kinds: Sequence[LayerKind], y: Axis) -> Iterator[Markup]:
+    """Draw the names beside the ends of the lines, moved apart where they would overlap."""
+    ends = sorted((y.place(kind.by_layer[max(kind.by_layer)]), i, kind.name) for i, kind in enumerate(kinds))
+    wanted = [height for height, _, _ in ends]
+    for (height, i, name), at in zip(ends, spread(wanted, _TOP, _BOTTOM), strict=True):
+        line = path_through([(_RIGHT + 5, height), (_RIGHT + 15, at), (_RIGHT + 22, at)])
+        yield element("g", element("path", d=line, class_="curve", stroke=OWNERS[i % len(OWNERS)]), class_="kind")
+        yield element("text", shorten(name), x=_RIGHT + 28, y=at + 3.5, class_="name")
+
+
+def draw_names_below(kinds: Sequence[LayerKind]) -> Iterator[Markup]:
+    """Draw the names below the picture, each after a sample of its line."""
+    for i, kind in enumerate(kinds):
+        at = _HEIGHT + _APART * i
+        line = path_through([(4, at), (20, at)])
+        yield element("g", element("path", d=line, class_="curve", stroke=OWNERS[i % len(OWNERS)]), class_="kind")
+        yield element("text", shorten(kind.name), x=28, y=at + 3.5, class_="name")
+
+
+def shorten(name: str) -> str:
+    return name if len(name) <= _LETTERS else f"…{name[-_LETTERS + 1 :]}"
+
+
+def spread(wanted: Sequence[float], low: float, high: float) -> list[float]:
+    """Return places near the wanted ones, in their order, `_APART` from each other, between two if there is room."""
+    places: list[float] = []
+    for place in wanted:
+        places.append(max(place, places[-1] + _APART if places else low))
+    limit = max(high, low + _APART * (len(places) - 1))
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], limit)
+        limit = places[i] - _APART
+    return places

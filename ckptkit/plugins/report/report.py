@@ -1,0 +1,169 @@
+"""Report on a run as one HTML file that opens from disk."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Source, path_of
+from ckptkit.destinations.staging import publish
+from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
+from ckptkit.files.file import file_size, opening, read_at, read_small
+from ckptkit.files.joined import roots_of
+from ckptkit.files.path import RemotePath, to_local
+from ckptkit.ops.inspect import Inspected, inspect
+from ckptkit.ops.ls import Listing, ls
+from ckptkit.pictures.numbers import brief, format_bytes
+from ckptkit.pictures.shards import map_shards
+from ckptkit.pictures.words import count
+from ckptkit.plugins.report import chapters
+from ckptkit.plugins.report.history import METRICS, History, read_history
+from ckptkit.plugins.report.norms import measure_norms, weights_of
+from ckptkit.plugins.report.page import GENERATOR, fill_page
+from ckptkit.progress import Progress, telling
+from ckptkit.summary import Summarized
+from ckptkit.version import __version__
+
+NAME = "report.html"
+_SETTINGS = "train.toml"
+_SETTINGS_LIMIT = 1 << 20  # bytes
+_HEAD = 2048  # bytes, in which a page says what made it
+
+
+@dataclass(frozen=True, slots=True)
+class Reported(Summarized):
+    """The page that was written, its bytes, and the checkpoint that it looks into, if there is one."""
+
+    path: Path
+    nbytes: int
+    checkpoint: Path | None
+
+    def summary(self) -> Iterator[str]:
+        yield f"{self.path}: {format_bytes(self.nbytes)}"
+
+
+def report(
+    run: Source,
+    out: str | Path | None = None,
+    *,
+    fast: bool = False,
+    overwrite: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Reported:
+    """Write a report on the run at `run` to the file `out`, by default `report.html` in the run.
+
+    The weights of its latest checkpoint are read, with `jobs` threads, unless it is to be `fast`. An earlier report is
+    replaced; any other file is `Occupied`, unless `overwrite`. Raises `NotACheckpoint` for a run with nothing in it.
+    """
+    root = path_of(run)
+    listing = list_checkpoints(root)
+    if out is None and (listing.root != root or isinstance(root, RemotePath)):
+        what = "the run is remote" if listing.root == root else "this is one checkpoint, not a run"
+        raise Usage(what, path=root, hint="say where to write the report: ckptkit report PATH OUT.html")
+    dst = roots_of(root)[0] / NAME if out is None else to_local(out)
+    checkpoint = newest(listing)
+    latest = None if checkpoint is None else inspect(checkpoint)
+    weights = None if latest is None or fast else weights_of(latest.model)
+    log = listing.root / METRICS
+    total = (file_size(log) if log.is_file() else 0) + (weights.nbytes if weights else 0)
+    told = telling(progress, total)
+    history = read_history(listing.root, listing.checkpoints, told)
+    settings = read_settings(listing.root / _SETTINGS)
+    place = root.absolute()
+    content = {
+        "title": place.name or str(place),
+        "lines": [str(place), summarize(settings), describe(latest) if latest else ""],
+        "facts": facts_of(listing, history, latest, settings),
+        "training": chapters.training(history),
+        "checkpoints": chapters.checkpoints(listing, history.last_step),
+        "shards": latest and chapters.shards(latest.whole.name, map_shards(latest.layout)),
+        "norms": weights and chapters.norms(measure_norms(weights, jobs=jobs, progress=told)),
+        "settings": settings,
+        "foot": f"ckptkit {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+    page = fill_page(content).encode()
+    publish(dst, page, overwrite=overwrite or is_report(dst))
+    return Reported(dst, len(page), checkpoint)
+
+
+def list_checkpoints(root: Path) -> Listing:
+    """Return the checkpoints of a run, of which there may be none if there are metrics."""
+    try:
+        return ls(root)
+    except NotACheckpoint:
+        if not (root / METRICS).is_file():
+            raise
+        return Listing(root, (), None, None)
+
+
+def newest(listing: Listing) -> Path | None:
+    """Return the checkpoint to look into: the latest, or else a complete one that has no step."""
+    return listing.latest or next((one.path for one in reversed(listing.checkpoints) if one.is_complete), None)
+
+
+def read_settings(path: Path) -> dict[str, object]:
+    """Read the settings that a run was started with, {} if there are none. Raises `Corrupt` for no TOML."""
+    if not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(read_small(path, _SETTINGS_LIMIT).decode())
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not a TOML file: {error}", path=path, hint="correct it, or move it away") from error
+
+
+def is_report(path: Path) -> bool:
+    """Return True for a page that was made here."""
+    with translate_os_errors(path):
+        if path.is_symlink() or not path.is_file():
+            return False
+    with opening(path) as file:
+        return f'content="{GENERATOR}"'.encode() in read_at(file, min(file.size, _HEAD), 0)
+
+
+def describe(latest: Inspected) -> str:
+    """Describe the latest checkpoint in a line."""
+    ranks = latest.world_size
+    written = f", written by {ranks} rank{'s' * (ranks > 1)}" if ranks else ""
+    producer = f", by {latest.trainer}" if latest.trainer else ""
+    return f"latest checkpoint: {latest.whole.name}, {latest.layout.format}{written}{producer}"
+
+
+def summarize(settings: Mapping[str, object]) -> str:
+    """Describe a run by its settings, in a line."""
+    said = {
+        "model": "model {}",
+        "strategy": "{}",
+        "batch_size": "{} sequences per step",
+        "sequence_length": "{} tokens each",
+        "lr": "learning rate {}",
+        "weight_decay": "weight decay {}",
+        "seed": "seed {}",
+    }
+    return ", ".join(form.format(settings[name]) for name, form in said.items() if name in settings)
+
+
+def facts_of(
+    listing: Listing, history: History, latest: Inspected | None, settings: Mapping[str, object]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the numbers on top of the page: label, value, and a few words more."""
+    if history.last_step is not None:
+        wanted = settings.get("steps")
+        yield ("step", f"{history.last_step:,.0f}", f"of {wanted:,}" if isinstance(wanted, int) else "")
+    for loss in history.drawn("loss"):
+        yield ("loss", brief(loss.latest or 0.0), f"lowest {brief(loss.low)}")
+    for tokens in history.drawn("tokens"):
+        yield ("tokens", brief(tokens.latest or 0.0), "since the run began")
+    for rate in history.drawn("tokens_per_second"):
+        mean = sum(one.total for one in rate.stretches) / sum(one.count for one in rate.stretches)
+        yield ("tokens per second", brief(mean), f"on average, {brief(rate.high)} at most")
+    if latest is not None:
+        tensors = f"{count(len(latest.layout.tensors), 'tensor')}, {format_bytes(latest.layout.nbytes)}"
+        yield ("parameters", "unknown" if latest.parameters is None else brief(latest.parameters), tensors)
+    if listing.checkpoints:
+        complete = sum(one.is_complete for one in listing.checkpoints)
+        more = f"latest: {listing.latest.name}" if listing.latest else ""
+        yield ("checkpoints", f"{complete}", more)

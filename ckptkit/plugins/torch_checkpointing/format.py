@@ -1,0 +1,157 @@
+"""Read checkpoints of the package torch_checkpointing: an item's files of all ranks, with or without metadata.
+
+Source: torch_checkpointing/{checkpoint_writer,metadata_serialization}.py: `metadata.pkl` describes the items whose
+tensors can be resharded; of all others each rank has a file `ITEM_RANK.pt`. Without such an item
+the package writes no metadata. The DTensors in the files then say that they are one checkpoint, and where parts belong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.collector import collector_paused
+from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsafe, Unsupported, refuse
+from ckptkit.files.file import is_there, names_in
+from ckptkit.formats.archives.flatten import FlatState
+from ckptkit.formats.archives.state_files import extents_of, is_torch_save
+from ckptkit.formats.protocols import FormatReader
+from ckptkit.formats.shards.dtensors import Placed
+from ckptkit.formats.shards.join import join_files
+from ckptkit.formats.shards.rank_tensor import lost_file, read_rank_file
+from ckptkit.layout import Extent, FileOffset, Layout, check_cover
+from ckptkit.plugins.torch_checkpointing.items import missing, read_item_files
+from ckptkit.plugins.torch_checkpointing.read_metadata import NAME, TORCH, CheckpointItem, read_items
+
+_OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?P<kind>pt|safetensors|json|bin)")
+_PLAIN = re.compile(r"(?!.*rank_)(?P<item>.+)_(?P<rank>0|[1-9][0-9]{0,6})\.pt")  # `..._rank_0.pt` is of others
+
+
+class TorchCheckpointing(FormatReader):
+    """The format of a directory with `metadata.pkl` and each rank's files."""
+
+    name = "torch_checkpointing"
+    known_by = "torch_checkpointing's `metadata.pkl`"
+    is_sharded = True
+
+    def owns(self, name: str) -> bool:
+        """Return True for the metadata, and for the file of a rank."""
+        return name == NAME or bool(_OF_RANK.fullmatch(name))
+
+    def rank_of(self, name: str) -> int | None:
+        """Return the rank that wrote a file."""
+        match = _OF_RANK.fullmatch(name)
+        return int(match["rank"]) if match else None
+
+    def detect(self, path: Path) -> bool:
+        """Return True for a directory with a file of rank 0 and the metadata, or else with DTensors in such a file."""
+        if not path.is_dir():
+            return False
+        names = names_in(path)
+        if NAME in names:
+            return any(match["rank"] == "0" for match in map(_OF_RANK.fullmatch, names) if match)
+        return any(has_dtensors(path, name) for name in sorted(names) if is_of_rank_0(name))
+
+    def check_names(self, path: Path, report: Report) -> None:
+        """Report each file that the metadata name and that is not there."""
+        items, _ = find_items(path)
+        for file in files_of(items.values()):
+            if not is_there(path / file):
+                report(missing(path / file))
+
+    def read(self, path: Path, report: Report = refuse) -> Layout:
+        """Return the layout of the checkpoint in directory `path`; each item is a key."""
+        items, world = find_items(path)
+        whole = FlatState()
+        with collector_paused():
+            for name, item in items.items():
+                try:
+                    whole.update(join_item(path, name, item, report))
+                except CkptError as error:
+                    raise error.blame(path=path) from None
+            descriptions = (*named_in(path), *sorted(f for f in files_of(items.values()) if is_there(path / f)))
+            layout = Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, world, descriptions)
+            layout = replace(layout, spares=whole.spares)
+            check_cover(layout, report)
+        return layout
+
+    def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
+        """Return every entry of the files of torch.save, and the tensors of others, which have no checksums."""
+        found: set[FileOffset] = set()
+        for extent in extents_of(layout, saved_by_torch(layout.root, report), report):
+            found.add((extent.path, extent.offset))
+            yield extent
+        for name, tensor in layout.tensors.items():
+            for chunk in tensor.chunks:
+                if (chunk.path, chunk.offset) not in found:
+                    yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
+
+
+def join_item(path: Path, name: str, item: CheckpointItem, report: Report) -> FlatState:
+    """Return what all ranks have of an item; report files that cannot be read, and tensors that are in no other."""
+    files = read_item_files(path, name, item, report)
+    absent = {rank for ranks in item.spread.values() for rank in ranks} - {file.rank for file in files}
+    lost = [lost_file(files[0], rank, item.files[rank][0]) for rank in absent & item.files.keys()] if files else []
+    flat = join_files(sorted([*files, *lost], key=lambda file: file.rank), report)
+    if absent:
+        for tensor in (".".join(map(str, (name, *key))) for key in item.spread):
+            if tensor not in flat.tensors:
+                report(Corrupt("no file of a rank that has this entry can be read", path=path, tensor=tensor))
+    return flat
+
+
+def is_of_rank_0(name: str) -> bool:
+    match = _PLAIN.fullmatch(name)
+    return match is not None and match["rank"] == "0"
+
+
+def has_dtensors(path: Path, name: str) -> bool:
+    """Return whether a file is one of torch.save with DTensors in it."""
+    try:
+        if not is_torch_save(path / name):
+            return False
+        tensors = read_rank_file(path, name, 0, (), is_dict=False).tensors.values()
+    except (Corrupt, Unsafe, Unsupported):
+        return False
+    return any(isinstance(held.spread, Placed) for held in tensors)
+
+
+def find_items(path: Path) -> tuple[dict[str, CheckpointItem], int]:
+    """Return the items that the metadata name, and those of which each rank has a file besides; and how many ranks.
+
+    Raises `Corrupt` where there are no metadata, and files in a format that does not say how tensors are spread.
+    """
+    has_metadata = bool(named_in(path))
+    items, world = read_items(path) if has_metadata else ({}, 0)
+    taken = set(files_of(items.values()))
+    found = [match for name in sorted(set(names_in(path)) - taken) if (match := _OF_RANK.fullmatch(name))]
+    if not has_metadata:
+        world = max(int(match["rank"]) for match in found) + 1
+        lost = next((match[0] for match in found if match["kind"] == "safetensors"), None)
+        if lost is not None:
+            message = f"missing: nothing else says where the tensors in `{lost}` belong"
+            raise Corrupt(message, path=path / NAME, hint=ELSEWHERE)
+    for name in dict.fromkeys(match["item"] for match in found if match["kind"] == "pt"):
+        items.setdefault(name, CheckpointItem({rank: (f"{name}_{rank}.pt", TORCH) for rank in range(world)}, {}))
+    return items, world
+
+
+def named_in(path: Path) -> tuple[str, ...]:
+    """Return the name of the metadata if they are there."""
+    return (NAME,) if is_there(path / NAME) else ()
+
+
+def saved_by_torch(path: Path, report: Report) -> Iterator[str]:
+    """Yield the name of every file of torch.save. Reports each that cannot be opened."""
+    for file in files_of(find_items(path)[0].values()):
+        try:
+            if is_torch_save(path / file):
+                yield file
+        except CkptError as error:
+            report(error.blame(path=path / file))
+
+
+def files_of(items: Iterable[CheckpointItem]) -> Iterator[str]:
+    return (file for item in items for file, _ in item.files.values())

@@ -1,0 +1,110 @@
+"""A loader of models for vLLM that reads any checkpoint as it is, at the start and when weights are reloaded."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor import model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import Caution, CkptError, Unsupported
+from ckptkit.files.path import to_model_path
+from ckptkit.integrations.loaded_weights import remember
+from ckptkit.ops.hub_model import HubModel
+from ckptkit.plugins.vllm.read_ahead import read_ahead
+
+if TYPE_CHECKING:
+    import torch
+
+PATH, BASE = "path", "base"
+_FIRST = "ckptkit_first_model"
+_logger = init_logger("vllm.plugins.ckptkit")  # a name whose lines vLLM shows
+
+
+def register_loader(load_format: str) -> None:
+    """Make the loader known by its name, unless it is."""
+    if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(load_format) is not Loader:
+        model_loader.register_model_loader(load_format)(Loader)
+
+
+class Loader(DefaultModelLoader):  # type: ignore[misc]
+    """vLLM's own loader, with weights from a checkpoint of any format, family and place.
+
+    `path` in the extra config is the checkpoint, by default it is the model that vLLM was started with. `base` is the
+    model that has its config.json: by default the one that vLLM was started with, if `path` is given or the checkpoint
+    has no config.json.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        self.extra = load_config.model_loader_extra_config
+        known = copy.copy(load_config)
+        if isinstance(self.extra, dict):
+            known.model_loader_extra_config = {k: v for k, v in self.extra.items() if k not in (PATH, BASE, _FIRST)}
+        super().__init__(known)
+
+    def download_model(self, model_config: Any) -> None:
+        """Do nothing: a remote checkpoint is read where it is."""
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors by the Hub's names, each compared with its CRC-32, without experts of other ranks.
+
+        Raises a `CkptError` for the first tensor that is damaged or missing, and logs it in one line.
+        """
+        self.counter_before_loading_weights = time.perf_counter()
+        is_unused = getattr(model, "is_unused_checkpoint_weight", None)
+
+        def skip(name: str) -> bool:
+            return should_skip_weight(name, self.local_expert_ids) or bool(is_unused and is_unused(name))
+
+        try:
+            if getattr(model, "secondary_weights", ()):
+                raise Unsupported(
+                    f"`{type(model).__name__}` reads weights from a second model; ckptkit does not support that"
+                )
+            opened = self.open(model_config)
+            for remark in opened.remarks:
+                if isinstance(remark, Caution):
+                    _logger.warning("%s", remark)
+            if not takes_deltas(known_as=self.load_config.load_format):
+                yield from read_ahead(opened.tensors, skip)
+                return
+            every = remember(model, opened.tensors.layout, read_ahead(opened.tensors))
+            yield from (one for one in every if not skip(one[0]))
+        except CkptError as error:
+            _logger.log(logging.ERROR, "ckptkit: %s", error)  # in one line: the traceback is vLLM's
+            raise
+
+    def open(self, model_config: Any) -> HubModel:
+        """Open the checkpoint that a model of vLLM is to get its weights from.
+
+        The model that vLLM was started with gets those of `path`, until another is loaded in its place. A model that
+        drafts tokens has another name, and its own weights.
+        """
+        name = model_config.model
+        first = self.extra.setdefault(_FIRST, name)
+        if name != first and getattr(model_config, "runner_type", None) != "draft":
+            self.extra.pop(PATH, None)
+        source = self.extra.get(PATH) if name == first else None
+        checkpoint = Checkpoint.open(to_model_path(str(source or name)))
+        _logger.info("ckptkit loads %s", checkpoint.path)
+        has_config = source is None and checkpoint.companions.config is not None
+        config_from = None if has_config else getattr(model_config, "hf_config_path", None) or first
+        return HubModel.open(checkpoint, base=self.extra.get(BASE) or config_from)
+
+
+def takes_deltas(known_as: str) -> bool:
+    """Return whether the engine patches weights by deltas: then the loader reads all of them, and remembers them.
+
+    The loader and what applies deltas are known by one name.
+    """
+    config = get_current_vllm_config_or_none()
+    transfer = None if config is None else config.weight_transfer_config
+    return transfer is not None and transfer.backend == known_as

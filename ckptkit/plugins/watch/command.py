@@ -1,0 +1,123 @@
+"""Run `ckptkit watch`."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptkit.cli.output import Json, Quiet, note, pick, print_json, reserve_stdout, say
+from ckptkit.errors import Usage
+from ckptkit.files.path import to_place
+
+if TYPE_CHECKING:
+    from ckptkit.plugins.watch.watch import Event, Watched
+
+
+def watch(
+    run: Annotated[
+        Path, typer.Argument(parser=to_place, metavar="RUN", help="The run: a directory, or s3://bucket/prefix.")
+    ],
+    do: Annotated[
+        list[str] | None,
+        typer.Option(metavar="'COMMAND ...'", help="A command of ckptkit, such as 'consolidate {ckpt} {out}'."),
+    ] = None,
+    execute: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exec", metavar="'PROGRAM ...'", help="Another program. Runs after all --do commands, in the given order."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=to_place, metavar="DIR", help="Directory for {out}; by default `exported` in the run."),
+    ] = None,
+    every: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between two checks of the run.")] = 30.0,
+    tries: Annotated[int, typer.Option(min=1, metavar="N", help="How many times to try a command that fails.")] = 3,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="The longest time that a command may run; by default a day."),
+    ] = 86400.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Handle the checkpoints that are complete now, then exit; for cron.")
+    ] = False,
+    quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
+    json: Json = False,
+) -> None:
+    """Run commands on each checkpoint as soon as it is complete.
+
+    In your commands, {ckpt} is the path of the checkpoint, {name} its name, {step} its step, {out} a path for the
+    output, and {prev} the checkpoint that was handled before it. The commands run one after the other, each in a
+    process of its own and without a shell. They also get these values as environment variables: CKPTKIT_CKPT, _NAME,
+    _STEP, _OUT and _PREV.
+
+    watch handles a checkpoint when it is complete and has not changed for --every seconds; prune does not delete it
+    meanwhile. watch tries a failed command again after growing pauses. If a command runs longer than --timeout, watch
+    stops it and its child processes, and then tries it again too. `.ckptkit-watch` in the run lists handled
+    checkpoints, so a restart does not repeat them. For a run on s3:// that list is in the cache of this machine, and
+    {out} is on s3:// too, unless --out is a local directory.
+
+    Example: ckptkit watch run --do 'consolidate {ckpt} {out} --dtype bf16' --exec 'python evaluate.py {out}'
+
+    Exit codes: 0 with --once: all are handled; 1 some failed; 2 usage; 3 RUN is not a run; 4 an I/O failure; 5 a watch
+    with the same commands is running; 130 interrupted; 143 terminated.
+    """
+    from ckptkit.plugins.watch.watch import watch as run_it
+
+    if json and not once:
+        raise Usage("--json prints one object at the end, but a watch does not end", hint="add --once")
+    for line in do or ():
+        require_command(line)
+    reserve_stdout()
+    done = run_it(
+        run,
+        do=do or (),
+        exec=execute or (),
+        out=out,
+        every=every,
+        tries=tries,
+        timeout=timeout,
+        once=once,
+        tell=None if json else tell,
+    )
+    report(done, json=json)
+    if not done.is_ok:
+        raise typer.Exit(1)
+
+
+def require_command(line: str) -> None:
+    """Raise `Usage` if a line does not begin with a command that makes sense here."""
+    from ckptkit.cli.commands import COMMANDS, SYNONYMS
+
+    words: list[str] = []
+    with suppress(ValueError):  # which is said elsewhere
+        words = shlex.split(line)
+    if words and words[0] not in {*COMMANDS, *SYNONYMS}:
+        near = get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"there is `{near[0]}`" if near else "use --exec to run another program"
+        raise Usage(f"unknown command `{words[0]}`", hint=hint)
+
+
+def tell(event: Event) -> None:
+    """Print what has become of a checkpoint as a line of its own, and what is begun as a note."""
+    line = f"{event.checkpoint.name}: {event.message}"
+    if event.outcome is None:
+        note(line)
+    else:
+        say(line)
+
+
+def report(done: Watched, *, json: bool) -> None:
+    """Print what `--once` came to."""
+    if json:
+        reasons = {str(path): reason for path, reason in done.reasons.items()}
+        print_json(
+            {"ok": done.is_ok, **pick(done, "root", "handled", "failed", "missed", "before"), "reasons": reasons}
+        )
+        return
+    for line in done.summary():
+        say(line)

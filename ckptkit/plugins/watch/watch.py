@@ -1,0 +1,375 @@
+"""Watch a run, and handle each checkpoint once, as soon as it is complete, while training and prune go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, oldest_first
+from ckptkit.destinations.claims import find_claim
+from ckptkit.destinations.stores import to_destination
+from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
+from ckptkit.files.path import RemotePath
+from ckptkit.files.trees import make_directories
+from ckptkit.pictures.words import count
+from ckptkit.plugins.watch.commands import Final, WatchCommand
+from ckptkit.plugins.watch.file_changes import Look, Patience
+from ckptkit.plugins.watch.journal import Fate, WatchJournal
+from ckptkit.runs.keeper import Keeper, WatchPost, keeper_of, run_of
+from ckptkit.summary import Summarized
+from ckptkit.trainers import stem_of, step_of
+
+DAY = 86400.0  # seconds
+_OUT = "exported"  # the directory in the run that outputs go to
+
+Outcome = Literal["handled", "failed", "missed"]
+Words = str | Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A step of a watch, in words: the outcome of a checkpoint, or None while it is still being handled."""
+
+    checkpoint: Path
+    outcome: Outcome | None
+    message: str
+
+
+Listener = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched(Summarized):
+    """The checkpoints of the run `root` that a watch handled, those that it gave up, and those deleted before.
+
+    An earlier watch handled those in `before`. `reasons` say for each of the `failed` which command failed and how.
+    """
+
+    root: Path
+    handled: tuple[Path, ...]
+    failed: tuple[Path, ...]
+    missed: tuple[Path, ...]
+    before: tuple[Path, ...]
+    reasons: Mapping[Path, str] = field(default_factory=dict)
+
+    @property
+    def is_ok(self) -> bool:
+        """Return whether none failed."""
+        return not self.failed
+
+    def summary(self) -> Iterator[str]:
+        parts = [
+            f"handled {count(len(self.handled), 'checkpoint')}",
+            f"{len(self.failed)} failed" if self.failed else "",
+            f"{len(self.missed)} deleted before" if self.missed else "",
+            f"{len(self.before)} handled before" if self.before else "",
+        ]
+        yield ", ".join(filter(None, parts))
+
+
+def watch(
+    run: Source,
+    *,
+    do: Words | Sequence[Words] = (),
+    exec: Words | Sequence[Words] = (),  # noqa: A002 - the option's name
+    out: str | Path | None = None,
+    every: float = 30.0,
+    tries: int = 3,
+    timeout: float = DAY,
+    once: bool = False,
+    tell: Listener | None = None,
+) -> Watched:
+    """Handle every checkpoint of the run at `run` once, the oldest first: existing and new ones.
+
+    `do` are commands of ckptkit and `exec` other programs, one or several, each a line that is split as a shell splits
+    it, or a list of words. They run one after the other, in processes of their own and without a shell. The
+    placeholders `{ckpt}`, `{name}`, `{step}` and `{out}` become the checkpoint's path, its name, its step, and a path
+    for the output: the checkpoint's name in directory `out`, or in `exported` of the run. `{prev}` becomes the path of
+    the checkpoint before it that was handled; for the first, which has none, commands with `{prev}` are skipped.
+
+    A checkpoint counts when it is complete and nothing of it has changed for `every` seconds; the watch looks at the
+    run as often. No prune and no `Run` deletes a checkpoint while it is handled. A command that runs longer than
+    `timeout` seconds is ended with its children, and has failed; pass `math.inf` for no limit. A command that fails is
+    run again, after a pause of `every` seconds that doubles each time, until `tries` have failed. The journal in
+    `.ckptkit-watch` of the run has what was done; for a run on S3 it lies in the cache of this machine. The next watch
+    tries a checkpoint that failed again, and handles a checkpoint that was saved again as a new one.
+
+    Returns with `once` when all checkpoints that are there have been handled or given up, and otherwise never. Raises
+    `NotACheckpoint` if there is no directory, `Usage` for commands that make no sense, `Occupied` if a watch with the
+    same commands is at work.
+    """
+    commands = [*(WatchCommand.parse(one, is_ours=True) for one in several(do))]
+    commands += [WatchCommand.parse(one, is_ours=False) for one in several(exec)]
+    if not commands:
+        raise Usage("no command to run was passed", hint="give --do 'consolidate {ckpt} {out}', or --exec")
+    if not (every > 0 and timeout > 0) or tries < 1:
+        raise Usage("`every` and `timeout` must be more than 0, and `tries` at least 1")
+    root = run_of(run).absolute()
+    keeper = keeper_of(root)
+    keeper.refresh()
+    with translate_os_errors(root):
+        if not keeper.is_there():
+            raise NotACheckpoint("no such directory", path=root, hint="make the directory first if the run is new")
+        if Checkpoint.at(root).own_step is not None:
+            raise NotACheckpoint("this is a checkpoint, not a run", path=root, hint=f"pass the run, {root.parent}")
+    place = root / _OUT if out is None else to_destination(out).resolve()
+    about = {"commands": [list(one.words) for one in commands], "out": _OUT if out is None else str(place)}
+    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+    with keeper.watching(key, longest=timeout * len(commands)) as post:
+        terms = WatchTerms(tuple(commands), place, every, tries, timeout)
+        journal = WatchJournal.of(post.folder, key, about)
+        watcher = Watcher(keeper, post, journal, terms, tell or (lambda _event: None))
+        return watcher.work_once() if once else watcher.work_on()
+
+
+@dataclass(frozen=True, slots=True)
+class WatchTerms:
+    """The commands, where their outputs go, seconds between looks, how often one is tried, and seconds that it has."""
+
+    commands: tuple[WatchCommand, ...]
+    place: Path
+    every: float
+    tries: int
+    timeout: float
+
+
+def several(given: Words | Sequence[Words]) -> list[Words]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+class Watcher:
+    """The state of a watch while it runs: its journal, its listener, and which checkpoints are due when."""
+
+    def __init__(
+        self, keeper: Keeper, post: WatchPost, journal: WatchJournal, terms: WatchTerms, tell: Listener
+    ) -> None:
+        self.root = keeper.root
+        self.terms = terms
+        self.journal = journal
+        self._keeper = keeper
+        self._post = post
+        self._tell = tell
+        self._patience = Patience(terms.every)
+        self._outcomes: dict[str, Event] = {}
+        self._failures: dict[str, list[int]] = {}  # for each try that failed, when what was tried had been saved
+        self._due: dict[str, float] = {}  # when those that failed are tried again, by the monotonic clock
+        self._waiting: set[str] = set()  # complete, and not handled yet
+
+    def work_on(self) -> NoReturn:
+        """Handle the checkpoints that are there and those that come, until a signal ends it."""
+        while True:
+            try:
+                self.look_round()
+            except IOFailure as error:  # a file server may come back
+                self._tell(Event(error.path or self.root, None, f"{error.message}; the watch goes on"))
+            time.sleep(self.pause())
+
+    def work_once(self) -> Watched:
+        """Handle the checkpoints that are there. Look twice at those that are complete and may still be written."""
+        there = {path.name for path in candidates_in(self.root)}
+        before = {name for name in there if (entry := self.journal.entries.get(name)) and entry.state == "done"}
+        looks = 0
+        while True:
+            is_restless = self.look_round(there)
+            looks += 1
+            if not self._due and (looks > 1 or not is_restless):
+                break
+            time.sleep(self.pause())
+        for name in sorted(self._waiting):
+            self._tell(Event(self.root / name, None, "still being written: left for the next time"))
+        failed = self.those("failed")
+        return Watched(
+            self.root,
+            self.those("handled"),
+            failed,
+            self.those("missed"),
+            tuple(self.root / name for name in sorted(before - self._outcomes.keys())),
+            {path: self._outcomes[path.name].message for path in failed},
+        )
+
+    def those(self, outcome: Outcome) -> tuple[Path, ...]:
+        """Return the checkpoints with this outcome, in the order in which they had it."""
+        return tuple(event.checkpoint for event in self._outcomes.values() if event.outcome == outcome)
+
+    def pause(self) -> float:
+        """Return the seconds until the next look at the run."""
+        soonest = min(self._due.values(), default=math.inf) - time.monotonic()
+        return min(self.terms.every, max(soonest, 0.01))
+
+    def look_round(self, among: AbstractSet[str] | None = None) -> bool:
+        """Handle the checkpoints that can be; return whether there are complete ones that may still be written.
+
+        Raises `IOFailure` for one that cannot be looked at, when the others are done.
+        """
+        self._post.require_place()
+        self._keeper.refresh()
+        now_ns = self._post.clock_ns()
+        there = [path for path in candidates_in(self.root) if among is None or path.name in among]
+        for name in sorted(self._waiting - {path.name for path in there}):
+            self.miss(name)
+        is_restless = False
+        ready: dict[Checkpoint, Look] = {}
+        failures: list[IOFailure] = []
+        for path in there:
+            try:
+                one, look = Checkpoint.at(path), Look.at(path)
+                if look is None or one.own_step is None or self.is_done_with(one, look) or not one.is_complete:
+                    continue
+            except IOFailure as error:
+                failures.append(error)
+                continue
+            self._waiting.add(one.name)
+            if not self._patience.is_at_rest(one.name, look, now_ns):
+                is_restless = True
+            elif self._due.get(one.name, 0) <= time.monotonic():
+                ready[one] = look
+        for one in oldest_first(ready):
+            is_restless |= not self.handle(one, ready[one])
+        if failures:
+            raise failures[0]
+        return is_restless
+
+    def is_done_with(self, one: Checkpoint, look: Look) -> bool:
+        """Return whether nothing is left to do with a checkpoint since it was last saved."""
+        if self._failures.get(one.name, []).count(look.saved_ns) >= self.terms.tries:
+            return True
+        entry = self.journal.entries.get(one.name)
+        if entry is None or entry.state != "done":
+            return False
+        return look.saved_ns == entry.saved_ns or one.is_weights_only  # those of one that was demoted
+
+    def handle(self, one: Checkpoint, look: Look) -> bool:
+        """Handle a checkpoint, protect it meanwhile, and note the outcome. Return False if it has changed by now."""
+        self._due.pop(one.name, None)
+        try:
+            self._post.hold(one.path)
+        except Occupied as error:
+            self._due[one.name] = time.monotonic() + self.terms.every
+            self._tell(Event(one.path, None, f"{error.message}: will try again later"))
+            return True
+        try:
+            is_there = one.path.exists()
+            if is_there and Look.at(one.path) != look:
+                return False
+            failure = self.run_commands(one, look.saved_ns) if is_there else None
+        finally:
+            self._post.let_go()
+        if not is_there or (failure and not one.path.exists()):
+            self.miss(one.name)
+        elif failure:
+            self.fail(one.name, look.saved_ns, failure)
+        else:
+            self.record(one.name, "handled", "handled")
+        return True
+
+    def run_commands(self, one: Checkpoint, saved_ns: int) -> str | None:
+        """Run the commands that are left for a checkpoint. Return what failed, None if nothing did."""
+        name = one.path.stem if one.path.is_file() else one.name
+        out = self.terms.place / name
+        prev = self.previous(one)
+        values = {"ckpt": str(one.path), "name": name, "step": str(one.own_step), "out": str(out)}
+        values["prev"] = "" if prev is None else str(prev)
+        entry = self.journal.entries.get(one.name)
+        if entry is None or saved_ns != entry.saved_ns:
+            entry = Fate("waiting", saved_ns)
+        for number, command in enumerate(self.terms.commands):
+            if number < entry.commands_done:
+                continue
+            if "prev" in command.places and prev is None:
+                self._tell(Event(one.path, None, f"skipped, no checkpoint was handled before: {command}"))
+            elif not self.was_made(command, entry, out):
+                entry = Fate("begun", saved_ns, number, identity(out))
+                self.note(one.name, entry)
+                if "out" in command.places and not isinstance(out, RemotePath):
+                    make_directories(out.parent, sync=False)
+                self._tell(Event(one.path, None, str(command)))
+                failure = command.run(values, self._post.lock, self.terms.timeout)
+                if failure:
+                    self.note(one.name, Fate("failed", saved_ns, number))
+                    return type(failure)(f"{command}: {failure}")
+            is_last = number + 1 == len(self.terms.commands)
+            entry = Fate("done" if is_last else "waiting", saved_ns, number + 1)
+            self.note(one.name, entry)
+        return None
+
+    def previous(self, one: Checkpoint) -> Path | None:
+        """Return the last checkpoint before this one that was handled, there or deleted by now; None if none was."""
+        handled = (self.root / name for name, entry in self.journal.entries.items() if entry.state == "done")
+        steps = {path: step for path in handled if (step := step_in(path)) is not None}
+        before = [path for path, step in steps.items() if one.own_step is not None and step < one.own_step]
+        return max(before, key=lambda path: steps[path], default=None)
+
+    def note(self, name: str, entry: Fate) -> None:
+        """Write to the journal, unless the run has been moved: a new run is never made in its place."""
+        self._post.require_place()
+        self.journal.note(name, entry)
+
+    def was_made(self, command: WatchCommand, entry: Fate, out: Path) -> bool:
+        """Return whether a command that ran when a watch was killed has made its output nevertheless.
+
+        A command of ckptkit leaves a whole output or none, so what was not at `{out}` before is its output.
+        """
+        is_whole = command.is_ours and "out" in command.places
+        return entry.state == "begun" and is_whole and identity(out) not in (None, entry.out_before)
+
+    def fail(self, name: str, saved_ns: int, failure: str) -> None:
+        """Note that a try failed, and plan the next try or give up."""
+        failures = self._failures.setdefault(name, [])
+        failures.append(saved_ns)
+        count = failures.count(saved_ns)
+        if count >= self.terms.tries or isinstance(failure, Final):
+            self.record(name, "failed", f"given up after {count} {'try' if count == 1 else 'tries'}: {failure}")
+            return
+        pause = self.terms.every * 2 ** (count - 1)
+        self._due[name] = time.monotonic() + pause
+        self._tell(Event(self.root / name, None, f"{failure}; the next try is in {pause:g} s"))
+
+    def miss(self, name: str) -> None:
+        """Note that a checkpoint was deleted before it was handled."""
+        entry = self.journal.entries.get(name)
+        self.note(name, Fate("missed", entry.saved_ns if entry else 0))
+        self.record(name, "missed", "deleted before it was handled")
+
+    def record(self, name: str, outcome: Outcome, message: str) -> None:
+        """Note and tell the outcome of a checkpoint."""
+        self._due.pop(name, None)
+        self._waiting.discard(name)
+        self._outcomes[name] = Event(self.root / name, outcome, message)
+        self._tell(self._outcomes[name])
+
+
+def step_in(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint, be it there or not."""
+    return int(path.name) if path.name.isdecimal() else step_of(Path(stem_of(path.name)))
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Return inode and time of the last change of a file or directory, None if there is nothing.
+
+    A file or directory that replaces another has a different pair. In a store, an unfinished upload is nothing.
+    """
+    if isinstance(path, RemotePath):
+        return identity_in_store(path)
+    with translate_os_errors(path):
+        try:
+            state = path.lstat()
+        except FileNotFoundError:
+            return None
+        return state.st_ino, state.st_mtime_ns
+
+
+def identity_in_store(path: RemotePath) -> tuple[int, int] | None:
+    """Return a number that changes with the files at a path, and when the newest was changed; None for no output."""
+    path.store.forget()
+    look = Look.at(path) if path.exists() and not find_claim(path) else None
+    if look is None:
+        return None
+    digest = hashlib.blake2b(repr(look.files).encode(), digest_size=6).digest()
+    return int.from_bytes(digest), look.changed_ns

@@ -1,0 +1,47 @@
+"""How many tokens `prove` runs: beyond windows, chunks and original contexts, as far as they fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptkit.plugins.prove.lengths import choose_length, find_lengths
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths", "tokens"),
+    [
+        ({}, {}, 64),
+        ({"sliding_window": None}, {}, 64),
+        ({"sliding_window": 256}, {"sliding_window": 256}, 320),
+        ({"attention_chunk_size": 100}, {"attention_chunk_size": 100}, 164),
+        ({"text_config": {"sliding_window": 96, **SIZES}}, {"sliding_window": 96}, 160),
+        ({"vision_config": {"sliding_window": 96}}, {}, 64),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 128}},
+            {"original_max_position_embeddings": 128},
+            192,
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 300},
+            {"max_position_embeddings": 300},
+            364,
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 99}}, {}, 64),
+        ({"sliding_window": 1 << 20}, {"sliding_window": 1 << 20}, 64),
+    ],
+)
+def test_lengths(config: dict[str, Any], lengths: dict[str, int], tokens: int) -> None:
+    configs = [{**SIZES, **config}]
+    assert find_lengths(configs) == lengths
+    assert choose_length(configs) == tokens
+
+
+def test_the_longest_of_both_models_that_fits() -> None:
+    one, two = ({**SIZES, "sliding_window": window} for window in (64, 512))
+    assert choose_length([one, two]) == 576
+    large = {**SIZES, "hidden_size": 8192, "num_hidden_layers": 80, "sliding_window": 4096}
+    assert choose_length([large]) == 64
