@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from ckptkit.destinations.stores import is_on_hub
+from ckptkit.entry_points import load
 from ckptkit.files.path import RemotePath
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ def noted(done: Done, *, yes: bool) -> Done:
     """Return the result, with a note on what it would send to the Hub, if it would and has not."""
     if not (done.dry_run and isinstance(done.output, RemotePath) and is_on_hub(done.output)):
         return done
-    from ckptkit.destinations.hub_places import describe_place
-
-    note = f"would write to {describe_place(done.output)}"
+    describe = load(done.output.known.describe)
+    note = f"would write to {describe(done.output)}"
     note += "" if yes else "; nothing was sent yet: pass --yes to send it"
     return replace(done, notes=(*done.notes, note))

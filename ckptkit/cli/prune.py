@@ -17,8 +17,8 @@ from ckptkit.files.path import to_place
 from ckptkit.pictures.numbers import format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.destinations.s3_uploads import OpenUpload
     from ckptkit.ops.prune import Pruned, PruneEntry
+    from ckptkit.ops.uploads import OpenUpload
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _WEEK = "7d"  # what is idle for so long is stale, unless the user says another time

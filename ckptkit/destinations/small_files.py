@@ -1,16 +1,11 @@
-"""Write and delete single small files of a store, each one request: the table of all stores where ckptkit does that."""
+"""Write and delete single small files of a store, each one request."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Protocol, cast
 
-from ckptkit.destinations.stores import scheme_of
+from ckptkit.entry_points import load
 from ckptkit.files.path import RemotePath
-
-SMALL_FILES = {  # by the scheme of a URL
-    "s3": "ckptkit.destinations.s3_small_files:S3SmallFiles",
-}
 
 
 class SmallFiles(Protocol):
@@ -32,5 +27,4 @@ class SmallFiles(Protocol):
 
 def open_small_files(path: RemotePath) -> SmallFiles:
     """Return what writes single files to the store of a path that `to_destination` gave."""
-    module, _, name = SMALL_FILES[scheme_of(path)].partition(":")
-    return cast(SmallFiles, getattr(import_module(module), name)(path))
+    return cast(SmallFiles, load(path.known.small_files)(path))

@@ -1,4 +1,4 @@
-"""Find the destination that a URL means: the table of all stores that are written to."""
+"""Find the destination that a URL means."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import cast
 
 from ckptkit.destinations.destination import CLAIM, Destination
 from ckptkit.destinations.pieces import FilePiece
+from ckptkit.entry_points import load
 from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Unsupported, Usage
 from ckptkit.files.path import RemotePath, is_url, parse_url
+from ckptkit.files.stores import STORES
 
-DESTINATIONS = {  # by the scheme of a URL, or its beginning
-    "az": "ckptkit.destinations.objects:ObjectDestination",
-    "gs": "ckptkit.destinations.objects:ObjectDestination",
-    "s3": "ckptkit.destinations.s3:S3Destination",
-    "hf": "ckptkit.destinations.hub_repo:HubRepoDestination",
-    "hf://buckets": "ckptkit.destinations.hub_bucket:HubBucketDestination",
-}
-REPOSITORY = "hf"  # the one whose places have a history: a whole repository is a place too
+_HUB = "hf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +47,9 @@ def to_destination(place: str | os.PathLike[str]) -> Path:
     path = parse_url(place) if isinstance(place, str) and is_url(place) else place
     if not isinstance(path, RemotePath):
         return Path(path)
-    if kind_of(path) not in DESTINATIONS:
-        schemes = dict.fromkeys(f"{name.partition('://')[0]}://" for name in DESTINATIONS)
+    if not path.known.destination:
+        written = [name for name, known in STORES.items() if known.destination]
+        schemes = dict.fromkeys(f"{name.partition('://')[0]}://" for name in written)
         hint = f"write to a local directory, or to {', '.join(schemes)}"
         raise Usage(f"ckptkit does not write to `{place}`", hint=hint)
     if path == path.top and not keeps_others(path):
@@ -66,8 +61,7 @@ def open_destination(
     path: RemotePath, sizes: Mapping[str, int], marks: Sequence[str], *, plan: str, is_file: bool = False
 ) -> Destination:
     """Return the destination at a path that `to_destination` gave; see `Destination` for the other arguments."""
-    module, _, name = DESTINATIONS[kind_of(path)].partition(":")
-    kind = getattr(import_module(module), name)
+    kind = load(path.known.destination)
     return cast(Destination, kind(path, sizes, marks, plan=plan, is_file=is_file))
 
 
@@ -90,22 +84,12 @@ def check_absent(dst: RemotePath) -> None:
 
 def keeps_others(path: RemotePath) -> bool:
     """Return whether other files may stay where a checkpoint appears, as in a repository with its history."""
-    return kind_of(path) == REPOSITORY
+    return path.known is STORES[_HUB]
 
 
 def is_on_hub(path: Path | None) -> bool:
     """Return whether a path is in a repository or bucket of the Hugging Face Hub."""
-    return isinstance(path, RemotePath) and scheme_of(path) == REPOSITORY
-
-
-def kind_of(path: RemotePath) -> str:
-    """Return by which name the table of destinations has the store of a path."""
-    start = f"{scheme_of(path)}://{path.parts[1]}" if len(path.parts) > 1 else ""
-    return start if start in DESTINATIONS else scheme_of(path)
-
-
-def scheme_of(path: RemotePath) -> str:
-    return path.parts[0].removesuffix(":")
+    return isinstance(path, RemotePath) and path.parts[0] == f"{_HUB}:"
 
 
 @contextmanager

@@ -18,7 +18,16 @@ from typing import NoReturn, Self, TypeVar
 from urllib.parse import quote, unquote
 
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage
-from ckptkit.files.stores import CachedStore, KeepsSums, StoredSum, StoreEntry, open_store, reaching
+from ckptkit.files.stores import (
+    CachedStore,
+    KeepsSums,
+    KnownStore,
+    StoredSum,
+    StoreEntry,
+    known_store,
+    open_store,
+    reaching,
+)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -124,6 +133,11 @@ class RemotePath(PosixPath):
     def top(self) -> RemotePath:
         """Return the bucket, host or repository that this is in."""
         return RemotePath(*self.parts[: self._depth])
+
+    @property
+    def known(self) -> KnownStore:
+        """Return what ckptkit can do in its store."""
+        return known_store(str(self))
 
     @property
     def store(self) -> CachedStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
@@ -15,10 +16,28 @@ from ckptkit.runs.keeper import run_of
 from ckptkit.summary import Summarized
 
 if TYPE_CHECKING:
-    from ckptkit.destinations.s3_uploads import OpenUpload
+    from ckptkit.destinations.claims import StoreClaim
+    from ckptkit.files.stores.s3_objects import MultipartUpload
 
 WEEK = 7 * 86400.0  # seconds
-_SCHEMES = ("s3:",)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpload:
+    """An unfinished upload to `path`: one that has a claim, or one of a single object without a claim of ours.
+
+    It `started` at a time, from `host` if a claim says that. Nothing was sent for `idle_seconds`. Of its `files`, each
+    a multipart upload, the store has `sent_bytes` in parts. `whole_bytes` are of objects at the path that are whole.
+    """
+
+    path: RemotePath
+    started: str
+    host: str | None
+    idle_seconds: float
+    files: tuple[MultipartUpload, ...]
+    sent_bytes: int
+    whole_bytes: int = 0
+    claim: StoreClaim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +80,11 @@ def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> Pru
     if not isinstance(root, RemotePath):
         hint = "run `ckptkit prune RUN --keep-last N --yes`, which also removes the remains of interrupted saves"
         raise Usage("only stores have uploads, and this is a local path", path=root, hint=hint)
-    if root.parts[0] not in _SCHEMES:
+    if not root.known.uploads:
         hint = "abort uploads there with the tools of the store"
         raise Usage("ckptkit lists and aborts uploads on s3:// only", path=root, hint=hint)
-    from ckptkit.destinations.s3_uploads import abort, find_uploads
-
-    found = find_uploads(root)
+    module = import_module(root.known.uploads)
+    found: list[OpenUpload] = module.find_uploads(root)
     stale = [one for one in found if one.idle_seconds >= older]
-    gone = [one for one in stale if abort(one)] if yes else stale
+    gone = [one for one in stale if module.abort(one)] if yes else stale
     return PrunedUploads(root, tuple(gone), tuple(one for one in found if one not in gone), aborted=yes)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.entry_points import load
 from ckptkit.errors import Usage
 from ckptkit.files.joined import JoinedPath, joined, roots_of
 from ckptkit.files.path import RemotePath, to_place
 
-KEEPERS = {  # by the first part of a path; all other paths are local
-    "s3:": "ckptkit.runs.s3_keeper:S3Keeper",
-}
 _LOCAL = "ckptkit.runs.local_keeper:LocalKeeper"
 
 
@@ -95,15 +92,14 @@ def keeper_of(root: Path) -> Keeper:
     where = _LOCAL
     for place in roots_of(root):
         if isinstance(place, RemotePath):
-            if place.parts[0] not in KEEPERS:
+            if not place.known.keeper:
                 hint = "manage this run with the tools of its store"
                 raise Usage("ckptkit deletes only in local directories and on s3://", path=place, hint=hint)
             if isinstance(root, JoinedPath):
                 hint = "name local directories, or one place on s3://"
                 raise Usage("several directories of one run must be local", path=place, hint=hint)
-            where = KEEPERS[place.parts[0]]
-    module, _, name = where.partition(":")
-    return cast(Keeper, getattr(import_module(module), name)(root))
+            where = place.known.keeper
+    return cast(Keeper, load(where)(root))
 
 
 def run_of(source: Source) -> Path:

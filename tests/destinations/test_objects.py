@@ -28,13 +28,13 @@ from safetensors.torch import save_file
 import ckptkit
 import ckptkit.storage
 from ckptkit.destinations import pieces
-from ckptkit.destinations.objects import ObjectDestination
 from ckptkit.destinations.pieces import PART_BYTES, cut_file
 from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Unsupported, Usage
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.path import RemotePath
-from ckptkit.files.stores.object_calls import connect
+from ckptkit.plugins.object_stores.calls import connect
+from ckptkit.plugins.object_stores.destination import ObjectDestination
 from ckptkit.training.launch import launch
 from tests.azurite import AZURITE, create_container, env_of, serve_azurite
 from tests.s3 import S3, forget

@@ -20,7 +20,7 @@ from ckptkit.files import ranges
 from ckptkit.files.file import OpenFiles, opening, read_at, read_small
 from ckptkit.files.path import RemotePath
 from ckptkit.files.ranges import Pages, Range, RemoteFile, coalesce, prefetch, read_ahead
-from ckptkit.files.stores import STORES, Read, StoreEntry, open_store
+from ckptkit.files.stores import STORES, KnownStore, Read, StoreEntry, open_store
 
 SIZE = 5_000_001
 
@@ -64,7 +64,7 @@ def find_shelf(url: str) -> Shelf:
 
 @pytest.fixture
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
-    monkeypatch.setitem(STORES.own, "shelf", f"{__name__}:find_shelf")
+    monkeypatch.setitem(STORES.own, "shelf", KnownStore(f"{__name__}:find_shelf"))
     monkeypatch.setattr(ranges, "PAGES", Pages(1 << 24))
     open_store.cache_clear()
     SHELVES.clear()

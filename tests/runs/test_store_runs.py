@@ -20,7 +20,7 @@ from ckptkit.errors import CkptError, IOFailure, NotACheckpoint, Occupied, Usage
 from ckptkit.files.path import to_path
 from ckptkit.files.stores import s3_objects
 from ckptkit.ops.prune import Pruned, prune
-from ckptkit.runs import s3_keeper
+from ckptkit.plugins.s3_runs import keeper as s3_keeper
 from ckptkit.runs.retention import write_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.saving.run import Run

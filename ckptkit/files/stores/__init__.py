@@ -12,31 +12,68 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib import import_module
 from pathlib import Path
-from typing import Protocol, TypeVar, cast, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
-from ckptkit.entry_points import PluginTable
+from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import CkptError, IOFailure
 
 T = TypeVar("T")
 Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request
 
-# the scheme of a URL, or its beginning, and what makes its store of the URL, imported when first needed; fsspec knows
-# all others
+
+class KnownStore(NamedTuple):
+    """A store of the table, as names `module:attribute`, which are imported when first needed.
+
+    `store` makes a `Store` of the URL of its root. The others are "" where ckptkit cannot do that: `destination` makes
+    a `Destination`, `small_files` the `SmallFiles`, `keeper` the `Keeper` of the run at a path. `describe` says in
+    words, before the user consents, what would be written to a path; `uploads` is the module with `find_uploads` and
+    `abort` for uploads that were not finished.
+    """
+
+    store: str
+    destination: str = ""
+    small_files: str = ""
+    keeper: str = ""
+    describe: str = ""
+    uploads: str = ""
+
+
+_S3 = KnownStore(
+    "ckptkit.files.stores.s3:S3Store",
+    destination="ckptkit.destinations.s3:S3Destination",
+    small_files="ckptkit.plugins.s3_runs.small_files:S3SmallFiles",
+    keeper="ckptkit.plugins.s3_runs.keeper:S3Keeper",
+    uploads="ckptkit.plugins.s3_runs.uploads",
+)
+_OBJECTS = KnownStore(
+    "ckptkit.plugins.object_stores.store:open_objects",
+    destination="ckptkit.plugins.object_stores.destination:ObjectDestination",
+)
+_DESCRIBE_HUB = "ckptkit.plugins.hub_writing.places:describe_place"
+
+# by the scheme of a URL, or its beginning
 STORES = PluginTable(
     "ckptkit.stores",
-    str,
+    KnownStore,
     {
-        "hf": "ckptkit.files.stores.hub:HubStore",
-        "hf://buckets": "ckptkit.files.stores.hub_bucket:HubBucketStore",
-        "az": "ckptkit.files.stores.objects:open_objects",
-        "gs": "ckptkit.files.stores.objects:open_objects",
-        "s3": "ckptkit.files.stores.s3:S3Store",
-        "s3a": "ckptkit.files.stores.s3:S3Store",
+        "hf": KnownStore(
+            "ckptkit.files.stores.hub:HubStore",
+            destination="ckptkit.plugins.hub_writing.repo_destination:HubRepoDestination",
+            describe=_DESCRIBE_HUB,
+        ),
+        "hf://buckets": KnownStore(
+            "ckptkit.plugins.hub_writing.bucket_store:HubBucketStore",
+            destination="ckptkit.plugins.hub_writing.bucket_destination:HubBucketDestination",
+            describe=_DESCRIBE_HUB,
+        ),
+        "az": _OBJECTS,
+        "gs": _OBJECTS,
+        "s3": _S3,
+        "s3a": KnownStore(_S3.store),
     },
 )
-OTHERS = "ckptkit.files.stores.generic:FileSystem"
+OTHERS = KnownStore("ckptkit.files.stores.generic:FileSystem")  # fsspec knows all others
 _PAUSES = (0.2, 1.0, 3.0)  # seconds before a request that got no answer is made again
 
 
@@ -167,13 +204,16 @@ class CachedStore:
         return bool(folder) and self._rules_out(above)
 
 
+def known_store(url: str) -> KnownStore:
+    """Return what is known of the store that a URL names, at its root or below."""
+    scheme, _, place = url.partition("://")
+    return STORES.get(f"{scheme}://{place.partition('/')[0]}") or STORES.get(scheme, OTHERS)
+
+
 @cache
 def open_store(url: str) -> CachedStore:
     """Return the store whose root is `url`, one for all callers. Raises `Usage` if nothing here knows such URLs."""
-    scheme, _, place = url.partition("://")
-    known = STORES.get(f"{scheme}://{place.partition('/')[0]}") or STORES.get(scheme, OTHERS)
-    module, _, attribute = known.partition(":")
-    reopen = partial(getattr(import_module(module), attribute), url)
+    reopen = partial(load(known_store(url).store), url)
     return CachedStore(cast(Store, reopen()), reopen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptkit.files.stores import KnownStore
 from ckptkit.formats import KnownFormat
 from ckptkit.names import KnownFamily
 from ckptkit.trainers.trainer import Mark, TrainerFacts
@@ -9,4 +10,4 @@ from ckptkit.trainers.trainer import Mark, TrainerFacts
 FORMAT = KnownFormat("ckptkit_example_format:Example", "one example tensor", r".*\.example")
 TRAINER = TrainerFacts(name="example", marks=(Mark("Example Trainer", format="example"),))
 FAMILY = KnownFamily("ckptkit_example_family:EXAMPLE", r"example\.#\.w")
-STORE = "ckptkit_example_store:Folder"
+STORE = KnownStore("ckptkit_example_store:Folder")

@@ -23,7 +23,7 @@ from ckptkit.destinations.place import UploadPlace
 from ckptkit.errors import IOFailure, Occupied, Unsupported
 from ckptkit.files.crc32 import combine, crc32
 from ckptkit.files.path import RemotePath, at_once
-from ckptkit.files.stores.object_calls import ObjectBucket, ObjectStream
+from ckptkit.plugins.object_stores.calls import ObjectBucket, ObjectStream
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckptkit.destinations.pieces import FilePiece
-from ckptkit.destinations.xet import XetFiles
 from ckptkit.errors import Unsupported
 from ckptkit.files.path import RemotePath
+from ckptkit.plugins.hub_writing.xet import XetFiles
 
 
 @dataclass(slots=True)

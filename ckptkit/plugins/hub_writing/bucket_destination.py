@@ -14,11 +14,8 @@ from dataclasses import dataclass, field
 
 from ckptkit.destinations.claims import StoreClaim
 from ckptkit.destinations.destination import CLAIM, Check
-from ckptkit.destinations.hub_places import bucket_of
 from ckptkit.destinations.pieces import is_large
 from ckptkit.destinations.place import UploadPlace
-from ckptkit.destinations.xet import XetFile, XetFiles, find_session
-from ckptkit.destinations.xet_destination import XetDestination
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.file import read_small
 from ckptkit.files.stores.hub_calls import (
@@ -35,6 +32,9 @@ from ckptkit.files.stores.hub_calls import (
     silent,
 )
 from ckptkit.files.stores.hub_errors import AGAIN
+from ckptkit.plugins.hub_writing.places import bucket_of
+from ckptkit.plugins.hub_writing.xet import XetFile, XetFiles, find_session
+from ckptkit.plugins.hub_writing.xet_destination import XetDestination
 
 _MOST = 100  # files that are changed by one request
 _CLAIM_LIMIT = 1 << 16  # bytes

@@ -16,11 +16,8 @@ from pathlib import PurePosixPath
 from threading import Lock
 
 from ckptkit.destinations.destination import Check
-from ckptkit.destinations.hub_places import Prospect, look_at
 from ckptkit.destinations.pieces import is_large
 from ckptkit.destinations.place import UploadPlace
-from ckptkit.destinations.xet import XetFile, XetFiles, find_session
-from ckptkit.destinations.xet_destination import XetDestination
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
 from ckptkit.files.stores.hub_calls import (
     MODEL,
@@ -41,6 +38,9 @@ from ckptkit.files.stores.hub_calls import (
     silent,
 )
 from ckptkit.files.stores.hub_errors import MAIN
+from ckptkit.plugins.hub_writing.places import Prospect, look_at
+from ckptkit.plugins.hub_writing.xet import XetFile, XetFiles, find_session
+from ckptkit.plugins.hub_writing.xet_destination import XetDestination
 from ckptkit.version import __version__
 
 _INLINE = 10_000_000  # bytes; the Hub takes no larger file into git itself

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptkit.errors import IOFailure, Usage
-from ckptkit.files.stores.object_errors import is_absent, needs_reason, refusal
+from ckptkit.plugins.object_stores.errors import is_absent, needs_reason, refusal
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutResult, UpdateVersion

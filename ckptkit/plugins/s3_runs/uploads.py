@@ -25,26 +25,9 @@ from ckptkit.files.stores.s3_objects import (
     read_clock,
     read_object,
 )
+from ckptkit.ops.uploads import OpenUpload
 
 Measured = dict[MultipartUpload, SentParts]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenUpload:
-    """An unfinished upload to `path`: one that has a claim, or one of a single object without a claim of ours.
-
-    It `started` at a time, from `host` if a claim says that. Nothing was sent for `idle_seconds`. Of its `files`, each
-    a multipart upload, the store has `sent_bytes` in parts. `whole_bytes` are of objects at the path that are whole.
-    """
-
-    path: RemotePath
-    started: str
-    host: str | None
-    idle_seconds: float
-    files: tuple[MultipartUpload, ...]
-    sent_bytes: int
-    whole_bytes: int = 0
-    claim: StoreClaim | None = None
 
 
 @dataclass(frozen=True, slots=True)

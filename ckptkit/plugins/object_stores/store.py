@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from ckptkit.errors import CkptError, IOFailure
 from ckptkit.files.stores import Read, Store, StoreEntry
 from ckptkit.files.stores.generic import FileSystem
-from ckptkit.files.stores.object_calls import connect, hear_reason, list_all
-from ckptkit.files.stores.object_errors import is_absent, needs_reason, refusal
+from ckptkit.plugins.object_stores.calls import connect, hear_reason, list_all
+from ckptkit.plugins.object_stores.errors import is_absent, needs_reason, refusal
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -1,0 +1,1 @@
+"""Write to repositories and buckets of the Hugging Face Hub."""

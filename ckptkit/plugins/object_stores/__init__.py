@@ -1,0 +1,1 @@
+"""gs:// and az:// with obstore: read, and written to."""
