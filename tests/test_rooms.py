@@ -165,6 +165,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "conversion.options": {"peft"},  # a layout of adapters has its name
     "plugins.deltas.*": {"vllm"},  # which applies them
     "quantized*": {"vllm"},  # which loads what is quantized
+    "plugins.quantize*": {"vllm"},
     "integrations.lightning": {"lightning"},
     "integrations.transformers": {"deepspeed"},  # which takes over how a model is loaded
     "plugins.vllm*": {"vllm"},

@@ -158,7 +158,7 @@ STEPS = (  # the model, or several whose mean it is to be
     Step("ckptkit.conversion.steps:cast", lambda _, asked: bool(asked.dtype)),
     Step("ckptkit.quantized.plain:check_casts", may_tear),
     Step("ckptkit.conversion.steps:describe", lambda model, _: model.companions.config is not None),
-    Step("ckptkit.quantized.quantizing:quantize", lambda _, asked: asked.quantize is not None),
+    Step("ckptkit.plugins.quantize.quantize:quantize", lambda _, asked: asked.quantize is not None),
     Step("ckptkit.conversion.mean:average", lambda _, asked: bool(asked.weights)),
     Step("ckptkit.conversion.masters:make_masters", lambda model, _: model.part.masters is not None),
     Step("ckptkit.conversion.masters:note_remainders", may_leave_remainders),

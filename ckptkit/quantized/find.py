@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckptkit.entry_points import load
 from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
 from ckptkit.quantized.config import OF_MLX, QuantizationConfig, read_quantization_config
 from ckptkit.quantized.foreign import find_foreign
-from ckptkit.quantized.packed import BLOCKS, Packed
+from ckptkit.quantized.packed import BLOCKS, Finder, Packed
 from ckptkit.quantized.signs import OF_WEIGHTS, may_be_packed, may_hold_quantized
 from ckptkit.quantized.stored.affine import SCALES
 from ckptkit.quantized.stored.floats8 import is_eight_bits
 from ckptkit.quantized.stored.integers import PACKED
-from ckptkit.quantized.stored.table import FINDERS
+from ckptkit.quantized.stored.table import SCHEMES
 
 _OF_MODULE = ".scale"
 _BESIDE = (
@@ -69,7 +70,8 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     if not stated.is_known:
         return None if is_plain(specs) else unknown(layout, stated)
     try:
-        weights = {name: packed for find in FINDERS for name, packed in find(specs, stated)}
+        finders: list[Finder] = [load(scheme.find) for scheme in SCHEMES.values()]
+        weights = {name: packed for find in finders for name, packed in find(specs, stated)}
     except CkptError as error:
         raise error.blame(path=layout.root) from None
     if not (weights or (stated.method and any(is_half(name, spec, stated) for name, spec in specs.items()))):

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from ckptkit.quantized.packed import Finder
-from ckptkit.quantized.stored import affine, floats4, floats8, integers, mxfp4
+from typing import NamedTuple
 
-FINDERS: tuple[Finder, ...] = (floats8.find, mxfp4.find, integers.find, floats4.find, affine.find)
+from ckptkit.entry_points import PluginTable
+
+
+class KnownScheme(NamedTuple):
+    """A way to store quantized weights: the `module:function`, a `Finder`, that finds them."""
+
+    find: str
+
+
+SCHEMES = PluginTable(
+    "ckptkit.quantizations",
+    KnownScheme,
+    {
+        name: KnownScheme(f"ckptkit.quantized.stored.{name}:find")
+        for name in ("floats8", "mxfp4", "integers", "floats4", "affine")
+    },
+)

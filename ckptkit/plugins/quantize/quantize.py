@@ -14,8 +14,8 @@ from ckptkit.layout.plan import Operand
 from ckptkit.models.expected import Form, expected
 from ckptkit.models.fit import abridge
 from ckptkit.pictures.words import count
-from ckptkit.quantized.choose import RAGGED, Chosen, choose, matches, modules_of
-from ckptkit.quantized.schemes import SCHEMES, Scheme
+from ckptkit.plugins.quantize.choose import RAGGED, Chosen, choose, matches, modules_of
+from ckptkit.plugins.quantize.schemes import SCHEMES, Scheme
 from ckptkit.quantized.signs import KEYS
 from ckptkit.tensors.dtypes import DTYPES, DType
 
@@ -96,7 +96,12 @@ def with_scales(layout: Layout, chosen: Chosen, scheme: Scheme) -> Layout:
 
 def recipes_of(source: Layout, made: Layout, chosen: Chosen, scheme: Scheme, number: int) -> dict[str, RecipeFor]:
     """Return the recipes of numbers and scales. Their operands are of the source of this number."""
-    from ckptkit.quantized.quantized_blocks import Grid, Matrix, Numbers, Scales  # imports numpy, which no copy needs
+    from ckptkit.plugins.quantize.quantized_blocks import (  # imports numpy, which no copy needs
+        Grid,
+        Matrix,
+        Numbers,
+        Scales,
+    )
 
     recipes: dict[str, RecipeFor] = {}
     for name in chosen.names:

@@ -18,9 +18,9 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.comparison.moved import Moved
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.layout import Spec
-from ckptkit.quantized.choose import ALONE, ASKED, HEADS, RAGGED, choose, modules_of
-from ckptkit.quantized.quantized_blocks import next_powers
-from ckptkit.quantized.schemes import SCHEMES
+from ckptkit.plugins.quantize.choose import ALONE, ASKED, HEADS, RAGGED, choose, modules_of
+from ckptkit.plugins.quantize.quantized_blocks import next_powers
+from ckptkit.plugins.quantize.schemes import SCHEMES
 from ckptkit.tensors.dtypes import DTYPES
 from tests.formats.contract import assert_same
 from tests.quantized.quantized_models import E4M3, deepseek
@@ -42,7 +42,7 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.param == "small blocks":
         for module in ("engine.blocks", "engine.gather", "engine.visit", "quantized.quantized_blocks"):
             monkeypatch.setattr(f"ckptkit.{module}.BLOCK_BYTES", 6000)
-        monkeypatch.setattr("ckptkit.quantized.quantized_blocks._PART", 1000)
+        monkeypatch.setattr("ckptkit.plugins.quantize.quantized_blocks._PART", 1000)
 
 
 def llama(root: Path, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Spec
-from ckptkit.quantized.schemes import Scheme
+from ckptkit.plugins.quantize.schemes import Scheme
 
 _ROUTERS = ("gate", "router", "shared_expert_gate", "eh_proj")
 _TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder", "multi_modal_projector", "audio_tower")

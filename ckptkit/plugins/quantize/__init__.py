@@ -1,0 +1,1 @@
+"""Quantize the linear layers of a model that is exported: `--quantize`."""
