@@ -9,35 +9,27 @@ from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
-    from ckptkit.comparison.differences import Diff
-    from ckptkit.comparison.moved import Moved
-    from ckptkit.comparison.moved import moved as moved
-    from ckptkit.conversion.options import ConvertOptions
-    from ckptkit.conversion.report import Converted
+    from ckptkit.checks.diff import diff
+    from ckptkit.checks.differences import Diff
+    from ckptkit.checks.inspect import Inspected, inspect
+    from ckptkit.checks.manifest import make_manifest
+    from ckptkit.checks.moved import Moved
+    from ckptkit.checks.moved import moved as moved
+    from ckptkit.checks.stats import Stats, stats
+    from ckptkit.checks.verify import Verified, verify
+    from ckptkit.conversion.average import average
+    from ckptkit.conversion.consolidate import consolidate
+    from ckptkit.conversion.convert import convert
+    from ckptkit.conversion.finalize import finalize
+    from ckptkit.conversion.merge import merge
+    from ckptkit.conversion.reshard import reshard
+    from ckptkit.diagnosis.doctor import Diagnosis, doctor
+    from ckptkit.diagnosis.explain import explain
     from ckptkit.diagnosis.finding import Finding
     from ckptkit.errors import CkptError
+    from ckptkit.hub.cp import CopiedFiles, cp
     from ckptkit.hub.pull import Pulled, pull
     from ckptkit.hub.push import Pushed, push
-    from ckptkit.ops.average import average
-    from ckptkit.ops.consolidate import consolidate
-    from ckptkit.ops.convert import convert
-    from ckptkit.ops.cp import CopiedFiles, cp
-    from ckptkit.ops.diff import diff
-    from ckptkit.ops.doctor import Diagnosis, doctor
-    from ckptkit.ops.explain import explain
-    from ckptkit.ops.finalize import finalize
-    from ckptkit.ops.inspect import Inspected, inspect
-    from ckptkit.ops.ls import Listing, ls
-    from ckptkit.ops.ls import list_run as list_run
-    from ckptkit.ops.manifest import make_manifest
-    from ckptkit.ops.merge import merge
-    from ckptkit.ops.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
-    from ckptkit.ops.pin import pin, unpin
-    from ckptkit.ops.prune import Pruned, prune
-    from ckptkit.ops.reshard import reshard
-    from ckptkit.ops.stats import Stats, stats
-    from ckptkit.ops.uploads import PrunedUploads, prune_uploads
-    from ckptkit.ops.verify import Verified, verify
     from ckptkit.plugins.deltas.apply import apply
     from ckptkit.plugins.deltas.apply_in_place import ChangedInPlace, apply_in_place
     from ckptkit.plugins.deltas.delta import WrittenDelta, delta
@@ -47,6 +39,14 @@ if TYPE_CHECKING:
     from ckptkit.plugins.prove.prove import Proved, prove
     from ckptkit.plugins.report.report import Reported, report
     from ckptkit.plugins.watch.watch import Watched, watch
+    from ckptkit.runs.ls import Listing, ls
+    from ckptkit.runs.ls import list_run as list_run
+    from ckptkit.runs.pin import pin, unpin
+    from ckptkit.runs.prune import Pruned, prune
+    from ckptkit.runs.uploads import PrunedUploads, prune_uploads
+    from ckptkit.state.options import ConvertOptions
+    from ckptkit.state.report import Converted
+    from ckptkit.storage.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
     from ckptkit.training.saving.run import Run
     from ckptkit.training.smoke.smoke import smoke
     from ckptkit.training.train import train
@@ -120,64 +120,64 @@ _HOMES = {
     "ChangedInPlace": "ckptkit.plugins.deltas.apply_in_place",
     "Checkpoint": "ckptkit.checkpoints.checkpoint",
     "CkptError": "ckptkit.errors",
-    "ConvertOptions": "ckptkit.conversion.options",
-    "Converted": "ckptkit.conversion.report",
-    "CopiedFiles": "ckptkit.ops.cp",
-    "Diagnosis": "ckptkit.ops.doctor",
-    "Diff": "ckptkit.comparison.differences",
+    "ConvertOptions": "ckptkit.state.options",
+    "Converted": "ckptkit.state.report",
+    "CopiedFiles": "ckptkit.hub.cp",
+    "Diagnosis": "ckptkit.diagnosis.doctor",
+    "Diff": "ckptkit.checks.differences",
     "Estimated": "ckptkit.plugins.estimate.estimate",
     "Finding": "ckptkit.diagnosis.finding",
-    "Inspected": "ckptkit.ops.inspect",
+    "Inspected": "ckptkit.checks.inspect",
     "InspectedDelta": "ckptkit.plugins.deltas.inspect_delta",
-    "LazyCheckpoint": "ckptkit.ops.open",
-    "LazyTensor": "ckptkit.ops.open",
-    "Listing": "ckptkit.ops.ls",
-    "Moved": "ckptkit.comparison.moved",
+    "LazyCheckpoint": "ckptkit.storage.open",
+    "LazyTensor": "ckptkit.storage.open",
+    "Listing": "ckptkit.runs.ls",
+    "Moved": "ckptkit.checks.moved",
     "Proved": "ckptkit.plugins.prove.prove",
-    "Pruned": "ckptkit.ops.prune",
-    "PrunedUploads": "ckptkit.ops.uploads",
+    "Pruned": "ckptkit.runs.prune",
+    "PrunedUploads": "ckptkit.runs.uploads",
     "Pulled": "ckptkit.hub.pull",
     "Pushed": "ckptkit.hub.push",
     "Reported": "ckptkit.plugins.report.report",
     "Run": "ckptkit.training.saving.run",
-    "Stats": "ckptkit.ops.stats",
-    "Verified": "ckptkit.ops.verify",
+    "Stats": "ckptkit.checks.stats",
+    "Verified": "ckptkit.checks.verify",
     "Watched": "ckptkit.plugins.watch.watch",
     "WrittenDelta": "ckptkit.plugins.deltas.delta",
     "apply": "ckptkit.plugins.deltas.apply",
     "apply_in_place": "ckptkit.plugins.deltas.apply_in_place",
-    "average": "ckptkit.ops.average",
-    "consolidate": "ckptkit.ops.consolidate",
-    "convert": "ckptkit.ops.convert",
-    "cp": "ckptkit.ops.cp",
+    "average": "ckptkit.conversion.average",
+    "consolidate": "ckptkit.conversion.consolidate",
+    "convert": "ckptkit.conversion.convert",
+    "cp": "ckptkit.hub.cp",
     "delta": "ckptkit.plugins.deltas.delta",
-    "diff": "ckptkit.ops.diff",
-    "doctor": "ckptkit.ops.doctor",
+    "diff": "ckptkit.checks.diff",
+    "doctor": "ckptkit.diagnosis.doctor",
     "estimate": "ckptkit.plugins.estimate.estimate",
-    "explain": "ckptkit.ops.explain",
-    "finalize": "ckptkit.ops.finalize",
-    "inspect": "ckptkit.ops.inspect",
+    "explain": "ckptkit.diagnosis.explain",
+    "finalize": "ckptkit.conversion.finalize",
+    "inspect": "ckptkit.checks.inspect",
     "inspect_delta": "ckptkit.plugins.deltas.inspect_delta",
-    "list_run": "ckptkit.ops.ls",
-    "ls": "ckptkit.ops.ls",
-    "make_manifest": "ckptkit.ops.manifest",
-    "merge": "ckptkit.ops.merge",
-    "moved": "ckptkit.comparison.moved",
-    "open": "ckptkit.ops.open",
+    "list_run": "ckptkit.runs.ls",
+    "ls": "ckptkit.runs.ls",
+    "make_manifest": "ckptkit.checks.manifest",
+    "merge": "ckptkit.conversion.merge",
+    "moved": "ckptkit.checks.moved",
+    "open": "ckptkit.storage.open",
     "open_layout": "ckptkit.checkpoints.checkpoint",
-    "pin": "ckptkit.ops.pin",
+    "pin": "ckptkit.runs.pin",
     "prove": "ckptkit.plugins.prove.prove",
-    "prune": "ckptkit.ops.prune",
-    "prune_uploads": "ckptkit.ops.uploads",
+    "prune": "ckptkit.runs.prune",
+    "prune_uploads": "ckptkit.runs.uploads",
     "pull": "ckptkit.hub.pull",
     "push": "ckptkit.hub.push",
     "report": "ckptkit.plugins.report.report",
-    "reshard": "ckptkit.ops.reshard",
+    "reshard": "ckptkit.conversion.reshard",
     "smoke": "ckptkit.training.smoke.smoke",
-    "stats": "ckptkit.ops.stats",
+    "stats": "ckptkit.checks.stats",
     "train": "ckptkit.training.train",
-    "unpin": "ckptkit.ops.pin",
-    "verify": "ckptkit.ops.verify",
+    "unpin": "ckptkit.runs.pin",
+    "verify": "ckptkit.checks.verify",
     "verify_delta": "ckptkit.plugins.deltas.verify_delta",
     "watch": "ckptkit.plugins.watch.watch",
 }

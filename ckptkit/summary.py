@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from ckptkit.pictures.markup import element
-from ckptkit.pictures.words import visible
+from ckptkit.markup import element
+from ckptkit.words import visible
 
 _MOST = 3  # of what was found
 

@@ -10,9 +10,9 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.tensors.blocks import row_major
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DType
+from ckptkit.layout.blocks import row_major
+from ckptkit.layout.box import Box
+from ckptkit.layout.dtypes import DType
 from tests.strategies import cells
 
 Numbers = NDArray[np.generic]

@@ -27,7 +27,7 @@ from urllib.parse import unquote
 
 from s3fs import S3FileSystem
 
-from ckptkit.files.stores import open_store
+from ckptkit.io.stores import open_store
 
 _MODERN = re.compile(r"if-none-match$|x-amz-(sdk-)?checksum", re.IGNORECASE)
 _KEY, _SECRET = "access", "secret"

@@ -8,8 +8,8 @@ from math import prod
 import numpy as np
 
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.box import Box
+from ckptkit.layout.dtypes import DTYPES
 from tests.raw import Numbers
 
 INT32 = DTYPES["int32"]

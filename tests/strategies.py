@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckptkit.tensors.box import Box, Shape, whole
+from ckptkit.layout.box import Box, Shape, whole
 
 Draw = st.DrawFn
 

@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.conversion.draft import Conversion, Draft
-from ckptkit.conversion.options import ConvertOptions
-from ckptkit.conversion.pipeline import write
+from ckptkit.conversion.convert import convert
 from ckptkit.errors import Unsupported
-from ckptkit.files.origin import Origin
 from ckptkit.formats import FORMATS, FormatWriter, get_format, get_writer, locate, writable_formats
+from ckptkit.io.origin import Origin
 from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
-from ckptkit.ops.convert import convert
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
+from ckptkit.state.draft import Conversion, Draft
+from ckptkit.state.options import ConvertOptions
+from ckptkit.state.pipeline import write
 from tests import producers
 from tests.conftest import Produce, Produced
 from tests.formats.contract import raw_bytes

@@ -19,8 +19,8 @@ from typing import Any
 
 from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported
-from ckptkit.files.file import read_small
 from ckptkit.formats.json_text import parse_json
+from ckptkit.io.file import read_small
 from ckptkit.models.companions import places_of
 
 NAME = "adapter_config.json"

@@ -16,17 +16,17 @@ from ckptkit.adapters.find import AS_THEY_ARE, Adapted, Adapter, find_adapters
 from ckptkit.adapters.names import DEFAULT, WRAPPER, is_wrapped, own_name
 from ckptkit.adapters.trainer_names import TrainerNames, trainer_names_in
 from ckptkit.checkpoints.component import Component
-from ckptkit.conversion.draft import Conversion, Draft, Entries
-from ckptkit.conversion.options import ConvertOptions
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
-from ckptkit.files.origin import Origin
+from ckptkit.io.origin import Origin
 from ckptkit.layout import edits
+from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import CONFIG as MODEL_CONFIG
 from ckptkit.models.companions import read_config, tokenizer_beside
 from ckptkit.models.known_types import HEAD, find_embedding
+from ckptkit.models.names.weights import Weights, find_weights
 from ckptkit.models.vocabulary import vocabulary_of
-from ckptkit.names.weights import Weights, find_weights
-from ckptkit.names.wrappers import may_be_adapted
+from ckptkit.state.draft import Conversion, Draft, Entries
+from ckptkit.state.options import ConvertOptions
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -17,14 +17,14 @@ from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, ExpertFacts, 
 from ckptkit.adapters.experts import find_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Entry, expert_place
-from ckptkit.conversion.options import FLAT, PEFT, PER_EXPERT, THREE_D, ConvertOptions
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.formats import locate, unpack
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
+from ckptkit.layout.box import Box
 from ckptkit.models.companions import CONFIG, find_companions, read_config
-from ckptkit.names.moe import SEPARATE, ExpertNames, experts_of
-from ckptkit.pictures.words import count
-from ckptkit.tensors.box import Box
+from ckptkit.models.names.moe import SEPARATE, ExpertNames, experts_of
+from ckptkit.state.options import FLAT, PEFT, PER_EXPERT, THREE_D, ConvertOptions
+from ckptkit.words import count
 
 _INNER = ".base_layer"
 _MIDDLES = {"block_sparse_moe": "mlp"}  # what is above experts in files, and in memory

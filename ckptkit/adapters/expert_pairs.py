@@ -22,9 +22,9 @@ from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.experts import choose_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import ExpertPlace, expert_place
-from ckptkit.conversion.options import BLOCKS, FLAT, PER_EXPERT, THREE_D
 from ckptkit.errors import CkptError, Mismatch, Unsupported, Usage
 from ckptkit.layout import StoredTensor, axes
+from ckptkit.state.options import BLOCKS, FLAT, PER_EXPERT, THREE_D
 
 STACKED = "stacked"
 GATE_UP, DOWN, GATE, UP = "gate_up_proj", "down_proj", "gate_proj", "up_proj"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.config import AdapterConfig
-from ckptkit.conversion.options import BLOCKS, PEFT
 from ckptkit.errors import Unsupported
-from ckptkit.files.file import read_small
+from ckptkit.io.file import read_small
+from ckptkit.state.options import BLOCKS, PEFT
 
 HINT = "pass --experts-layout blocks if unsloth 2026.9.5 or older trained the adapter, or else --experts-layout peft"
 

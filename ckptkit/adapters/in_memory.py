@@ -13,11 +13,11 @@ from ckptkit.adapters.merged_blocks import Inside
 from ckptkit.adapters.recipes import Merging
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Chunk, Layout, StoredTensor
-from ckptkit.names.naming import AskedNames, name_weights
-from ckptkit.names.transformers import TRANSFORMERS
-from ckptkit.names.weights import Weights
-from ckptkit.quantized.require_plain import require_plain
-from ckptkit.tensors.box import Shape
+from ckptkit.layout.box import Shape
+from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.transformers import TRANSFORMERS
+from ckptkit.models.names.weights import Weights
+from ckptkit.state.quantized.require_plain import require_plain
 
 
 class Within(NamedTuple):

@@ -13,8 +13,8 @@ import numpy as np
 
 from ckptkit.engine.recipes import Array
 from ckptkit.errors import Corrupt
+from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.plan import Operand
-from ckptkit.tensors.box import Box, Shape
 
 
 @dataclass(frozen=True)

@@ -15,24 +15,24 @@ from ckptkit.adapters.tied import choose_ties
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import source_of
-from ckptkit.conversion.directories import require_separate_destination
-from ckptkit.conversion.draft import Conversion, draft_of_model
-from ckptkit.conversion.model import Model
-from ckptkit.conversion.options import FLAT, PER_EXPERT, ConvertOptions
-from ckptkit.conversion.steps import cast, fit_config, give_names, unwrap
-from ckptkit.conversion.steps import describe as describe_config
 from ckptkit.errors import Mismatch, Unsupported, Usage
-from ckptkit.files.origin import Origin
-from ckptkit.files.path import to_model_path
+from ckptkit.io.origin import Origin
+from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import find_companions, tokenizer_beside
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.known_types import find_embedding
+from ckptkit.models.names import HUB
 from ckptkit.models.transformers_model import NotBuilt
 from ckptkit.models.vocabulary import NewVocabulary, vocabulary_of
-from ckptkit.names import HUB
-from ckptkit.quantized.plain import make_all_plain
-from ckptkit.quantized.signs import may_hold_quantized
+from ckptkit.state.directories import require_separate_destination
+from ckptkit.state.draft import Conversion, draft_of_model
+from ckptkit.state.model import Model
+from ckptkit.state.options import FLAT, PER_EXPERT, ConvertOptions
+from ckptkit.state.quantized.plain import make_all_plain
+from ckptkit.state.quantized.signs import may_hold_quantized
+from ckptkit.state.steps import cast, fit_config, give_names, unwrap
+from ckptkit.state.steps import describe as describe_config
 
 _VOCABULARY = "vocab_size"
 

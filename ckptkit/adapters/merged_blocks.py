@@ -16,10 +16,10 @@ import numpy as np
 from ckptkit.adapters.low_rank import Product
 from ckptkit.engine.recipes import FLOAT32, FLOAT64, Array, Taken, as_stored, working_dtype
 from ckptkit.errors import Corrupt
+from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.casting import widener
+from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, Recipe, Region, same
-from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.casting import widener
-from ckptkit.tensors.dtypes import DType
 
 _NUMPY = {FLOAT32: np.float32, FLOAT64: np.float64}
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
-from ckptkit.names.wrappers import PROMPT
+from ckptkit.layout.wrappers import PROMPT
 
 WRAPPER = "base_model.model."  # before the model's own names, and after whatever a trainer puts before that
 DEFAULT = "default"

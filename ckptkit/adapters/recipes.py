@@ -13,14 +13,14 @@ from ckptkit.adapters.experts import choose_layout, find_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
 from ckptkit.adapters.merged_blocks import ChangeStep, Directed, Merge, Rows, ScaledAddition
-from ckptkit.conversion.options import BLOCKS
 from ckptkit.engine.recipes import Taken, working_dtype
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, Recipe, Region, same
 from ckptkit.models.known_types import HEAD, find_embedding
-from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.dtypes import DType
+from ckptkit.state.options import BLOCKS
 
 Kind = Callable[[Operand, Operand, Shape, Shape, float], Product]
 

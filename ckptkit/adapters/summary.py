@@ -13,7 +13,7 @@ from ckptkit.adapters.trainer_names import trainer_names_in
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported
 from ckptkit.layout import Layout
-from ckptkit.names.weights import find_weights
+from ckptkit.models.names.weights import find_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 from ckptkit.adapters.draft import Fitted
 from ckptkit.adapters.recipes import Merging
-from ckptkit.conversion.model import Model
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout
 from ckptkit.models.expected import form_or_reason
 from ckptkit.models.fit import check_equal, ties_of
+from ckptkit.state.model import Model
 
 _TIE = "tie_word_embeddings"
 

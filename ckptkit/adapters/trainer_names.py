@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.entry_points import PluginTable
 from ckptkit.layout import Layout
-from ckptkit.names.weights import Weights
+from ckptkit.models.names.weights import Weights
 
 
 class TrainerNames(Protocol):

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, and_more
-from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.json_text import parse_json
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
-from ckptkit.tensors.box import Box
+from ckptkit.io.file import is_there, read_small
+from ckptkit.layout.box import Box
+from ckptkit.words import count, format_bytes
 
 NAME = "salvage.json"
 LIMIT = 1 << 28  # bytes

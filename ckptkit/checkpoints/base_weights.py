@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
-from ckptkit.files.path import to_model_path
+from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout
 
 

@@ -50,23 +50,23 @@ from ckptkit.errors import (
     Unsupported,
     translate_os_errors,
 )
-from ckptkit.files.file import absent, children, entry_of, names_in
-from ckptkit.files.joined import JoinedPath, joined, roots_of
-from ckptkit.files.path import RemotePath, list_ahead, to_local, to_path
-from ckptkit.files.sets import find_set, not_joined
 from ckptkit.formats import describe_formats, detect_format, one_of_dcp
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
 from ckptkit.formats.archives.values import load_value
+from ckptkit.io.file import absent, children, entry_of, names_in
+from ckptkit.io.joined import JoinedPath, joined, roots_of
+from ckptkit.io.path import RemotePath, list_ahead, to_local, to_path
+from ckptkit.io.sets import find_set, not_joined
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.models.companions import Companions, find_companions
-from ckptkit.names import family_of
-from ckptkit.names.weights import Weights, find_weights
+from ckptkit.models.names import family_of
+from ckptkit.models.names.weights import Weights, find_weights
 from ckptkit.trainers import NUMBER, ONE_FILE, is_epoch, may_be_step, stem_of, step_of
 from ckptkit.trainers.trackers import Tracker, trackers_in
 
 if TYPE_CHECKING:
-    from ckptkit.names.family import Family
+    from ckptkit.models.names.family import Family
 
 
 @dataclass(frozen=True)
@@ -526,7 +526,7 @@ def foreign_in(checkpoint: Checkpoint) -> Unsupported | None:
 
 def claimed(path: RemotePath) -> NotACheckpoint | None:
     """Return the error for a place in a store that an upload has not filled yet, or that is being deleted."""
-    from ckptkit.destinations.claims import read_claim, unfinished_upload  # only where no checkpoint was found
+    from ckptkit.io.claims import read_claim, unfinished_upload  # only where no checkpoint was found
 
     claim = read_claim(path)
     if claim is not None and claim.is_deletion:

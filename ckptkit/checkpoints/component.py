@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
+from ckptkit.checkpoints.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -21,15 +22,14 @@ from ckptkit.errors import (
     refuse,
     translate_os_errors,
 )
-from ckptkit.files.crc32 import RESTORE, crc32, tell_damage
-from ckptkit.files.file import names_in, read_small
-from ckptkit.files.path import RemotePath
 from ckptkit.formats import FormatReader
+from ckptkit.io.crc32 import RESTORE, crc32, tell_damage
+from ckptkit.io.file import names_in, read_small
+from ckptkit.io.path import RemotePath
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
-from ckptkit.names.weights import may_have_weights
-from ckptkit.names.wrappers import is_flat_name
-from ckptkit.optimizers.flat_parameters import unflatten_parameters
-from ckptkit.tensors.box import whole
+from ckptkit.layout.box import whole
+from ckptkit.layout.wrappers import is_flat_name
+from ckptkit.models.names.weights import may_have_weights
 from ckptkit.trainers import is_exported, is_other_part, marker_of, step_of, step_of_place, unfinished_names
 
 _LARGEST = 1 << 26  # bytes of a file that is read again to compare it with its manifest

@@ -9,8 +9,8 @@ from typing import Any
 
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import Corrupt, IOFailure, Unsafe
-from ckptkit.files.file import names_in, read_small
 from ckptkit.formats.json_text import parse_json
+from ckptkit.io.file import names_in, read_small
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.trainers.trainer import Evidence
 

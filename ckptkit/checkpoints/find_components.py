@@ -14,13 +14,13 @@ from ckptkit.checkpoints.component import MODEL, Component
 from ckptkit.checkpoints.evidence import read_object
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import Unsupported, and_more
-from ckptkit.files.file import children, folders, names_in
-from ckptkit.files.local import is_strange_link
-from ckptkit.files.sets import find_set, not_joined
 from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside, is_stray
 from ckptkit.formats.archives.state_files import is_torch_save
+from ckptkit.io.file import children, folders, names_in
+from ckptkit.io.local import is_strange_link
+from ckptkit.io.sets import find_set, not_joined
 from ckptkit.models.companions import FILES
-from ckptkit.names.weights import TRAINING
+from ckptkit.models.names.weights import TRAINING
 from ckptkit.trainers import ONE_FILE, may_be_step_name, stem_of, step_of
 from ckptkit.trainers.trainer import Unread
 

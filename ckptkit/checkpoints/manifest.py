@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CheckpointWarning, CkptError, Corrupt
-from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import check_name, file_size, is_there, read_small
-from ckptkit.files.path import RemotePath
 from ckptkit.formats.json_text import parse_json
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.file import check_name, file_size, is_there, read_small
+from ckptkit.io.path import RemotePath
 from ckptkit.layout import Layout
 from ckptkit.version import __version__
 

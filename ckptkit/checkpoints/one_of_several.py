@@ -10,9 +10,9 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, and_more
-from ckptkit.files.file import names_in
-from ckptkit.files.joined import JoinedPath
-from ckptkit.files.sets import JOIN, find_set, is_numbered
+from ckptkit.io.file import names_in
+from ckptkit.io.joined import JoinedPath
+from ckptkit.io.sets import JOIN, find_set, is_numbered
 
 _SHARDS = "shard_metadata"  # of torch_xla's and fairscale's FSDP, beside the flat shards of a rank
 _WORLDS = ((_SHARDS, "world_size"), ("mp_world_size",))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from ckptkit.entry_points import PluginTable
-from ckptkit.files.file import folders, names_in
-from ckptkit.files.path import RemotePath
 from ckptkit.formats import detect_format
+from ckptkit.io.file import folders, names_in
+from ckptkit.io.path import RemotePath
 
 
 class OtherKind(Protocol):
@@ -23,10 +23,10 @@ class OtherKind(Protocol):
         """Print what it is, for `ckptkit inspect`."""
 
     def check(self, path: Path, /, *, base: Path | None, jobs: int | None) -> Any:
-        """Return it as `ckptkit.ops.verify.Verified`, for `ckptkit verify`."""
+        """Return it as `ckptkit.checks.verify.Verified`, for `ckptkit verify`."""
 
     def list_files(self, path: Path, /) -> Any:
-        """Return its files as `ckptkit.ops.cp.Contents`, for `ckptkit cp`."""
+        """Return its files as `ckptkit.hub.cp.Contents`, for `ckptkit cp`."""
 
 
 class KnownKind(NamedTuple):

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete
-from ckptkit.pictures.words import count
+from ckptkit.words import count
 
 _NAMED = 3  # tensors of a problem that are named
 Key = tuple[Path | None, tuple[str, ...], str | None, int | None]  # file, or directory and files; tensor; byte

@@ -12,9 +12,9 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, and_more, translate_os_errors
-from ckptkit.files.file import children, names_in
-from ckptkit.files.path import RemotePath
 from ckptkit.formats import is_main_file
+from ckptkit.io.file import children, names_in
+from ckptkit.io.path import RemotePath
 from ckptkit.models.companions import FILES, TEMPLATES
 
 _OWN = frozenset((*FILES, TEMPLATES, MANIFEST, ACCOUNT, ".gitattributes"))
@@ -60,7 +60,7 @@ def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:
     Where other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if it may not
     be replaced; see `check_replaceable`.
     """
-    from ckptkit.destinations.stores import keeps_others
+    from ckptkit.io.destinations import keeps_others
 
     dst.store.forget()
     if keeps_others(dst):

@@ -10,8 +10,8 @@ from ckptkit.engine.compare import fingerprints
 from ckptkit.errors import Corrupt, Report
 from ckptkit.formats import locate
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout.box import whole
 from ckptkit.layout.edits import select
-from ckptkit.tensors.box import whole
 
 
 class Pair(NamedTuple):

@@ -13,16 +13,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
-from ckptkit.destinations.allocation import create_file, make_folder, write_file, write_parts
-from ckptkit.destinations.staging import publish
 from ckptkit.engine.scan import sum_file
 from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch, translate_os_errors
-from ckptkit.files.file import file_size, names_in
-from ckptkit.files.joined import roots_of
 from ckptkit.formats import FormatWriter
+from ckptkit.io.allocation import create_file, make_folder, write_file, write_parts
+from ckptkit.io.file import file_size, names_in
+from ckptkit.io.joined import roots_of
+from ckptkit.io.staging import publish
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, NewFile, edits
-from ckptkit.pictures.words import count
+from ckptkit.words import count
 
 
 def create_files(root: Path, files: Iterable[NewFile], *, anew: bool, is_sparse: bool = False) -> None:

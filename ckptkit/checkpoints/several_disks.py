@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.files.joined import joined, roots_of
-from ckptkit.files.path import to_path
+from ckptkit.io.joined import joined, roots_of
+from ckptkit.io.path import to_path
 from ckptkit.trainers import step_of_place
 
 Others = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

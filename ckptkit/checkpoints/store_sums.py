@@ -10,13 +10,12 @@ from pathlib import Path
 from ckptkit.checkpoints.manifest import FileSum
 from ckptkit.checkpoints.problems import abridge
 from ckptkit.errors import Unsupported
-from ckptkit.files.crc32 import combine
-from ckptkit.files.file import stored_sum
-from ckptkit.files.joined import roots_of
-from ckptkit.files.path import RemotePath, at_once
-from ckptkit.files.stores import StoredSum
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
+from ckptkit.io.crc32 import combine
+from ckptkit.io.file import stored_sum
+from ckptkit.io.joined import roots_of
+from ckptkit.io.path import RemotePath, at_once
+from ckptkit.io.stores import StoredSum
+from ckptkit.words import count, format_bytes
 
 
 @dataclass(frozen=True, slots=True)

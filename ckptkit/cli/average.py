@@ -13,7 +13,7 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_path
+from ckptkit.io.path import to_path
 
 
 @with_options(OPTIONS, leave_out=(*OF_ONE, "adapter_config", "experts_layout", "experts"))
@@ -54,7 +54,7 @@ def average(
     checkpoints do not belong to one model; 4 an I/O failure, OUT is unchanged; 5 OUT exists, or a path is unsafe; 130
     interrupted.
     """
-    from ckptkit.ops.average import average as run
+    from ckptkit.conversion.average import average as run
 
     if also and len(sources) > 1:
         raise Usage("--also: expected one run, found several sources", hint="pass one run and --last K")

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from ckptkit.destinations.stores import is_on_hub
 from ckptkit.entry_points import load
-from ckptkit.files.path import RemotePath
+from ckptkit.io.destinations import is_on_hub
+from ckptkit.io.path import RemotePath
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.report import Converted
-    from ckptkit.ops.cp import CopiedFiles
+    from ckptkit.hub.cp import CopiedFiles
+    from ckptkit.state.report import Converted
 
     Done = TypeVar("Done", Converted, CopiedFiles)
 

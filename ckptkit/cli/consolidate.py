@@ -30,7 +30,7 @@ def consolidate(
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or does not fit its config; 4 an I/O failure,
     OUT is unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.ops.consolidate import consolidate as run
+    from ckptkit.conversion.consolidate import consolidate as run
 
     src = with_others(src, also)
     with progress_bar("consolidating") as progress:

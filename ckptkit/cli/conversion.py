@@ -14,19 +14,18 @@ from ckptkit.checkpoints.find_components import LOST, describe_left
 from ckptkit.cli.output import be_quiet, note, pick, plain, print_json, print_table, say
 from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
-from ckptkit.conversion.options import ADAPTER, RANK, ConvertOptions
-from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_path
 from ckptkit.formats import describe_writable, writable_formats
-from ckptkit.names.weights import UNKNOWN, LeftOut
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.path import to_path
+from ckptkit.models.names.weights import UNKNOWN, LeftOut
 from ckptkit.settings import settings_of
+from ckptkit.state.options import ADAPTER, RANK, ConvertOptions
+from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.report import Converted
-    from ckptkit.ops.cp import CopiedFiles
+    from ckptkit.hub.cp import CopiedFiles
+    from ckptkit.state.report import Converted
 
 # Read when numpy is first imported, which is later. Each of our threads multiplies matrices by itself: others of BLAS,
 # which wait by spinning, would take the cores from them.
@@ -140,7 +139,7 @@ def to_json(done: Converted) -> dict[str, Any]:
 
 def report(src: Path | None, done: Converted, verb: str) -> None:
     """Print the result for a reader."""
-    from ckptkit.conversion.report import amounts, headline
+    from ckptkit.state.report import amounts, headline
 
     if done.source != src:
         note(f"taking {done.source}")

@@ -9,9 +9,9 @@ from ckptkit.cli.conversion import OPTIONS, Out, Source, ToOrAdapter, asked, sho
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.conversion.options import ADAPTER
 from ckptkit.errors import Usage
 from ckptkit.formats import format_of_file, writable_formats
+from ckptkit.state.options import ADAPTER
 
 
 @with_options(OPTIONS)
@@ -34,7 +34,7 @@ def convert(
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or not supported; 4 an I/O failure, OUT is
     unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.ops.convert import convert as run
+    from ckptkit.conversion.convert import convert as run
 
     to = to or format_of_file(out.name)
     if to is None:

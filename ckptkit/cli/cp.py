@@ -11,10 +11,10 @@ from ckptkit.cli.consent import Yes, noted, withhold
 from ckptkit.cli.conversion import NoSync, Overwrite, Source
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.destinations.stores import to_destination
+from ckptkit.io.destinations import to_destination
 
 if TYPE_CHECKING:
-    from ckptkit.ops.cp import CopiedFiles
+    from ckptkit.hub.cp import CopiedFiles
 
 
 def cp(
@@ -48,7 +48,7 @@ def cp(
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists,
     or another upload is running; 130 interrupted.
     """
-    from ckptkit.ops.cp import cp as run
+    from ckptkit.hub.cp import cp as run
 
     src = with_others(src, also)
     with progress_bar("copying") as progress:

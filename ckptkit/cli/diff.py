@@ -12,10 +12,10 @@ import typer
 from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.files.path import to_path
+from ckptkit.io.path import to_path
 
 if TYPE_CHECKING:
-    from ckptkit.comparison.differences import Diff, Difference, Kind
+    from ckptkit.checks.differences import Diff, Difference, Kind
 
 _ROWS = 20  # of a table, unless all are asked for
 
@@ -55,7 +55,7 @@ def diff(
 
     Exit codes: 0 the same; 1 not the same; 2 usage; 3 one is not a checkpoint, or is damaged; 4 an I/O failure.
     """
-    from ckptkit.ops.diff import diff as compare
+    from ckptkit.checks.diff import diff as compare
 
     a = with_others(a, also)
     with progress_bar("diff") as progress:
@@ -103,7 +103,7 @@ def difference_json(one: Difference) -> dict[str, Any]:
 
 def report(found: Diff, *, every: bool) -> None:
     """Print the result for a reader: what matters most first, the conclusion last."""
-    from ckptkit.comparison.differences import Kind, conclude
+    from ckptkit.checks.differences import Kind, conclude
 
     for text in found.notes:
         note(f"note: {text}")
@@ -176,7 +176,7 @@ def report_renames(found: Diff, *, every: bool) -> None:
     """Print the renames, by as few rules as there are."""
     if not found.renamed:
         return
-    from ckptkit.names.renames import explain
+    from ckptkit.layout.renames import explain
 
     say("renamed:")
     if every:
@@ -188,7 +188,7 @@ def report_renames(found: Diff, *, every: bool) -> None:
 
 def folded(names: Sequence[str]) -> list[str]:
     """Return names, with those as one that are the same in every layer."""
-    from ckptkit.names.renames import fold
+    from ckptkit.layout.renames import fold
 
     often = Counter(map(fold, names))
     lines = (times(fold(name), often[fold(name)]) if often[fold(name)] > 1 else name for name in names)

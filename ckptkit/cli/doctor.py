@@ -10,12 +10,12 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.destinations.stores import is_on_hub
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_path
+from ckptkit.io.destinations import is_on_hub
+from ckptkit.io.path import to_path
 
 if TYPE_CHECKING:
-    from ckptkit.ops.doctor import Diagnosis
+    from ckptkit.diagnosis.doctor import Diagnosis
 
 _ROWS = 20  # of the table, unless all are asked for
 
@@ -57,7 +57,7 @@ def doctor(
     Exit codes: 0 nothing will break (with --fix: in OUT); 1 findings, each with the command that fixes it, if there is
     one; 2 usage; 3 not a checkpoint; 4 an I/O failure; 5 OUT exists.
     """
-    from ckptkit.ops.doctor import doctor as examine
+    from ckptkit.diagnosis.doctor import doctor as examine
 
     if is_on_hub(fix):
         hint = "run `ckptkit doctor CKPT`, then the command that it names, with --yes"

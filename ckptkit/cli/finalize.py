@@ -9,7 +9,7 @@ import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
-from ckptkit.destinations.stores import to_destination
+from ckptkit.io.destinations import to_destination
 
 
 def finalize(
@@ -30,7 +30,7 @@ def finalize(
     Exit codes: 0 done; 3 OUT has no parts, or the checkpoint is damaged; 4 an I/O failure; 5 a part is missing or
     still running; 130 interrupted.
     """
-    from ckptkit.ops.finalize import finalize as run
+    from ckptkit.conversion.finalize import finalize as run
 
     with progress_bar("finishing") as progress:
         done = run(out, jobs=jobs, sync=not no_sync, progress=progress)

@@ -13,16 +13,15 @@ from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import and_more
-from ckptkit.files.path import to_path
-from ckptkit.pictures.numbers import format_bytes, format_count
-from ckptkit.pictures.words import count
+from ckptkit.io.path import to_path
+from ckptkit.words import count, format_bytes, format_count
 
 if TYPE_CHECKING:
     from ckptkit.adapters.summary import InspectedAdapter
-    from ckptkit.inspection.groups import Group
+    from ckptkit.checks.groups import Group
+    from ckptkit.checks.inspect import Inspected
     from ckptkit.layout import StoredTensor
-    from ckptkit.ops.inspect import Inspected
-    from ckptkit.quantized.summary import InspectedQuantized
+    from ckptkit.state.quantized.summary import InspectedQuantized
 
 _MOST_KEYS = 8
 
@@ -52,7 +51,7 @@ def inspect(
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or not supported; 4 an I/O failure; 5 an unsafe path.
     """
     from ckptkit.checkpoints.other_kinds import other_kind_of
-    from ckptkit.ops.inspect import inspect as look
+    from ckptkit.checks.inspect import inspect as look
 
     path = with_others(path, also)
     if kind := other_kind_of(path):
@@ -214,7 +213,7 @@ def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
 
 def tree_rows(found: Inspected) -> list[tuple[object, ...]]:
     """Return a row per module or tensor; modules alike share one."""
-    from ckptkit.inspection.tree import fold
+    from ckptkit.checks.tree import fold
 
     return [
         (format_bytes(line.nbytes), line.tensors, f"{'  ' * line.depth}{line.label}  {line.spec or ''}")

@@ -13,12 +13,11 @@ import typer
 from ckptkit.cli.output import Json, Quiet, age, note, pick, print_json, print_table, say, terminal_width
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import and_more
-from ckptkit.files.path import to_path
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count, visible
+from ckptkit.io.path import to_path
+from ckptkit.words import count, format_bytes, visible
 
 if TYPE_CHECKING:
-    from ckptkit.ops.ls import Listed, Listing
+    from ckptkit.runs.ls import Listed, Listing
 
 _COLUMN = 9  # characters that a metric takes, at least
 
@@ -43,7 +42,7 @@ def ls(
 
     Exit codes: 0 done; 2 usage; 3 no checkpoint is there; 4 an I/O failure; 5 an unsafe path.
     """
-    from ckptkit.ops.ls import ls as list_checkpoints
+    from ckptkit.runs.ls import ls as list_checkpoints
 
     run = with_others(run, also)
     found = list_checkpoints(run)

@@ -13,7 +13,7 @@ from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_model_path, to_path
+from ckptkit.io.path import to_model_path, to_path
 
 
 @with_options(OPTIONS, leave_out=(*OF_ONE, "experts", "names", "map", "vocab_size"))
@@ -46,7 +46,7 @@ def merge(
     consolidate --merge`. Exit codes: 0 done; 2 usage; 3 an adapter is damaged, does not fit, or uses an unknown method;
     4 an I/O failure, OUT is unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.ops.merge import merge as run
+    from ckptkit.conversion.merge import merge as run
 
     if also and len(adapters) > 1:
         raise Usage(

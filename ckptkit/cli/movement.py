@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.cli.diff import times
 from ckptkit.cli.output import note, pick, print_json, print_table, progress_bar, say
-from ckptkit.pictures.numbers import per_cent
-from ckptkit.pictures.words import count
+from ckptkit.words import count, per_cent
 
 if TYPE_CHECKING:
-    from ckptkit.comparison.moved import Moved, Movement
+    from ckptkit.checks.moved import Moved, Movement
 
 
 def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool) -> None:
     """Print the `top` kinds of parameters that changed most from checkpoint `a` to `b`; as JSON, every parameter."""
-    from ckptkit.ops.stats import stats
+    from ckptkit.checks.stats import stats
 
     with progress_bar("compare") as progress:
         found = stats(a, b, jobs=jobs, progress=progress)

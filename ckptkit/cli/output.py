@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.errors import CkptError, Usage
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import fold, visible
+from ckptkit.words import fold, format_bytes, visible
 
 _quiet = False
 _NARROWEST = 16  # columns that a column keeps in a terminal too narrow for a table; no number is wider

@@ -10,7 +10,7 @@ import typer
 from ckptkit.cli.output import Json, Quiet, note, print_json, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_place
+from ckptkit.io.path import to_place
 
 
 def pin(
@@ -36,7 +36,7 @@ def pin(
     Exit codes: 0 done, or pinned before; 2 usage; 3 not a complete checkpoint, or a damaged one; 4 an I/O failure; 5
     another process is deleting checkpoints of this run.
     """
-    from ckptkit.ops.pin import pin as run_it
+    from ckptkit.runs.pin import pin as run_it
 
     if also and len(checkpoints) > 1:
         raise Usage("--also is for one checkpoint", hint="pin them one by one")
@@ -64,7 +64,7 @@ def unpin(
 
     Exit codes: 0 done, or not pinned; 2 usage; 3 neither pinned nor a checkpoint; 4 an I/O failure.
     """
-    from ckptkit.ops.pin import unpin as run_it
+    from ckptkit.runs.pin import unpin as run_it
 
     unpinned = run_it(*checkpoints)
     if json:

@@ -12,13 +12,13 @@ import typer
 from ckptkit.cli.output import Json, Quiet, age, note, pick, plain, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.files.joined import roots_of
-from ckptkit.files.path import to_place
-from ckptkit.pictures.numbers import format_bytes
+from ckptkit.io.joined import roots_of
+from ckptkit.io.path import to_place
+from ckptkit.words import format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.ops.prune import Pruned, PruneEntry
-    from ckptkit.ops.uploads import OpenUpload
+    from ckptkit.runs.prune import Pruned, PruneEntry
+    from ckptkit.runs.uploads import OpenUpload
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _WEEK = "7d"  # what is idle for so long is stale, unless the user says another time
@@ -96,7 +96,7 @@ def prune(
             "--older works only with --uploads",
             hint="use --keep-last N to delete old checkpoints",
         )
-    from ckptkit.ops.prune import prune as run_it
+    from ckptkit.runs.prune import prune as run_it
 
     run = with_others(run, also)
     with progress_bar("demote") as progress:
@@ -137,7 +137,7 @@ def parse_age(text: str) -> float:
 
 def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
     """List unfinished uploads, and abort the stale ones."""
-    from ckptkit.ops.uploads import prune_uploads as run_it
+    from ckptkit.runs.uploads import prune_uploads as run_it
 
     done = run_it(run, older=older, yes=yes)
     if json:

@@ -8,8 +8,7 @@ import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, Out, Overwrite
 from ckptkit.cli.output import Json, Quiet, pick, print_json, print_table, progress_bar, say
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
+from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.hub.pull import Pulled

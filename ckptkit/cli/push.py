@@ -12,9 +12,8 @@ from ckptkit.cli.consent import Yes
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.files.path import to_path
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
+from ckptkit.io.path import to_path
+from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.hub.push import Pushed

@@ -12,8 +12,8 @@ from ckptkit.cli.conversion import OPTIONS, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.destinations.stores import to_destination
-from ckptkit.files.path import to_path
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.path import to_path
 
 _OTHERS = (
     *("world_size", "under", "optimizer_keys", "max_shard_size", "base", "strict", "merge", "adapter_config"),
@@ -53,8 +53,8 @@ def reshard(
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or not supported; 4 an I/O failure, OUT is
     unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.ops.reshard import default_source
-    from ckptkit.ops.reshard import reshard as run
+    from ckptkit.conversion.reshard import default_source
+    from ckptkit.conversion.reshard import reshard as run
 
     src = with_others(src or default_source(), also) if also else src
     with progress_bar("resharding") as progress:

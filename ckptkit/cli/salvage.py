@@ -10,8 +10,7 @@ from pathlib import Path
 from ckptkit.checkpoints.account import NAME, Account, Filled, Lost
 from ckptkit.cli.output import note
 from ckptkit.errors import and_more
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
+from ckptkit.words import count, format_bytes
 
 _MOST_FAULTS, _MOST_LINES, _MOST_TENSORS = 8, 16, 4
 _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")

@@ -13,7 +13,7 @@ import typer
 from typer.models import OptionInfo
 
 from ckptkit.cli.output import parse_bytes
-from ckptkit.files.path import to_path
+from ckptkit.io.path import to_path
 from ckptkit.settings import Setting
 
 Command = Callable[..., None]

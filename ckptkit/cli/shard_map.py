@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING
 import typer
 
 from ckptkit.cli.output import print_line, print_table, say, terminal_width
-from ckptkit.destinations.staging import publish
 from ckptkit.errors import Occupied
-from ckptkit.files.file import is_there
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count, fold, visible
+from ckptkit.io.file import is_there
+from ckptkit.io.staging import publish
+from ckptkit.words import count, fold, format_bytes, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptkit.cli.pictures.shard_text import Bar, Line
+    from ckptkit.cli.pictures.shards import Row, ShardMap
     from ckptkit.layout import Layout
-    from ckptkit.pictures.shard_text import Bar, Line
-    from ckptkit.pictures.shards import Row, ShardMap
 
 _MOST_ROWS = 32
 _WIDTH = 26  # columns of a tensor's picture
@@ -32,7 +31,7 @@ _COLORS = (117, 216, 150, 222, 183, 80, 211, 250)  # of 256, light enough for bl
 
 def show_map(layout: Layout) -> None:
     """Draw who holds what: a bar for each owner, and a line for each tensor or for all that are alike."""
-    from ckptkit.pictures.shards import map_shards
+    from ckptkit.cli.pictures.shards import map_shards
 
     shards = map_shards(layout)
     say("")
@@ -54,7 +53,7 @@ def show_map(layout: Layout) -> None:
 
 def show_owners(shards: ShardMap) -> None:
     """Print how much each rank or file holds."""
-    from ckptkit.pictures.shard_text import bars
+    from ckptkit.cli.pictures.shard_text import bars
 
     drawn = list(bars(shards, _WIDTH))
     print_table([bar_row(bar, shards.by) for bar in drawn], (shards.by, "bytes", "", *["file"] * (shards.by == "file")))
@@ -80,7 +79,7 @@ def row_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
 
     A name goes without the `start` that stands above.
     """
-    from ckptkit.pictures.shard_text import draw
+    from ckptkit.cli.pictures.shard_text import draw
 
     numbers = f"  {format_bytes(row.nbytes):>7}  {len(row.shards):>5}  "
     times = f"  x{row.repeats}" if row.repeats > 1 else ""
@@ -107,8 +106,8 @@ def paint(line: Line) -> str:
 
 def write_shard_map(layout: Layout, dst: Path) -> None:
     """Draw the layout of a checkpoint into the SVG file `dst`. Raises `Occupied` if there is one."""
-    from ckptkit.pictures.shard_svg import draw_shards, standalone
-    from ckptkit.pictures.shards import map_shards
+    from ckptkit.cli.pictures.shard_svg import draw_shards, standalone
+    from ckptkit.cli.pictures.shards import map_shards
 
     if is_there(dst):
         raise Occupied("there is a file of this name", path=dst, hint="choose another")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.output import note
-from ckptkit.files.path import to_path
+from ckptkit.io.path import to_path
 
 Also = Annotated[
     list[Path] | None,

@@ -11,13 +11,13 @@ from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_path
+from ckptkit.io.path import to_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptkit.ops.stats import Stats, TensorStats
-    from ckptkit.tensors.counting import Count
+    from ckptkit.checks.stats import Stats, TensorStats
+    from ckptkit.layout.counting import Count
 
 Row = tuple[str, "Count"]  # what a line is called, and what was counted
 
@@ -60,7 +60,7 @@ def stats(
 
         report_movement(path, other, top=top, jobs=jobs, json=json)
         return
-    from ckptkit.ops.stats import stats as look
+    from ckptkit.checks.stats import stats as look
 
     with progress_bar("statistics") as progress:
         found = look(

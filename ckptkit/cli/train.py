@@ -13,13 +13,13 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, reserve_stdout, say
 from ckptkit.cli.settings import given, with_options
-from ckptkit.destinations.stores import to_destination
-from ckptkit.files.path import to_local, to_path
-from ckptkit.pictures.numbers import format_bytes
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.path import to_local, to_path
 from ckptkit.training.config import SETTINGS, Device, TrainConfig, find_settings, read_settings, settings
 from ckptkit.training.data.documents import find_files
 from ckptkit.training.models.config import require_known
 from ckptkit.training.resume import find_resume
+from ckptkit.words import format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.training.loop import Note

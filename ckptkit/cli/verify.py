@@ -13,14 +13,13 @@ from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_problem, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.files.file import absent
-from ckptkit.files.path import to_local, to_path
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
+from ckptkit.io.file import absent
+from ckptkit.io.path import to_local, to_path
+from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.ops.stats import TensorStats
-    from ckptkit.ops.verify import Verified
+    from ckptkit.checks.stats import TensorStats
+    from ckptkit.checks.verify import Verified
 
 
 _ABOUT_PART = ("path", "format", "tensors", "nbytes", "has_manifest", "proved_files", "salvaged")
@@ -65,7 +64,7 @@ def verify(
     Exit codes: 0 no problems; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
     from ckptkit.checkpoints.other_kinds import members_of, other_kind_of
-    from ckptkit.ops.verify import verify as check
+    from ckptkit.checks.verify import verify as check
 
     if also and len(paths) > 1:
         raise Usage("--also is for one checkpoint", hint="verify them one by one")
@@ -128,7 +127,7 @@ def manifest(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure; 5 a manifest exists.
     """
-    from ckptkit.ops.manifest import make_manifest
+    from ckptkit.checks.manifest import make_manifest
 
     path = with_others(path, also)
     with progress_bar("manifest") as progress:

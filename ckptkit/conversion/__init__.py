@@ -1,1 +1,1 @@
-"""Convert: the one pipeline behind every command that writes a checkpoint, and its options."""
+"""Make another checkpoint of one: consolidate, reshard, convert, average, merge, and salvage what is damaged."""

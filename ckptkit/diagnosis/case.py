@@ -10,20 +10,20 @@ from typing import Any
 
 from ckptkit.adapters.find import Adapted, find_adapters
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.examination import examine
+from ckptkit.checkpoints.examination.inconsistency import Inconsistency
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
-from ckptkit.examination import examine
-from ckptkit.examination.inconsistency import Inconsistency
-from ckptkit.files.path import to_model_path
+from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, Spec
+from ckptkit.layout.box import Shape
+from ckptkit.layout.renames import by_rule, renaming, rules_for
+from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import find_companions, read_config
 from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.fit import without_extra_state
+from ckptkit.models.names.weights import Weights, find_weights, has_weights
 from ckptkit.models.vocabulary import is_by_token, vocabulary_of
-from ckptkit.names.renames import by_rule, renaming, rules_for
-from ckptkit.names.weights import Weights, find_weights, has_weights
-from ckptkit.names.wrappers import may_be_adapted
-from ckptkit.quantized.find import find_quantized
-from ckptkit.tensors.box import Shape
+from ckptkit.state.quantized.find import find_quantized
 
 Shapes = Mapping[str, Shape]
 

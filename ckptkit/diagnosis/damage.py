@@ -13,7 +13,7 @@ from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import rewrite
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
-from ckptkit.files.path import RemotePath
+from ckptkit.io.path import RemotePath
 
 Damage = Mapping[Path, Sequence[CkptError]]
 

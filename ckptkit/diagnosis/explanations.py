@@ -15,10 +15,10 @@ from ckptkit.diagnosis.optimizer import find_missing_states, list_missing_states
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.diagnosis.shapes import find_shapes
 from ckptkit.layout import Layout
+from ckptkit.layout.renames import by_rule, find_prefix_rule, rules_for
 from ckptkit.models.known_types import HEAD
+from ckptkit.models.names import HUB
 from ckptkit.models.vocabulary import rows_of
-from ckptkit.names import HUB
-from ckptkit.names.renames import by_rule, find_prefix_rule, rules_for
 
 Look = Callable[["MatchedMessage", Case], Iterator[Finding]]
 _QUOTED = re.compile(r'"([^"]+)"')

@@ -17,13 +17,13 @@ from ckptkit.diagnosis.case import Case, Misfits, TargetModel
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, beside, export, is_model, rewrite
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
-from ckptkit.files.file import names_in
 from ckptkit.formats.hf.format import INDEX
 from ckptkit.formats.hf.headers import HeaderFiles, read_headers
 from ckptkit.formats.indices import read_index
+from ckptkit.io.file import names_in
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.models.companions import CONFIG, find_companions
 from ckptkit.models.expected import closest
-from ckptkit.tensors.dtypes import DTYPES
 
 _HF = "hf"
 _UNREAD = (Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ckptkit.diagnosis.fix import Fix
-from ckptkit.names.renames import fold
+from ckptkit.layout.renames import fold
 
 # the kinds whose fix loses nothing and guesses nothing
 _CERTAIN = frozenset(

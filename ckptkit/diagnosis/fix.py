@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.files.file import names_in
-from ckptkit.files.joined import roots_of
-from ckptkit.files.path import RemotePath
 from ckptkit.formats import get_writer, writable_formats
+from ckptkit.io.file import names_in
+from ckptkit.io.joined import roots_of
+from ckptkit.io.path import RemotePath
 
 _MODEL_FILE = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")  # what `from_pretrained` reads beside others
 _FIRST = ("to", "world_size", "also")  # options that come before all others

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ckptkit.checkpoints.examination.inconsistency import Certainty, Inconsistency
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, rewrite
-from ckptkit.examination.inconsistency import Certainty, Inconsistency
 
 _BY_NAME = frozenset(["layer_gap", "empty_weight"])  # said of each tensor where the model's tensors are known
 

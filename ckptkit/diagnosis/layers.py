@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ckptkit.diagnosis.case import Case, TargetModel
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, export, is_model
-from ckptkit.names.renames import few_globs
+from ckptkit.layout.renames import few_globs
 
 _TOWERS = {
     "vision_config": re.compile(r"vis(ion|ual)|image|vit\b|clip|\bvpm\b"),  # vpm and apm: MiniCPM-V, MiniCPM-o

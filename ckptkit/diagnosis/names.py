@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.diagnosis.case import Case, Misfits, Shapes, TargetModel
 from ckptkit.diagnosis.exports import find_named_experts
 from ckptkit.diagnosis.finding import Finding
@@ -13,20 +14,19 @@ from ckptkit.diagnosis.fix import Fix, Value, convert, export, is_model, rewrite
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.diagnosis.shapes import is_another_model, pairs_of
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
+from ckptkit.layout.renames import few_globs, rules_for
+from ckptkit.layout.wrappers import WRAPPERS
 from ckptkit.models.expected import closest
 from ckptkit.models.fit import abridge
 from ckptkit.models.known_types import HEAD
+from ckptkit.models.names import HUB
+from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.weights import find_model_key
 from ckptkit.models.predictors import predictors_in
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
-from ckptkit.names import HUB
-from ckptkit.names.naming import AskedNames, name_weights
-from ckptkit.names.renames import few_globs, rules_for
-from ckptkit.names.weights import find_model_key
-from ckptkit.names.wrappers import WRAPPERS
-from ckptkit.optimizers.parameter_order import is_buffer
-from ckptkit.pictures.words import count
-from ckptkit.quantized.require_plain import require_plain
+from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.words import count
 
 _IN_MEMORY = "transformers"  # the family of names that its models have there
 _MOST_GLOBS = 8

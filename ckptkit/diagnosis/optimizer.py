@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers
+from ckptkit.checkpoints.optimizers.missing_states import States, find_states, flattened
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, reshard, rewrite
 from ckptkit.errors import Corrupt
 from ckptkit.layout import KeyPath, Layout
-from ckptkit.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers
-from ckptkit.optimizers.missing_states import States, find_states, flattened
-from ckptkit.pictures.words import count
+from ckptkit.words import count
 
 
 def find_missing_states(case: Case) -> Iterator[Finding]:

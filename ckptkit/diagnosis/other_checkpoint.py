@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.comparison.matching import Side, match, pair_parts, with_names_of_hub
-from ckptkit.comparison.renames import shapes_of
+from ckptkit.checks.renames import shapes_of
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, rewrite
@@ -15,9 +14,10 @@ from ckptkit.diagnosis.optimizer import named_states, without_state
 from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec
-from ckptkit.names import HUB
-from ckptkit.names.renames import by_rule, fold, rules_for
-from ckptkit.tensors.dtypes import DType
+from ckptkit.layout.dtypes import DType
+from ckptkit.layout.renames import by_rule, fold, rules_for
+from ckptkit.models.names import HUB
+from ckptkit.state.matching import Side, match, pair_parts, with_names_of_hub
 from ckptkit.trainers import owner_of_key
 
 _MOST_RULES = 8

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import reshard, resize
-from ckptkit.files.file import names_in
-from ckptkit.pictures.words import count
+from ckptkit.io.file import names_in
 from ckptkit.trainers import is_optional_state, owner_of_file, owner_of_key
+from ckptkit.words import count
 
 
 def find_ranks(case: Case) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import rewrite
-from ckptkit.names.renames import by_change
+from ckptkit.layout.renames import by_change
 
 
 def say_renamed(

@@ -9,13 +9,13 @@ from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import export, rewrite
 from ckptkit.diagnosis.layers import LAYER
 from ckptkit.errors import Mismatch, Unsupported, and_more
-from ckptkit.files.path import RemotePath
+from ckptkit.io.path import RemotePath
+from ckptkit.layout.box import Shape
 from ckptkit.models.computation import find_differences
 from ckptkit.models.fit import check_equal, ties_of
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.vocabulary import vocabulary_in
-from ckptkit.pictures.words import count
-from ckptkit.tensors.box import Shape
+from ckptkit.words import count
 
 Pairs = Mapping[str, tuple[Shape, Shape]]
 

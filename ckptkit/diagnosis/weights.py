@@ -9,13 +9,13 @@ from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, beside, export, is_model
 from ckptkit.errors import Mismatch, SeveralModels, Unsupported
+from ckptkit.layout.renames import globs_for
 from ckptkit.models.known_types import find_embedding
+from ckptkit.models.names.weights import find_weights
 from ckptkit.models.predictors import predictors_in, with_counts
 from ckptkit.models.tokens import warn_of_tokens
-from ckptkit.names.renames import globs_for
-from ckptkit.names.weights import find_weights
-from ckptkit.quantized.config import read_quantization_config
-from ckptkit.quantized.find import is_plain
+from ckptkit.state.quantized.config import read_quantization_config
+from ckptkit.state.quantized.find import is_plain
 
 _QUANTIZATION = "quantization_config"
 _EXTRA_STATE = "_extra_state"

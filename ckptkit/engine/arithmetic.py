@@ -10,12 +10,12 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
-from ckptkit.destinations.allocation import check_room
 from ckptkit.errors import Unsupported, translate_os_errors
-from ckptkit.files.file import OpenFiles, read_at
-from ckptkit.files.temporary import TemporaryFile
+from ckptkit.io.allocation import check_room
+from ckptkit.io.file import OpenFiles, read_at
+from ckptkit.io.temporary import TemporaryFile
 from ckptkit.layout import Chunk, Layout
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
 
 Array = Any  # of numpy, which only a family that computes imports
 _PIECE = 1 << 24  # bytes that are changed at once
@@ -77,7 +77,7 @@ def append(data: bytes, chunk: Chunk, change: Callable[[Array], Array], out: Bin
     """Append the changed numbers of `data`, as a chunk stores them; return how many bytes they are."""
     import numpy as np
 
-    from ckptkit.tensors.casting import cast, widener
+    from ckptkit.layout.casting import cast, widener
 
     stored = np.frombuffer(data, f"u{chunk.dtype.itemsize}")
     changed = change(widener(chunk.dtype)(stored))

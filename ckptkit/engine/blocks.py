@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.layout import Chunk
+from ckptkit.layout.blocks import cut, cut_rows
+from ckptkit.layout.box import Box, BoxIndex
 from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, same
-from ckptkit.tensors.blocks import cut, cut_rows
-from ckptkit.tensors.box import Box, BoxIndex
 
 Parts = tuple[tuple[Chunk, Box], ...]  # chunks of a source, each with the box that it shares with an input
 

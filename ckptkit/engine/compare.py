@@ -13,12 +13,12 @@ from ckptkit.engine.copy import scrub
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Pieces, Worker, visit
-from ckptkit.files.crc32 import Checksums, crc32
+from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.axes import index_in
+from ckptkit.layout.box import whole
+from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.plan import Plan, in_order, join, make_plan
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.distance import Distance, Tolerance
 
 Progress = Callable[[int], None]
 
@@ -64,7 +64,7 @@ def compare(
         nbytes = len(ours) + len(theirs)
         if not measure_all and one == two and are_equal(ours, theirs):
             return None, nbytes
-        from ckptkit.tensors.measuring import measure
+        from ckptkit.layout.measuring import measure
 
         return measure((ours, one), (theirs, two), block.box, tolerance), nbytes
 
@@ -127,7 +127,7 @@ def complete(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -> 
     sizes = dict.fromkeys(lacking, 0.0)
 
     def look(worker: Worker, block: Block) -> float:
-        from ckptkit.tensors.measuring import size_of
+        from ckptkit.layout.measuring import size_of
 
         return size_of((worker.read(block), block.target.chunk.dtype))
 

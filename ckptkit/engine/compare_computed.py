@@ -11,11 +11,11 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.distance import Distance
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.measuring import Elements, measure
 from ckptkit.layout.plan import Plan, Recipe, Target, join
-from ckptkit.tensors.box import Box, Shape, whole
-from ckptkit.tensors.distance import Distance
-from ckptkit.tensors.dtypes import DTYPES, DType
-from ckptkit.tensors.measuring import Elements, measure
 
 Progress = Callable[[int], None]
 

@@ -13,8 +13,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.destinations.assembly import AssembledFiles
-from ckptkit.destinations.early_sync import early_sync
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.gather import STEP_BYTES, Gatherer
 from ckptkit.engine.journal import Journal
@@ -24,10 +22,12 @@ from ckptkit.engine.sources import Sources, place_of
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files.crc32 import combine, crc32
+from ckptkit.io.assembly import AssembledFiles
+from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.early_sync import early_sync
 from ckptkit.layout import Chunk, FileOffset, ReadRun
+from ckptkit.layout.blocks import span_of
 from ckptkit.layout.plan import Plan, Recipe
-from ckptkit.tensors.blocks import span_of
 
 Progress = Callable[[int], None]
 ByteRun = tuple[int, Chunk, int, int]  # where in the block, of which chunk, where in that, and how long; in bytes

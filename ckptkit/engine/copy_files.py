@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
-from ckptkit.destinations.pieces import FilePiece, PieceSink, cut_file, new_piece
 from ckptkit.engine.scan import Progress, Scanned, between, by_file, cut
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Report
-from ckptkit.files.crc32 import Checksums, combine, crc32
-from ckptkit.files.file import OpenFiles
+from ckptkit.io.crc32 import Checksums, combine, crc32
+from ckptkit.io.file import OpenFiles
+from ckptkit.io.pieces import FilePiece, PieceSink, cut_file, new_piece
 from ckptkit.layout import Extent, FileOffset
 
 JOBS = 8  # threads, each with a buffer of one piece

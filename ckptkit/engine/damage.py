@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.errors import CkptError, Corrupt, IOFailure
-from ckptkit.files.crc32 import Checksums, crc32, tell_damage
+from ckptkit.io.crc32 import Checksums, crc32, tell_damage
 from ckptkit.layout import Chunk, Layout
 from ckptkit.layout.plan import plan_bytes
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 
-from ckptkit.files.crc32 import Checksums, crc32
-from ckptkit.files.file import OpenFiles
-from ckptkit.files.path import RemotePath
+from ckptkit.io.crc32 import Checksums, crc32
+from ckptkit.io.file import OpenFiles
+from ckptkit.io.path import RemotePath
 from ckptkit.layout import Chunk, ReadRun
-from ckptkit.tensors.blocks import span_of
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DType
+from ckptkit.layout.blocks import span_of
+from ckptkit.layout.box import Box
+from ckptkit.layout.dtypes import DType
 
 BLOCK_BYTES = 1 << 22
 STEP_BYTES = 1 << 19  # read at once of a local file: they are in a core's cache for the checksum, and for a write

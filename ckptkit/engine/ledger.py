@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.files.crc32 import Checksums
+from ckptkit.io.crc32 import Checksums
 from ckptkit.layout import Chunk, FileOffset, ReadRun
 
 SourcePlace = tuple[int, str, int]  # a source's number in the plan, a file and an offset in it

@@ -13,11 +13,11 @@ import numpy as np
 
 from ckptkit.engine.recipes import FLOAT32, Array, as_stored
 from ckptkit.errors import Mismatch
+from ckptkit.layout.box import Box
+from ckptkit.layout.casting import cast, widener
+from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand
-from ckptkit.pictures.words import count
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.casting import cast, widener
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.words import count
 
 REMAINDERS, COMPLETED = DTYPES["int16"], DTYPES["bfloat16"]
 _HALF = 1 << 15

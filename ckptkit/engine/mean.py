@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckptkit.errors import Unsupported
+from ckptkit.layout.box import Box
+from ckptkit.layout.casting import cast
+from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.casting import cast
-from ckptkit.tensors.dtypes import DTYPES, DType
 
 _WIDE = DTYPES["float64"]
 

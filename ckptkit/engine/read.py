@@ -11,8 +11,8 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Worker, visit
 from ckptkit.layout import Chunk, Layout, StoredTensor
+from ckptkit.layout.box import Box, whole
 from ckptkit.layout.plan import Plan, Recipe, join
-from ckptkit.tensors.box import Box, whole
 
 
 class SharedRuns:

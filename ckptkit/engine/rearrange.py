@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.layout import Chunk, ReadRun
-from ckptkit.tensors.blocks import halve, row_major, span_of
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.casting import cast
-from ckptkit.tensors.dtypes import DType
+from ckptkit.layout.blocks import halve, row_major, span_of
+from ckptkit.layout.box import Box
+from ckptkit.layout.casting import cast
+from ckptkit.layout.dtypes import DType
 
 Array = NDArray[Any]
 Read = Callable[[Chunk, int, memoryview], ReadRun]  # fills a buffer with a chunk's bytes from the given one on

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.layout.box import Box
+from ckptkit.layout.casting import cast
+from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.casting import cast
-from ckptkit.tensors.dtypes import DTYPES, DType
 
 Array = NDArray[Any]
 FLOAT32, FLOAT64 = DTYPES["float32"], DTYPES["float64"]

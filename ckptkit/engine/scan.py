@@ -18,8 +18,8 @@ from ckptkit.engine.blocks import Block
 from ckptkit.engine.gather import BLOCK_BYTES, Gatherer
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.errors import CkptError, Corrupt, Report, ignore
-from ckptkit.files.crc32 import Checksums, crc32
-from ckptkit.files.file import OpenFiles, read_at
+from ckptkit.io.crc32 import Checksums, crc32
+from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.layout import Extent, FileOffset
 from ckptkit.layout.plan import plan_bytes
 

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ckptkit.collector import collector_paused
 from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
 from ckptkit.errors import Corrupt
-from ckptkit.files.crc32 import WAS_CHANGED, tell_damage
+from ckptkit.io.collector import collector_paused
+from ckptkit.io.crc32 import WAS_CHANGED, tell_damage
 from ckptkit.layout import Chunk, FileOffset, ReadRun
+from ckptkit.layout.box import whole
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Copy, Plan, Target, in_order, itself
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES
 
 # Of a run that has other chunks too no more is read than was asked for, unless that is nearly all.
 _NEARLY = 8  # the part that may be missing: one in so many bytes

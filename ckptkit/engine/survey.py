@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.layout import Layout
+from ckptkit.layout.counting import Count, count
 from ckptkit.layout.plan import plan_in_place
-from ckptkit.tensors.counting import Count, count
 
 
 class Tally:

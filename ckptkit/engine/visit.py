@@ -17,11 +17,11 @@ from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.gather import BLOCK_BYTES, Gatherer
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import CkptError
-from ckptkit.files.file import OpenFiles
+from ckptkit.io.file import OpenFiles
 from ckptkit.layout import Chunk, ReadRun
+from ckptkit.layout.box import Box
+from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Plan
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DType
 
 Seen = TypeVar("Seen")
 Pieces = Sequence[Sequence[ReadRun]]  # what was read of each source in one piece

@@ -8,8 +8,8 @@ from pathlib import Path
 from ckptkit.engine.ledger import SourcePlace
 from ckptkit.engine.scan import sum_file
 from ckptkit.errors import Corrupt
-from ckptkit.files.crc32 import RESTORE, Checksums, tell_damage
-from ckptkit.files.file import file_size
+from ckptkit.io.crc32 import RESTORE, Checksums, tell_damage
+from ckptkit.io.file import file_size
 from ckptkit.layout import Extent, Layout
 
 # The most that is read again to complete a file: a header, and bytes that nobody asked for.

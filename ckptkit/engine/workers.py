@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ckptkit.files.path import REMOTE_JOBS, RemotePath
+from ckptkit.io.path import REMOTE_JOBS, RemotePath
 
 Unit = TypeVar("Unit")
 Step = Callable[[Unit], None]

@@ -14,8 +14,8 @@ from typing import NamedTuple, cast
 
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translate_os_errors
-from ckptkit.files.file import names_in
 from ckptkit.formats.protocols import EntryWriter, FormatReader, FormatWriter
+from ckptkit.io.file import names_in
 from ckptkit.layout import Layout
 
 __all__ = [

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt
-from ckptkit.files.file import check_name, read_small
 from ckptkit.formats.json_text import parse_json
+from ckptkit.io.file import check_name, read_small
 from ckptkit.layout import Spec
 
 _LIMIT = 1 << 28  # bytes

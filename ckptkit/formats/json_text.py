@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt
-from ckptkit.files.file import recognize
+from ckptkit.io.file import recognize
 
 
 def parse_json(data: bytes, path: Path) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refuse, translate_os_errors
-from ckptkit.files.file import names_in
+from ckptkit.io.file import names_in
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
 _HEADER = 1 << 15  # bytes, as a header of a file has them

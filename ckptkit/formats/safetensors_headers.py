@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files.file import opening, read_at, recognize
 from ckptkit.formats.json_text import parse_json
+from ckptkit.io.file import opening, read_at, recognize
 from ckptkit.layout import Chunk, Spec
-from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.dtypes import DTYPES, DType
 
 _LIMIT = 100_000_000  # bytes; the safetensors library's own
 _MOST_AXES = 64  # numpy's limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ckptkit.errors import Usage
-from ckptkit.files.stores.hub_errors import MAIN
+from ckptkit.io.stores.hub_errors import MAIN
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.files.file import file_size, opening, read_at
-from ckptkit.files.stores.hub_calls import HubFile
 from ckptkit.hub.transfers import Follow, for_each
-from ckptkit.progress import Told
+from ckptkit.io.file import file_size, opening, read_at
+from ckptkit.io.progress import Told
+from ckptkit.io.stores.hub_calls import HubFile
 
 if TYPE_CHECKING:
     from hashlib import _Hash

@@ -9,11 +9,11 @@ from string import Template
 from typing import Any
 
 from ckptkit.checkpoints.manifest import Manifest
+from ckptkit.checks.inspect import Inspected
 from ckptkit.formats import title_of
-from ckptkit.ops.inspect import Inspected
-from ckptkit.pictures.words import count
 from ckptkit.trainers import step_of
 from ckptkit.version import __version__
+from ckptkit.words import count
 
 NAME = "README.md"
 _CARD = Template("""\

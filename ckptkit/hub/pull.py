@@ -21,23 +21,22 @@ from tqdm.utils import CallbackIOWrapper
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.replaceable import check_replaceable
-from ckptkit.destinations.allocation import check_room, missing_bytes
-from ckptkit.destinations.staging import WORK, Stage
 from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
-from ckptkit.files.file import check_name
-from ckptkit.files.path import to_local
-from ckptkit.files.stores.hub import our_headers
-from ckptkit.files.stores.hub_calls import HubFile, HubRepository, look_up, silent
-from ckptkit.files.stores.hub_errors import talking
 from ckptkit.formats import detect_format
 from ckptkit.hub.client import parse_place
 from ckptkit.hub.digests import differences, sum_all
 from ckptkit.hub.transfers import Bars, Follow, for_each, no_bar
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
-from ckptkit.progress import Told, telling
+from ckptkit.io.allocation import check_room, missing_bytes
+from ckptkit.io.file import check_name
+from ckptkit.io.path import to_local
+from ckptkit.io.progress import Told, telling
+from ckptkit.io.staging import WORK, Stage
+from ckptkit.io.stores.hub import our_headers
+from ckptkit.io.stores.hub_calls import HubFile, HubRepository, look_up, silent
+from ckptkit.io.stores.hub_errors import talking
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
+from ckptkit.words import count, format_bytes
 
 _OF_GIT = (".git*",)
 

@@ -15,10 +15,17 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 from ckptkit.checkpoints.checkpoint import Source, path_of
+from ckptkit.checks.verify import require_sound, size_of, verify_part
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.files.path import RemotePath
-from ckptkit.files.stores.hub import connect
-from ckptkit.files.stores.hub_calls import (
+from ckptkit.hub.client import parse_place
+from ckptkit.hub.digests import Content, differences, sum_all
+from ckptkit.hub.model_card import NAME as CARD
+from ckptkit.hub.selection import Selection, select_files
+from ckptkit.hub.transfers import Bars, Follow, FollowedReader, for_each, no_bar
+from ckptkit.io.path import RemotePath
+from ckptkit.io.progress import Told, telling
+from ckptkit.io.stores.hub import connect
+from ckptkit.io.stores.hub_calls import (
     HubRepository,
     create_branch,
     create_repository,
@@ -27,18 +34,10 @@ from ckptkit.files.stores.hub_calls import (
     require_token,
     silent,
 )
-from ckptkit.files.stores.hub_errors import MAIN, page_of, talking
-from ckptkit.hub.client import parse_place
-from ckptkit.hub.digests import Content, differences, sum_all
-from ckptkit.hub.model_card import NAME as CARD
-from ckptkit.hub.selection import Selection, select_files
-from ckptkit.hub.transfers import Bars, Follow, FollowedReader, for_each, no_bar
-from ckptkit.ops.verify import require_sound, size_of, verify_part
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
-from ckptkit.progress import Told, telling
+from ckptkit.io.stores.hub_errors import MAIN, page_of, talking
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
+from ckptkit.words import count, format_bytes
 
 _DAMAGED = "push it again; if that does not help, remove the file on the Hub first"
 

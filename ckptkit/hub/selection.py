@@ -10,17 +10,17 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
+from ckptkit.checks.inspect import inspect
+from ckptkit.checks.own_files import OwnFiles
 from ckptkit.errors import Usage
-from ckptkit.files.file import children
-from ckptkit.files.local import is_strange_link
 from ckptkit.formats import FormatReader
 from ckptkit.hub.digests import Content, size_of
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
+from ckptkit.io.file import children
+from ckptkit.io.local import is_strange_link
 from ckptkit.layout import Layout
 from ckptkit.models.companions import read_companions
-from ckptkit.ops.inspect import inspect
-from ckptkit.ops.own_files import OwnFiles
 from ckptkit.trainers.ckptkit import TRAINING
 
 _OF_TRAINING = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 
 from ckptkit.engine.workers import Step, work
-from ckptkit.progress import Progress, Told
+from ckptkit.io.progress import Progress, Told
 
 Follow = Callable[[int], None]  # told of the position in a file that was reached
 Bars = Callable[[str], AbstractContextManager[Progress]]  # shows the progress of a stage of the work, by its name

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.errors import CkptError
 from ckptkit.formats.safetensors_headers import SPELLINGS
-from ckptkit.ops.hub_model import HubModel
-from ckptkit.ops.open import LazyTensor
-from ckptkit.tensors.views import Index
+from ckptkit.layout.views import Index
+from ckptkit.storage.hub_model import HubModel
+from ckptkit.storage.open import LazyTensor
 
 if TYPE_CHECKING:
     import torch

@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.files.path import to_local
 from ckptkit.formats import unpack
+from ckptkit.io.path import to_local
 from ckptkit.layout import Layout
-from ckptkit.ops.open import LazyCheckpoint
 from ckptkit.runs.deletion import delete, deleting
 from ckptkit.runs.keeper import find_holds
 from ckptkit.storage.entries import find_archive, read_value
+from ckptkit.storage.open import LazyCheckpoint
 from ckptkit.storage.ranks import translate
 from ckptkit.storage.writer import Writer
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from ckptkit.files.crc32 import crc32
+from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Layout
 
 if TYPE_CHECKING:

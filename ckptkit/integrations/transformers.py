@@ -26,7 +26,7 @@ from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported, and_more
 from ckptkit.integrations.lazy_state_dict import LazyStateDict, lazy_state_dict
 from ckptkit.models.companions import CONFIG
 from ckptkit.models.transformers_model import class_of
-from ckptkit.ops.hub_model import HubModel
+from ckptkit.storage.hub_model import HubModel
 
 __all__ = ["CkptkitCallback", "lazy_state_dict", "load"]
 

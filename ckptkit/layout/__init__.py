@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
-from ckptkit.tensors.box import Box, Shape, find_gap, find_outside, find_overlap, whole
-from ckptkit.tensors.dtypes import DType
+from ckptkit.layout.box import Box, Shape, find_gap, find_outside, find_overlap, whole
+from ckptkit.layout.dtypes import DType
 
 OWN = "own_state"  # the key above `rank_N` and what this rank has for itself
 KeyPath = tuple[str | int, ...]

@@ -13,9 +13,9 @@ from math import prod
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Chunk, Spec, Splits, StoredTensor
-from ckptkit.tensors.blocks import row_major
-from ckptkit.tensors.box import Box, Shape, intersect
-from ckptkit.tensors.flat_ranges import boxes_of_range
+from ckptkit.layout.blocks import row_major
+from ckptkit.layout.box import Box, Shape, intersect
+from ckptkit.layout.flat_ranges import boxes_of_range
 
 _MOST_CHUNKS = 1 << 20  # of one tensor
 

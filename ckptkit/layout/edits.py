@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor
-from ckptkit.tensors.dtypes import DType
+from ckptkit.layout.dtypes import DType
 
 
 def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:

@@ -17,8 +17,8 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.pictures.words import count
-from ckptkit.tensors.box import Shape
+from ckptkit.layout.box import Shape
+from ckptkit.words import count
 
 Key = TypeVar("Key", bound=Hashable)
 Size = Shape | int

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.layout import Blob, Chunk, FileOffset, Layout, Spec, StoredTensor
 from ckptkit.layout.axes import resplit, unsplit
-from ckptkit.tensors.box import Box, BoxIndex, whole
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.layout.box import Box, BoxIndex, whole
+from ckptkit.layout.dtypes import DTYPES, DType
 
 Region = Callable[[Box], Box]
 

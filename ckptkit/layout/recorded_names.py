@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout.matching import KEEP_NUMBERS, Size, as_text
-from ckptkit.names.wrappers import DDP, own_name, unwrapped, without_ddp
+from ckptkit.layout.wrappers import DDP, own_name, unwrapped, without_ddp
 
 PARAM_NAMES = "param_names"
 

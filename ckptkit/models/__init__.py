@@ -1,1 +1,1 @@
-"""What a config.json describes: parameters, shapes, ties, linear layers, and the other small files of a model."""
+"""What a config.json describes, and what the tensors of a model are called."""

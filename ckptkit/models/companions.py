@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, translate_os_errors
-from ckptkit.files.file import children, read_small
-from ckptkit.files.local import is_strange_link
-from ckptkit.files.path import hint_on_id, is_model_id, to_model_path, to_path
-from ckptkit.files.stores.hub import downloading
 from ckptkit.formats.json_text import parse_json
+from ckptkit.io.file import children, read_small
+from ckptkit.io.local import is_strange_link
+from ckptkit.io.path import hint_on_id, is_model_id, to_model_path, to_path
+from ckptkit.io.stores.hub import downloading
 from ckptkit.layout import Spec
 from ckptkit.trainers import companion_folders, config_of, step_of
 from ckptkit.trainers.trainer import ConfigOf

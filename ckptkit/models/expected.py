@@ -14,10 +14,10 @@ from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Unsupported
+from ckptkit.layout.box import Shape
 from ckptkit.models.known_types import EMBEDDING, HEAD, Table, find_table
 from ckptkit.models.transformers_model import MetaModel, find_meta_model, linear_modules, llama_sizes
 from ckptkit.models.transformers_table import to_disk, transforms_of
-from ckptkit.tensors.box import Shape
 
 AskBase = Callable[[], frozenset[str] | None] | None
 

@@ -12,12 +12,12 @@ from ckptkit.engine.compare import compare
 from ckptkit.errors import Caution, Mismatch, Unsupported
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, edits
+from ckptkit.layout.renames import find_prefix_rule
 from ckptkit.models.companions import Companions
 from ckptkit.models.expected import Form, form_or_reason
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
-from ckptkit.names.renames import find_prefix_rule
-from ckptkit.pictures.words import count
 from ckptkit.trainers.trainer import ConfigOf
+from ckptkit.words import count
 
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ckptkit.errors import Unsupported
-from ckptkit.tensors.box import Shape
+from ckptkit.layout.box import Shape
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CAUSAL = "ForCausalLM"  # how the names of classes end that have such a head

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-from ckptkit.pictures.words import count
+from ckptkit.words import count
 
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 _SECTIONS = ("text_config", "mtp_config")  # of config.json, and of its text_config

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckptkit.errors import Caution, Mismatch, Unsupported, and_more
+from ckptkit.layout.box import Shape
 from ckptkit.models.expected import Form, closest, forms_for
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.transformers_model import classes_of
-from ckptkit.pictures.words import count
-from ckptkit.tensors.box import Shape
+from ckptkit.words import count
 
 Config = Mapping[str, Any]
 # heads of transformers' classes, and heads for values, which libraries of RLHF put beside a causal model: source of

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.errors import Unsupported
-from ckptkit.tensors.box import Shape
+from ckptkit.layout.box import Shape
 
 OLDEST = (5, 16)  # that the tests pass with; pyproject.toml has it too
 # what would be a hint to load code, or change the tensors in ways that no table of names tells

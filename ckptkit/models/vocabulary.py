@@ -13,8 +13,8 @@ from typing import Any
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
+from ckptkit.layout.box import Shape, whole
 from ckptkit.models.expected import AskBase, forms_for
-from ckptkit.tensors.box import Shape, whole
 
 # every family's names of what has a row for each token
 _ROWS = re.compile(

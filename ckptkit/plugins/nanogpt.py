@@ -6,11 +6,11 @@ there are no biases, which a GPT-2 has: such a model has no form on the Hub.
 
 from __future__ import annotations
 
-from ckptkit.names.family import Family
-from ckptkit.names.rule import Rule
-from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import SwappedAxes, TensorStep
-from ckptkit.tensors.box import Shape
+from ckptkit.layout.box import Shape
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.rule import Rule
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import SwappedAxes, TensorStep
 
 _TYPES = ("gpt2",)
 _MATRICES = tuple(f"h.{{layer}}.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))

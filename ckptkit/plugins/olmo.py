@@ -7,11 +7,11 @@ norms are greater by one there than on the Hub: these would have to be computed,
 
 from __future__ import annotations
 
-from ckptkit.names.family import Family
-from ckptkit.names.moe import LAYER, experts_of
-from ckptkit.names.rule import Rule, with_bias
-from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import FlatFront, SwappedAxes
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.moe import LAYER, experts_of
+from ckptkit.models.names.rule import Rule, with_bias
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import FlatFront, SwappedAxes
 
 _BEFORE = ("llama", "qwen2", "qwen3")
 _BEHIND = ("olmo2", "olmo3", "flex_olmo")

@@ -11,8 +11,8 @@ from ckptkit import trainers
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.evidence import read_number
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported
-from ckptkit.files.file import folders
 from ckptkit.formats.archives.values import load_value
+from ckptkit.io.file import folders
 from ckptkit.layout import KeyPath
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ckptkit.destinations.exchange import lock_path
 from ckptkit.errors import Occupied, translate_os_errors
-from ckptkit.files.file import children
-from ckptkit.files.joined import roots_of
-from ckptkit.files.locks import acquire, is_locked, release
-from ckptkit.files.system import again
-from ckptkit.files.trees import remove, sync_path
+from ckptkit.io.exchange import lock_path
+from ckptkit.io.file import children
+from ckptkit.io.joined import roots_of
+from ckptkit.io.locks import acquire, is_locked, release
+from ckptkit.io.system import again
+from ckptkit.io.trees import remove, sync_path
 from ckptkit.trainers import may_be_step_name
 
 _LEAVING = ".leaving"  # ends the hidden name of a checkpoint that is being deleted

@@ -9,8 +9,8 @@ from typing import Protocol, cast
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.entry_points import load
 from ckptkit.errors import Usage
-from ckptkit.files.joined import JoinedPath, joined, roots_of
-from ckptkit.files.path import RemotePath, to_place
+from ckptkit.io.joined import JoinedPath, joined, roots_of
+from ckptkit.io.path import RemotePath, to_place
 
 _LOCAL = "ckptkit.runs.local_keeper:LocalKeeper"
 

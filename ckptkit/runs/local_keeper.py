@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.destinations.staging import clear_dead
 from ckptkit.errors import translate_os_errors
-from ckptkit.files.joined import roots_of
+from ckptkit.io.joined import roots_of
+from ckptkit.io.staging import clear_dead
 from ckptkit.runs import watches
 from ckptkit.runs.complete import require_complete
 from ckptkit.runs.deletion import delete, deleting, is_being_written

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 
 from ckptkit.errors import Unsafe, translate_os_errors
-from ckptkit.files.file import children
-from ckptkit.files.system import again, close
-from ckptkit.files.trees import sync_path
+from ckptkit.io.file import children
+from ckptkit.io.system import again, close
+from ckptkit.io.trees import sync_path
 
 FOLDER = ".pins"
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.files.file import read_small
+from ckptkit.io.file import read_small
 from ckptkit.runs.keeper import find_holds
-from ckptkit.runs.run import RunFolder
 from ckptkit.trainers import metrics_files
 
 

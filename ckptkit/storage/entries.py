@@ -18,9 +18,9 @@ import torch
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.archives.zip_entries import check_contents
+from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Blob, Layout
 from ckptkit.storage.numpy_values import STAND_INS
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.errors import Unsupported
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.layout.box import Box
+from ckptkit.layout.dtypes import DTYPES, DType
 
 # Every dtype moves as a plain one of its size: torch copies, slices and views those, and not all of the others.
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ckptkit.engine.gather import BLOCK_BYTES
-from ckptkit.files.crc32 import part_sum
-from ckptkit.files.file import OpenFiles
+from ckptkit.io.crc32 import part_sum
+from ckptkit.io.file import OpenFiles
 from ckptkit.layout import Chunk, FileOffset, StoredTensor
+from ckptkit.layout.blocks import cut, row_major
+from ckptkit.layout.box import Box, BoxIndex
 from ckptkit.storage.memory import make_buffer, part_of, take
-from ckptkit.tensors.blocks import cut, row_major
-from ckptkit.tensors.box import Box, BoxIndex
 
 
 class PieceWriter:

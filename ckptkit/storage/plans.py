@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, check_cover
+from ckptkit.layout.box import Box
+from ckptkit.layout.dtypes import DType
 from ckptkit.storage.memory import find_dtype
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DType
 
 
 def require_collectives(options: Mapping[str, Any]) -> None:

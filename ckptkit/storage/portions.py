@@ -14,12 +14,12 @@ from pathlib import Path
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckptkit.checkpoints.seal import read_made, seal, write_manifest
-from ckptkit.destinations.allocation import write_parts
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
-from ckptkit.files.crc32 import whole_crc32
 from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate
+from ckptkit.io.allocation import write_parts
+from ckptkit.io.crc32 import whole_crc32
 from ckptkit.layout import Blob, Extent, FileOffset, KeyPath, Layout, NewFile, WriterOptions, edits
-from ckptkit.names.weights import find_model_key, keys_below, training_state
+from ckptkit.models.names.weights import find_model_key, keys_below, training_state
 from ckptkit.trainers.ckptkit import TRAINING
 
 _BESIDE = "dcp"  # the format of `training`

@@ -34,20 +34,20 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage
-from ckptkit.files.path import to_path
 from ckptkit.formats import locate, unpack
+from ckptkit.io.path import to_path
 from ckptkit.layout import OWN, Chunk, KeyPath, Layout, Spec, StoredTensor, edits, plain_key
+from ckptkit.layout.box import Box
+from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Plan, make_plan, needed
 from ckptkit.models.fit import restore_tied
-from ckptkit.names import KEEP, check_names
-from ckptkit.names.naming import AskedNames, name_training
-from ckptkit.quantized.require_plain import require_plain
+from ckptkit.models.names import KEEP, check_names
+from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.state.quantized.require_plain import require_plain
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
 from ckptkit.storage.terms import ERROR, IGNORE, WARN, LoadTerms, PlannerEntries
 from ckptkit.storage.ties import find_tied, require_equal
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DType
 
 
 class LayoutReader(StorageReader):

@@ -24,17 +24,17 @@ from torch.futures import Future
 
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.checkpoints.seal import create_files, read_made
-from ckptkit.conversion.options import DEFAULT_SHARD_SIZE
-from ckptkit.destinations.allocation import check_room, create_file
-from ckptkit.destinations.exchange import staging_path
-from ckptkit.destinations.staging import Stage
 from ckptkit.errors import CkptError, Mismatch, Unsupported
-from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import OpenFiles
-from ckptkit.files.path import to_local
-from ckptkit.files.trees import sync_path
 from ckptkit.formats import EntryWriter, get_writer, locate
+from ckptkit.io.allocation import check_room, create_file
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.exchange import staging_path
+from ckptkit.io.file import OpenFiles
+from ckptkit.io.path import to_local
+from ckptkit.io.staging import Stage
+from ckptkit.io.trees import sync_path
 from ckptkit.layout import Blob, KeyPath, StoredTensor, WriterOptions
+from ckptkit.state.options import DEFAULT_SHARD_SIZE
 from ckptkit.storage.pieces import PieceWriter
 from ckptkit.storage.plans import (
     describe_item,

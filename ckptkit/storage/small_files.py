@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ckptkit.errors import Usage
-from ckptkit.files.file import check_name, read_small
+from ckptkit.io.file import check_name, read_small
 from ckptkit.models.companions import dump_config
 
 _LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million

@@ -26,13 +26,8 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, Manifest
 from ckptkit.checkpoints.replaceable import marks_in
-from ckptkit.destinations.destination import Destination
-from ckptkit.destinations.stores import open_destination, require_shared, to_destination
-from ckptkit.destinations.stream import FileStream
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage
-from ckptkit.files.crc32 import combine, crc32
-from ckptkit.files.path import RemotePath
 from ckptkit.formats.dcp.rank_files import (
     METADATA,
     ShardItem,
@@ -44,12 +39,17 @@ from ckptkit.formats.dcp.rank_files import (
     sum_items,
     tensors_file,
 )
+from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.destination import Destination
+from ckptkit.io.destinations import open_destination, require_shared, to_destination
+from ckptkit.io.path import RemotePath
+from ckptkit.io.stream import FileStream
 from ckptkit.layout import Blob, Layout
+from ckptkit.layout.blocks import cut
+from ckptkit.layout.box import whole
 from ckptkit.storage.memory import make_buffer, part_of, take
 from ckptkit.storage.plans import describe_item, plan_layout, require_collectives, resolve_tensor, without_gaps
 from ckptkit.storage.small_files import SmallFile, to_bytes
-from ckptkit.tensors.blocks import cut
-from ckptkit.tensors.box import whole
 
 FORMAT = "dcp"
 _MARKS = (MANIFEST, METADATA)

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from ckptkit.checkpoints.optimizers.missing_states import FIRST_ZERO
 from ckptkit.errors import Mismatch, Usage, and_more
 from ckptkit.layout import KeyPath, Spec
-from ckptkit.optimizers.missing_states import FIRST_ZERO
-from ckptkit.pictures.words import count
 from ckptkit.storage.ties import local_parts
+from ckptkit.words import count
 
 ERROR, KEEP, ZERO, ALLOW, WARN, IGNORE = "error", "keep", "zero", "allow", "warn", "ignore"
 _MOST = 8  # names in a message

@@ -11,8 +11,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import Mismatch
+from ckptkit.layout.box import whole
 from ckptkit.storage.memory import part_of
-from ckptkit.tensors.box import whole
 
 
 def find_tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:

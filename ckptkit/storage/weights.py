@@ -15,17 +15,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import Layout
-from ckptkit.names import HUB, KEEP, family_of
-from ckptkit.names.between_families import choose_family
-from ckptkit.names.naming import AskedNames, name_weights
-from ckptkit.names.sizes import Sizes
-from ckptkit.pictures.words import count
-from ckptkit.quantized.require_plain import require_plain
+from ckptkit.layout.box import Shape
+from ckptkit.models.names import HUB, KEEP, family_of
+from ckptkit.models.names.between_families import choose_family
+from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.state.quantized.require_plain import require_plain
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
 from ckptkit.storage.terms import ERROR, IGNORE, LoadTerms
 from ckptkit.storage.ties import find_tied, identify, require_equal
-from ckptkit.tensors.box import Shape
+from ckptkit.words import count
 
 
 def load_weights(

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptkit.conversion.options import DEFAULT_SHARD_SIZE
-from ckptkit.destinations.stores import require_shared, to_destination
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.files.path import RemotePath
+from ckptkit.io.destinations import require_shared, to_destination
+from ckptkit.io.path import RemotePath
+from ckptkit.state.options import DEFAULT_SHARD_SIZE
 from ckptkit.storage.room_writer import StagedWriter
 from ckptkit.storage.small_files import SmallFile
 from ckptkit.storage.store_writer import FORMAT, StoreWriter

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptkit import trainers
 from ckptkit.errors import Corrupt, Unsafe, translate_os_errors
-from ckptkit.files.file import children, entry_of, read_small
+from ckptkit.io.file import children, entry_of, read_small
 from ckptkit.trainers import step_of
 
 _LIMIT = 1 << 10  # bytes

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from ckptkit.errors import Usage, translate_os_errors
-from ckptkit.files.file import read_small
-from ckptkit.files.path import RemotePath, to_path
+from ckptkit.io.file import read_small
+from ckptkit.io.path import RemotePath, to_path
 from ckptkit.settings import Setting, settings_of
 from ckptkit.training.models.config import require_at_least
 from ckptkit.training.places import look_again, require_storable

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.destinations.stores import require_shared
 from ckptkit.errors import Usage
-from ckptkit.files.path import RemotePath
+from ckptkit.io.destinations import require_shared
+from ckptkit.io.path import RemotePath
 
 _IN_STORES = ("sharded", "adapter")  # state dicts
 

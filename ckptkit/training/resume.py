@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
-from ckptkit.destinations.exchange import move_into_place
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
-from ckptkit.files.path import RemotePath, to_path
-from ckptkit.runs.run import RunFolder
+from ckptkit.io.exchange import move_into_place
+from ckptkit.io.path import RemotePath, to_path
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.places import look_again
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ckptkit.destinations.small_files import open_small_files
-from ckptkit.destinations.staging import publish
 from ckptkit.errors import translate_os_errors
-from ckptkit.files.file import opening, read_at
-from ckptkit.files.path import RemotePath
+from ckptkit.io.file import opening, read_at
+from ckptkit.io.path import RemotePath
+from ckptkit.io.small_files import open_small_files
+from ckptkit.io.staging import publish
 from ckptkit.training.places import look_again
 
 _PROBE = ".ckptkit-probe"

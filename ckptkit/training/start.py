@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.run import local_folder
 from ckptkit.errors import Mismatch, Usage, translate_os_errors
-from ckptkit.files.file import read_small
-from ckptkit.files.path import RemotePath
-from ckptkit.runs.run import local_folder
+from ckptkit.io.file import read_small
+from ckptkit.io.path import RemotePath
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.data.corpus import open_corpus

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.destinations.stores import to_destination
-from ckptkit.files.path import to_path
-from ckptkit.runs.run import RunFolder
+from ckptkit.checkpoints.run import RunFolder
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.path import to_path
 from ckptkit.training import loop
 from ckptkit.training.config import TrainConfig, find_settings, read_settings
 from ckptkit.training.launch import launch

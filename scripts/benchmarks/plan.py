@@ -8,9 +8,9 @@ from statistics import median
 
 from ckptkit.engine.blocks import blocks
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, check_cover
+from ckptkit.layout.box import Box
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import make_plan
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DTYPES
 from scripts.markdown import paragraph, table
 
 RANKS, ROWS, COLUMNS = 1000, 8, 64

@@ -21,17 +21,17 @@ from itertools import chain
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.conversion.draft import Draft
-from ckptkit.conversion.made_files import plan
-from ckptkit.conversion.options import ConvertOptions
 from ckptkit.engine.shares import Share
-from ckptkit.files.crc32 import crc32
 from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, deal, end_of
 from ckptkit.formats.dcp.write_metadata import record
+from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Chunk, Layout, NewFile, Patch, Spec, StoredTensor
-from ckptkit.names.weights import find_weights
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.box import whole
+from ckptkit.layout.dtypes import DTYPES
+from ckptkit.models.names.weights import find_weights
+from ckptkit.state.draft import Draft
+from ckptkit.state.made_files import plan
+from ckptkit.state.options import ConvertOptions
 from scripts.benchmarks import shapes
 
 WIDTHS = {"hidden": 16384, "inner": 53248, "keys": 8 * 128, "vocabulary": 128256}  # of Llama 3.1 405B

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ckptkit.formats.dcp.shards import ShardItem, append, cut_rows, wrap_chunk
 from ckptkit.layout import Layout, Spec
-from ckptkit.tensors.box import Box, Shape, whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.dtypes import DTYPES
 from scripts.benchmarks import scale_steps, trillion
 
 _DTYPES = {"BF16": DTYPES["bfloat16"], "F32": DTYPES["float32"]}

@@ -17,9 +17,9 @@ from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, Tr
 from ckptkit.adapters.merged_blocks import ChangeStep, Directed, Merge, Rows, ScaledAddition
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.layout.box import Box, whole
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Operand, Region, make_plan, same
-from ckptkit.tensors.box import Box, whole
-from ckptkit.tensors.dtypes import DTYPES
 from tests.execute import execute
 from tests.raw import Files, allocated, contents
 from tests.strategies import tilings

@@ -10,9 +10,9 @@ from ckptkit.adapters.find import Adapted, find_adapters
 from ckptkit.adapters.names import WRAPPER, base_name, read_entry
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.names.wrappers import may_be_adapted
-from ckptkit.tensors.box import Shape, whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.box import Shape, whole
+from ckptkit.layout.dtypes import DTYPES
+from ckptkit.layout.wrappers import may_be_adapted
 
 LAYER = "model.layers.0"
 TRAINED = {

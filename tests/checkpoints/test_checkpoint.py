@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.runs.run import RunFolder
 from ckptkit.trainers import is_epoch, step_of
 from tests import producers
 from tests.conftest import Produce

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 import ckptkit
 from ckptkit import storage
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, IOFailure, Unsupported
-from ckptkit.runs.run import RunFolder
 from tests.command import ckptkit as cli
 from tests.producers import Oddments, save_alone, spawn
 

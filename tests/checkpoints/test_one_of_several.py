@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.errors import CkptError
-from ckptkit.files.sets import find_set
+from ckptkit.io.sets import find_set
 
 WEIGHT = torch.arange(32.0).reshape(8, 4)
 SETS = {

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checks.stats import stats
 from ckptkit.errors import Corrupt
-from ckptkit.ops.stats import stats
 from tests.producers import save_alone
 
 

@@ -15,8 +15,8 @@ from ckptkit.checkpoints.seal import create_files, read_made, seal, write_manife
 from ckptkit.errors import Mismatch
 from ckptkit.formats import get_writer, locate
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, WriterOptions
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.box import whole
+from ckptkit.layout.dtypes import DTYPES
 
 _FLOAT = DTYPES["float32"]
 _NUMBERS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float32), "none": np.ones(0, "f4")}

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.destinations.s3 import encode_crc
-from ckptkit.files.crc32 import crc32
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.s3_destination import encode_crc
 from tests.command import ckptkit as cli
 from tests.destinations.test_s3 import PART, Place, moto, place, simple, small_parts, source
 from tests.s3 import forget

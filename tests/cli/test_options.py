@@ -10,8 +10,8 @@ import pytest
 from typer.main import get_command
 
 from ckptkit.cli.commands import COMMANDS, OPTION_SYNONYMS, SYNONYMS, app, make_command
-from ckptkit.conversion.options import ConvertOptions
 from ckptkit.settings import Setting, settings_of
+from ckptkit.state.options import ConvertOptions
 from ckptkit.training.config import settings as settings_of_training
 
 COMMAND: Any = get_command(app)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.ops.diff import diff
-from ckptkit.ops.ls import ls
-from ckptkit.ops.verify import verify
+from ckptkit.checks.diff import diff
+from ckptkit.checks.verify import verify
+from ckptkit.runs.ls import ls
 
 PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
 TRAIN, EXPORT, TORCHRUN = re.findall(r"^```bash\n(#!/bin/bash\n.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -55,19 +55,19 @@ def test_help_has_an_example_and_exit_codes_and_loads_no_other_command(command: 
 @pytest.mark.parametrize("producer", [producers.fsdp2, producers.hf_shards], ids=lambda producer: producer.__name__)
 def test_a_small_checkpoint_is_inspected_with_little(producer: producers.Producer, produce: Produce) -> None:
     imported = imported_by("inspect", produce(producer).root, "--tensors")
-    assert "ckptkit.ops.inspect" in imported
+    assert "ckptkit.checks.inspect" in imported
     assert not imported & {
         "ckptkit.layout.plan",
-        "ckptkit.destinations.staging",
+        "ckptkit.io.staging",
         "ckptkit.cli.shard_map",
-        "ckptkit.pictures.shards",
+        "ckptkit.cli.pictures.shards",
     }
     assert not imported & HEAVY
-    assert not any(name.startswith(("ckptkit.engine.", "ckptkit.conversion.")) for name in imported)
+    assert not any(name.startswith(("ckptkit.engine.", "ckptkit.state.")) for name in imported)
 
 
 def test_options_with_values_need_no_pydantic(produce: Produce) -> None:
     options = ["--jobs", "2", "--include", "model.*", "--max-shard-size", "1GB", "--to", "hf"]
     imported = imported_by("convert", produce(producers.fsdp2).root, "out", *options, "--dry-run")
-    assert "ckptkit.ops.convert" in imported
+    assert "ckptkit.conversion.convert" in imported
     assert "pydantic" not in imported

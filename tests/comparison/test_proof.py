@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ckptkit import consolidate, convert, reshard
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.comparison.differences import Diff
+from ckptkit.checks.differences import Diff
+from ckptkit.checks.verify import Verified, verify
 from ckptkit.errors import Corrupt
 from ckptkit.formats import locate
-from ckptkit.ops.verify import Verified, verify
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import Producer

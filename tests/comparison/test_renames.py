@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.comparison.renames import find_renames
+from ckptkit.checks.renames import find_renames
 from ckptkit.layout import Layout, edits
-from ckptkit.names.renames import Explained, explain
+from ckptkit.layout.renames import Explained, explain
 
 
 def layout(path: Path, **tensors: Tensor) -> Layout:

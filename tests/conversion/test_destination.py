@@ -11,8 +11,8 @@ import torch
 
 import ckptkit
 from ckptkit import Checkpoint, consolidate, convert, reshard, verify
+from ckptkit.checks.diff import diff
 from ckptkit.errors import CkptError, Unsafe
-from ckptkit.ops.diff import diff
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import counted, save_alone

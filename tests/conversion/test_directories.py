@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.conversion.directories import files_beside, own_files
+from ckptkit.state.directories import files_beside, own_files
 from tests import producers
 from tests.conftest import Produce
 

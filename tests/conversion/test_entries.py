@@ -15,9 +15,9 @@ from torch import nn
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.conversion.draft import Entries
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.names.weights import TRAINING, UNKNOWN, VALUE
+from ckptkit.models.names.weights import TRAINING, UNKNOWN, VALUE
+from ckptkit.state.draft import Entries
 from tests import producers
 from tests.command import ckptkit as run
 from tests.conftest import Produce

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit import consolidate, convert, reshard
-from ckptkit.conversion.options import ConvertOptions, Keywords
 from ckptkit.errors import Usage
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
+from ckptkit.state.options import ConvertOptions, Keywords
 
 
 def test_the_functions_take_what_the_dataclass_has() -> None:

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from ckptkit import average, consolidate, convert, finalize, reshard
-from ckptkit.destinations.exchange import staging_path
-from ckptkit.destinations.staging import Stage, read_key
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
+from ckptkit.io.exchange import staging_path
+from ckptkit.io.staging import Stage, read_key
 from tests import command, producers
 from tests.conftest import Produce
 from tests.producers import save_alone

@@ -8,8 +8,8 @@ import pytest
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.conversion import sampling
 from ckptkit.errors import Corrupt
+from ckptkit.state import sampling
 from tests.producers import counted, save_alone
 
 

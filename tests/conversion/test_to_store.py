@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 import ckptkit
-from ckptkit.destinations import pieces
 from ckptkit.errors import Corrupt, Incomplete, IOFailure, NotACheckpoint, Occupied, Unsupported
+from ckptkit.io import pieces
 from tests.conftest import Some
 from tests.destinations.test_s3 import CLAIM, PART, Place, make_place
 from tests.s3 import S3, forget, serve_moto

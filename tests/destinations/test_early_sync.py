@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.destinations.early_sync import early_sync
 from ckptkit.errors import IOFailure
+from ckptkit.io.early_sync import early_sync
 
 
 @pytest.fixture(autouse=True)
 def _two_bytes_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.destinations.early_sync._ENOUGH", 2)
+    monkeypatch.setattr("ckptkit.io.early_sync._ENOUGH", 2)
 
 
 def wait_for_sync(pipe: Path) -> None:

@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptkit
 from ckptkit.errors import CkptError, IOFailure, NoRoom, NotACheckpoint, Occupied, Unsupported, Usage
-from ckptkit.files.path import RemotePath
-from ckptkit.files.stores import open_store
+from ckptkit.io.path import RemotePath
+from ckptkit.io.stores import open_store
 from ckptkit.storage import Writer
 from tests.conftest import Some
 from tests.conversion.test_to_store import WAYS, bytes_in

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.destinations import pieces
-from ckptkit.destinations.assembly import Assembly, Gap
-from ckptkit.destinations.in_order import Turns
-from ckptkit.destinations.pieces import FilePiece, cut_file
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, IOFailure
-from ckptkit.files.crc32 import crc32
+from ckptkit.io import pieces
+from ckptkit.io.assembly import Assembly, Gap
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.in_order import Turns
+from ckptkit.io.pieces import FilePiece, cut_file
 
 _ENOUGH = 60  # seconds, after which a thread that waits is taken for one that waits forever
 

@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 
 import ckptkit
 import ckptkit.storage
-from ckptkit.destinations import pieces
-from ckptkit.destinations.pieces import PART_BYTES, cut_file
-from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Unsupported, Usage
-from ckptkit.files.crc32 import crc32
-from ckptkit.files.path import RemotePath
+from ckptkit.io import pieces
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.path import RemotePath
+from ckptkit.io.pieces import PART_BYTES, cut_file
 from ckptkit.plugins.object_stores.calls import connect
 from ckptkit.plugins.object_stores.destination import ObjectDestination
 from ckptkit.training.launch import launch

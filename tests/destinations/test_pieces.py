@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptkit.destinations.pieces import PART_BYTES, cut_file, is_large, piece_bytes
+from ckptkit.io.pieces import PART_BYTES, cut_file, is_large, piece_bytes
 
 _MIB, _TIB = 1 << 20, 1 << 40
 

@@ -27,14 +27,14 @@ from typer.testing import CliRunner
 
 import ckptkit
 from ckptkit.cli.commands import app
-from ckptkit.destinations import pieces
-from ckptkit.destinations.pieces import PART_BYTES as LARGE
-from ckptkit.destinations.pieces import cut_file, new_piece
-from ckptkit.destinations.s3 import S3Destination
-from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage
-from ckptkit.files.crc32 import crc32
-from ckptkit.files.path import RemotePath
+from ckptkit.io import pieces
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.path import RemotePath
+from ckptkit.io.pieces import PART_BYTES as LARGE
+from ckptkit.io.pieces import cut_file, new_piece
+from ckptkit.io.s3_destination import S3Destination
 from tests.command import ckptkit as cli
 from tests.conftest import Some
 from tests.s3 import S3, Request, forget, serve_moto
@@ -45,7 +45,7 @@ PART = 1 << 20  # bytes of a part, so that a small checkpoint has some: the smal
 _NUMBERS = count()
 _COMMAND = f"""
 from ckptkit.cli import main
-from ckptkit.destinations import pieces
+from ckptkit.io import pieces
 pieces.PART_BYTES = {PART}
 main()
 """

@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.destinations.pieces import PART_BYTES, cut_file
-from ckptkit.destinations.s3 import S3Destination
-from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.files.crc32 import crc32
-from ckptkit.files.path import RemotePath
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.path import RemotePath
+from ckptkit.io.pieces import PART_BYTES, cut_file
+from ckptkit.io.s3_destination import S3Destination
 from tests.destinations.test_s3 import CLAIM, Place, make_place
 from tests.s3 import S3, find_weed, forget, serve_weed
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.destinations.allocation import check_room, create_file, write_file
-from ckptkit.destinations.exchange import aside_path, lock_path, staging_path
-from ckptkit.destinations.staging import Stage, clear_dead
 from ckptkit.errors import CkptError, NoRoom, Occupied, Unsafe
+from ckptkit.io.allocation import check_room, create_file, write_file
+from ckptkit.io.exchange import aside_path, lock_path, staging_path
+from ckptkit.io.staging import Stage, clear_dead
 
 
 @contextmanager

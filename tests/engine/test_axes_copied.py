@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Spec, StoredTensor, axes
+from ckptkit.layout.box import Box
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import make_plan
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DTYPES
 from tests.execute import execute
 from tests.raw import Files, allocated, contents
 from tests.strategies import tilings

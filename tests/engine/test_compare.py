@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from ckptkit.engine.compare import compare, fingerprints
 from ckptkit.errors import Corrupt
-from ckptkit.files.local import LocalFile
+from ckptkit.io.local import LocalFile
 from ckptkit.layout import Layout, Spec, StoredTensor
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.distance import Tolerance
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.layout.box import whole
+from ckptkit.layout.distance import Tolerance
+from ckptkit.layout.dtypes import DTYPES, DType
 from tests.raw import Files, Numbers
 from tests.strategies import shapes, tilings
 
@@ -145,7 +145,7 @@ def test_bytes_that_are_missing_name_the_tensor(tmp_path: Path, side: str) -> No
 def test_equal_layouts_need_no_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = np.arange(200, dtype=np.float32)
     layouts = pair(tmp_path, numbers, numbers)
-    monkeypatch.setattr("ckptkit.tensors.measuring.measure", None)
+    monkeypatch.setattr("ckptkit.layout.measuring.measure", None)
     assert compare(*layouts).distances == {}
 
 

@@ -22,9 +22,9 @@ from ckptkit.engine.shares import Share, narrow
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import Corrupt, Unsafe
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Plan, make_plan, needed
-from ckptkit.tensors.box import Box, Shape, whole
-from ckptkit.tensors.dtypes import DTYPES
 from tests.execute import execute
 from tests.raw import Files, Numbers, allocated, contents
 from tests.strategies import shapes, solid_shapes, tilings

@@ -19,9 +19,9 @@ from ckptkit.engine.shares import Share
 from ckptkit.engine.sources import Sources
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.layout.box import whole
+from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import make_plan
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES, DType
 from tests.execute import execute
 from tests.raw import Files, Numbers, allocated, contents
 from tests.strategies import shapes, solid_shapes, tilings

@@ -10,12 +10,12 @@ import pytest
 from ckptkit.engine.copy import check_complete, copy
 from ckptkit.engine.shares import Share
 from ckptkit.errors import Corrupt
-from ckptkit.files.crc32 import Checksums, crc32
+from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout.box import whole
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.edits import select
 from ckptkit.layout.plan import make_plan
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES
 from tests.execute import execute
 from tests.raw import contents
 

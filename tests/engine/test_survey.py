@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Spec, StoredTensor
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.counting import Count
-from ckptkit.tensors.dtypes import DTYPES
-from ckptkit.tensors.moments import Moments
+from ckptkit.layout.box import whole
+from ckptkit.layout.counting import Count
+from ckptkit.layout.dtypes import DTYPES
+from ckptkit.layout.moments import Moments
 from tests.raw import Files, Numbers
 from tests.strategies import shapes, tilings
 

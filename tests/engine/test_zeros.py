@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ckptkit.engine.compare import compare
 from ckptkit.engine.read import read
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes, check_cover
+from ckptkit.layout.box import Box, whole
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import make_plan
-from ckptkit.tensors.box import Box, whole
-from ckptkit.tensors.dtypes import DTYPES
 from tests.execute import execute
 from tests.raw import Files, allocated, contents
 from tests.strategies import tilings

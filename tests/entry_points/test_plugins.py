@@ -52,7 +52,9 @@ def test_the_command_line_uses_what_a_package_adds(installed: Path, checkpoint: 
 
 
 def test_the_family_of_a_package_is_known(installed: Path) -> None:
-    code = "from ckptkit.names import families_with; print([f.name for f in families_with({'example.0.w': (3,)})])"
+    code = (
+        "from ckptkit.models.names import families_with; print([f.name for f in families_with({'example.0.w': (3,)})])"
+    )
     assert execute("-c", code, paths=(ROOT, installed)).stdout == "['example']\n"
 
 

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.examination import examine
+from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.errors import Mismatch
-from ckptkit.examination import examine
-from ckptkit.examination.inconsistency import Certainty
 from ckptkit.layout import Layout
 from tests.command import ckptkit as run
 from tests.examination.inconsistent import CHANGES, OF_WEIGHTS, WRITERS, save_dcp, save_pt, tree_with

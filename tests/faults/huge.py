@@ -16,8 +16,8 @@ from safetensors import safe_open
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.formats import get_writer, locate
 from ckptkit.layout import Chunk, Layout, NewFile, Spec, StoredTensor, WriterOptions
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.box import whole
+from ckptkit.layout.dtypes import DTYPES
 from tests.faults.cases import Case, Seen
 from tests.faults.damage import Damage
 from tests.faults.forged import with_header

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from ckptkit.runs.run import RunFolder
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.training.saving.run import Run
 from tests.faults.cases import Seen
 from tests.faults.verdicts import Verdict

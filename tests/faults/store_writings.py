@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckptkit.destinations import pieces
+from ckptkit.io import pieces
 from ckptkit.storage import Writer
 from ckptkit.training.saving.run import Run
 from tests.faults.writings import saying
@@ -33,8 +33,8 @@ MODULES = (  # what a server imports so that its children need not
     _HERE,
     "ckptkit.cli.commands",
     *(f"ckptkit.{room}.{verb}" for verb in ("cp", "consolidate", "convert", "reshard") for room in ("cli", "ops")),
-    *("ckptkit.cli.verify", "ckptkit.ops.verify", "ckptkit.ops.finalize", "ckptkit.conversion.to_store"),
-    *("ckptkit.destinations.s3", "ckptkit.files.stores.s3", "ckptkit.formats.dcp.format", "ckptkit.formats.hf.format"),
+    *("ckptkit.cli.verify", "ckptkit.checks.verify", "ckptkit.conversion.finalize", "ckptkit.state.to_store"),
+    *("ckptkit.io.s3_destination", "ckptkit.io.stores.s3", "ckptkit.formats.dcp.format", "ckptkit.formats.hf.format"),
     *("ckptkit.formats.pt.format", "s3fs", "aiobotocore.session", "tests.faults.peers", "torch._dynamo"),
 )
 PART = 1 << 20  # bytes of a part, so that a small checkpoint has some: the smallest that `pieces` makes

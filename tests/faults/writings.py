@@ -38,7 +38,7 @@ MODULES = (
     *(
         "ckptkit.plugins.deltas.apply_command",
         "ckptkit.plugins.deltas.apply_in_place",
-        *("ckptkit.cli.verify", "ckptkit.ops.verify"),
+        *("ckptkit.cli.verify", "ckptkit.checks.verify"),
     ),
     *(known.where.partition(":")[0] for known in FORMATS.values()),
     *("torch._dynamo", "fsspec.core", "accelerate.utils"),

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.files.crc32 import Checksums, crc32
+from ckptkit.io.crc32 import Checksums, crc32
 
 
 @st.composite

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe
-from ckptkit.files.file import (
+from ckptkit.io.file import (
     OpenFiles,
     ReadAhead,
     check_name,
@@ -19,7 +19,7 @@ from ckptkit.files.file import (
     read_small,
     recognize,
 )
-from ckptkit.files.local import open_regular
+from ckptkit.io.local import open_regular
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "a b", "..a", "ü", "x" * 255, "-rf", "a:b"])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.errors import CkptError, Unsafe
-from ckptkit.files.file import read_small
+from ckptkit.io.file import read_small
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

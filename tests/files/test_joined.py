@@ -10,10 +10,10 @@ import fsspec
 import pytest
 
 from ckptkit.errors import Corrupt, IOFailure, Unsupported
-from ckptkit.files.file import children, file_size, folders, is_there, names_in, open_file, opening, read_at, read_small
-from ckptkit.files.joined import JoinedPath, joined, roots_of
-from ckptkit.files.origin import Origin
-from ckptkit.files.path import to_path
+from ckptkit.io.file import children, file_size, folders, is_there, names_in, open_file, opening, read_at, read_small
+from ckptkit.io.joined import JoinedPath, joined, roots_of
+from ckptkit.io.origin import Origin
+from ckptkit.io.path import to_path
 
 
 @pytest.fixture

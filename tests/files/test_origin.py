@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import IOFailure
-from ckptkit.files.origin import Origin
+from ckptkit.io.origin import Origin
 
 
 def test_what_stays_or_changes_inside_is_the_same(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import fsspec
 import pytest
 
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage, translate_os_errors
-from ckptkit.files.file import children, folders, is_there, names_in
-from ckptkit.files.path import RemotePath, list_ahead, to_local, to_model_path, to_path
-from ckptkit.files.stores import open_store
+from ckptkit.io.file import children, folders, is_there, names_in
+from ckptkit.io.path import RemotePath, list_ahead, to_local, to_model_path, to_path
+from ckptkit.io.stores import open_store
 from ckptkit.storage import RoomWriter
 from ckptkit.training.saving.run import Run
 

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt, IOFailure, Unsafe
-from ckptkit.files import ranges
-from ckptkit.files.file import OpenFiles, opening, read_at, read_small
-from ckptkit.files.path import RemotePath
-from ckptkit.files.ranges import Pages, Range, RemoteFile, coalesce, prefetch, read_ahead
-from ckptkit.files.stores import STORES, KnownStore, Read, StoreEntry, open_store
+from ckptkit.io import ranges
+from ckptkit.io.file import OpenFiles, opening, read_at, read_small
+from ckptkit.io.path import RemotePath
+from ckptkit.io.ranges import Pages, Range, RemoteFile, coalesce, prefetch, read_ahead
+from ckptkit.io.stores import STORES, KnownStore, Read, StoreEntry, open_store
 
 SIZE = 5_000_001
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.files.system import again, close
+from ckptkit.io.system import again, close
 
 
 def interrupted(times: int) -> list[OSError | None]:

@@ -17,9 +17,9 @@ from ckptkit.checkpoints.seal import create_files, seal
 from ckptkit.errors import CkptError
 from ckptkit.formats import detect_format, get_writer, locate
 from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
+from ckptkit.layout.box import whole
+from ckptkit.layout.dtypes import DTYPES as OURS
 from ckptkit.layout.plan import make_plan
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES as OURS
 from tests.execute import execute
 from tests.producers import DTYPES, bits, counted
 from tests.raw import Files, contents

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from ckptkit import consolidate, push
 from ckptkit.errors import NotACheckpoint, Usage
-from ckptkit.files.stores.hub_errors import redact
+from ckptkit.io.stores.hub_errors import redact
 from tests import producers
 from tests.conftest import Produce
 from tests.hub_server import Hub, ckptkit, start, sum_file

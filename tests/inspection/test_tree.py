@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptkit.inspection.tree import fold
+from ckptkit.checks.tree import fold
 from ckptkit.layout import Spec
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
 
 VECTOR = Spec(DTYPES["float32"], (8,))
 MATRIX = Spec(DTYPES["float32"], (8, 8))

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checks.verify import verify
+from ckptkit.conversion.convert import convert
 from ckptkit.errors import CkptError, Corrupt
-from ckptkit.ops.convert import convert
-from ckptkit.ops.pin import pin
-from ckptkit.ops.verify import verify
+from ckptkit.runs.pin import pin
 from tests.producers import spawn
 from tests.trainers.produced_lightning import batches, be_torchrun, make_module, make_trainer
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckptkit.ops.verify import verify
-from ckptkit.runs.run import RunFolder
+from ckptkit.checkpoints.run import RunFolder
+from ckptkit.checks.verify import verify
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from ckptkit.ops.prune import prune
-from ckptkit.ops.verify import verify
+from ckptkit.checks.verify import verify
 from ckptkit.runs.deletion import deleting
+from ckptkit.runs.prune import prune
 from tests.producers import spawn
 from tests.trainers.produced_lightning import be_torchrun
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
-from ckptkit.tensors.box import Box
+from ckptkit.layout.box import Box
 from tests.raw import Numbers
 from tests.stored_tensors import INT32, contents, stored
 

@@ -8,10 +8,10 @@ import pytest
 
 from ckptkit.errors import Usage
 from ckptkit.layout import Blob, Chunk, Fault, Layout, Spec, StoredTensor, Unreadable, Wrapped, axes
+from ckptkit.layout.box import Box, whole
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import make_plan
-from ckptkit.tensors.box import Box, whole
-from ckptkit.tensors.dtypes import DTYPES
 
 FLOAT = DTYPES["float32"]
 SPEC = Spec(FLOAT, (4, 2))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout.matching import (
     is_counted_through,
@@ -19,7 +20,6 @@ from ckptkit.layout.matching import (
     match_if_certain,
     match_trained,
 )
-from ckptkit.optimizers.parameter_order import is_buffer
 
 SHAPES = st.sampled_from([(2, 2), (2, 3), (2,), (3,), ()])
 

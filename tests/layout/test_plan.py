@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import make_plan
-from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.dtypes import DTYPES
 from tests.strategies import boxes_in, cells, owners, shapes, solid_shapes, tilings
 
 FLOAT = DTYPES["float32"]

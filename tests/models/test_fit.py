@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ckptkit import consolidate
 from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
+from ckptkit.layout.renames import find_prefix_rule
 from ckptkit.models.expected import expected
 from ckptkit.models.known_types import find_table, is_tied
-from ckptkit.names.renames import find_prefix_rule
 from tests.producers import save_alone
 from tests.tiers import pairs
 

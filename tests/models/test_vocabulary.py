@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 import ckptkit
+from ckptkit.conversion.average import average
+from ckptkit.conversion.finalize import finalize
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.models.vocabulary import with_vocabulary
-from ckptkit.ops.average import average
-from ckptkit.ops.finalize import finalize
 from tests.names.hub_models import HIDDEN, VOCABULARY, config_of, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

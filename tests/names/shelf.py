@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ckptkit.layout import StoredTensor
-from ckptkit.names import get_family
-from ckptkit.names.between_families import from_hub, to_hub
-from ckptkit.names.sizes import Sizes
+from ckptkit.models.names import get_family
+from ckptkit.models.names.between_families import from_hub, to_hub
+from ckptkit.models.names.sizes import Sizes
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored
 

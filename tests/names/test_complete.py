@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import Mismatch
-from ckptkit.names.complete import check_complete
-from ckptkit.names.outline import outline_of
-from ckptkit.names.sizes import Sizes
+from ckptkit.models.names.complete import check_complete
+from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.sizes import Sizes
 
 CONFIG = {"num_hidden_layers": 3, "num_experts": 2}
 ATTENTION = "model.layers.{}.self_attn.o_proj.weight"

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import Mismatch, Usage
-from ckptkit.names.custom import read_table
-from ckptkit.names.rule import Rule
-from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Chain, Concatenated, Grouped, Reversed, Rotary
+from ckptkit.models.names.custom import read_table
+from ckptkit.models.names.rule import Rule
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import Chain, Concatenated, Grouped, Reversed, Rotary
 from tests.names.hub_models import HEAD, HEADS, HIDDEN, KEY_HEADS, config_of, saved
 from tests.names.shelf import check_same
 

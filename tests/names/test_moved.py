@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import core_model_loading as theirs
 
 from ckptkit.errors import Unsupported
-from ckptkit.names.moved import MovedTensor
+from ckptkit.models.names.moved import MovedTensor
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored
 

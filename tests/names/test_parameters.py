@@ -10,8 +10,8 @@ from ckptkit.errors import Mismatch
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, StoredTensor, edits
-from ckptkit.names.parameters import rename_in, rename_parameters
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
+from ckptkit.models.names.parameters import rename_in, rename_parameters
 
 
 def upper(name: str) -> str:

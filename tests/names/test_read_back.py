@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.errors import Unsupported
-from ckptkit.names import FAMILIES, load_family
+from ckptkit.models.names import FAMILIES, load_family
 from tests.names.hub_models import config_of, saved
 
 _EXPERTS = {

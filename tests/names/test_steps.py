@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import StoredTensor
-from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Alternating, Chain, Concatenated, Grouped, Rotary, Same, SwappedAxes, TensorStep
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import Alternating, Chain, Concatenated, Grouped, Rotary, Same, SwappedAxes, TensorStep
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored
 

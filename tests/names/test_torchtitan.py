@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.names import families_with, family_of, get_family
-from ckptkit.names.sizes import Sizes
+from ckptkit.models.names import families_with, family_of, get_family
+from ckptkit.models.names.sizes import Sizes
 from tests.names.hub_models import EXPERTS, HEAD, HEADS, HIDDEN, INNER, KEY_HEADS, config_of, saved
 from tests.names.shelf import (
     check_both_ways,
@@ -205,7 +205,7 @@ def test_other_types_are_refused() -> None:
 
 def test_a_tied_head(tmp_path: Path) -> None:
     """Torchtitan has the embedding twice."""
-    from ckptkit.names.between_families import turn_between
+    from ckptkit.models.names.between_families import turn_between
 
     config = config_of("qwen3", tie_word_embeddings=True)
     hub = saved(config, tmp_path)

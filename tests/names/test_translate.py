@@ -7,11 +7,11 @@ import pytest
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import StoredTensor
-from ckptkit.names.outline import outline_of
-from ckptkit.names.rule import Rule, patterns_of, with_bias
-from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Concatenated, SwappedAxes
-from ckptkit.names.translate import translate
+from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.rule import Rule, patterns_of, with_bias
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import Concatenated, SwappedAxes
+from ckptkit.models.names.translate import translate
 from tests.raw import Numbers
 from tests.stored_tensors import contents, stored
 

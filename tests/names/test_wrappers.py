@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.names.wrappers import own_name, unwrapped, without_ddp
+from ckptkit.layout.wrappers import own_name, unwrapped, without_ddp
 
 
 def test_what_wrappers_put_into_names_goes_wherever_it_stands() -> None:

@@ -166,7 +166,7 @@ def test_random_bit_flips_are_never_wrong_in_silence(checkpoint: Path, tmp_path:
 def test_no_room_is_said_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.destinations.allocation.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("ckptkit.io.allocation.free_bytes", lambda _: 1000)
     with pytest.raises(NoRoom, match="bytes are needed and 1000 are free"):
         consolidate(checkpoint, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"in"}

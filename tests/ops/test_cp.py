@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.destinations.exchange import staging_path
 from ckptkit.errors import Corrupt, Incomplete, NotACheckpoint, Occupied, Unsafe, Usage
+from ckptkit.io.exchange import staging_path
 from tests import producers
 from tests.conftest import Produce
 

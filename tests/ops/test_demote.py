@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ckptkit import list_run, prune, verify
 from ckptkit.errors import Corrupt, NotACheckpoint
-from ckptkit.ops.prune import Pruned
+from ckptkit.runs.prune import Pruned
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.resume import find_resume
 from ckptkit.training.saving.run import Run
@@ -182,7 +182,7 @@ def test_what_does_not_read_as_it_was_written_is_not_shown(tmp_path: Path, monke
         data[-1] ^= 1
         (model / "model.safetensors").write_bytes(data)
 
-    monkeypatch.setattr("ckptkit.ops.demote.keep_metrics", damage)
+    monkeypatch.setattr("ckptkit.runs.demote.keep_metrics", damage)
     with pytest.raises(Corrupt, match="CRC-32"):
         demote(tmp_path)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before

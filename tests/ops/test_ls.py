@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit.errors import NotACheckpoint
-from ckptkit.ops.ls import Listed, Listing, list_run
+from ckptkit.runs.ls import Listed, Listing, list_run
 from ckptkit.runs.pins import set_pin
 from ckptkit.runs.retention import write_metrics
 from ckptkit.trainers.ckptkit import METRICS

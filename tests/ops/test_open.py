@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
+from ckptkit.checks.notebook import html_of
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.inspection.notebook import html_of
 from ckptkit.layout import Layout, Spec, StoredTensor
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
 from tests import producers
 from tests.conftest import Produce
 from tests.ops.judges import raw

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from ckptkit.destinations.exchange import lock_path, staging_path
-from ckptkit.destinations.staging import Stage
 from ckptkit.errors import NotACheckpoint, Occupied, Usage
-from ckptkit.files.locks import acquire, release
-from ckptkit.ops.prune import Pruned, prune
+from ckptkit.io.exchange import lock_path, staging_path
+from ckptkit.io.locks import acquire, release
+from ckptkit.io.staging import Stage
 from ckptkit.runs.deletion import delete, deleting
 from ckptkit.runs.pins import set_pin
+from ckptkit.runs.prune import Pruned, prune
 from ckptkit.runs.retention import write_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.saving.run import Run

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptkit import reshard
 from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported
-from ckptkit.runs.run import RunFolder
 from tests import producers
 from tests.conftest import Produce
 from tests.ops.judges import (

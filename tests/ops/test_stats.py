@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckptkit.checks.stats import TensorStats, stats
 from ckptkit.errors import Usage
 from ckptkit.layout import Spec
-from ckptkit.ops.stats import TensorStats, stats
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import Producer

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.destinations.pieces import PART_BYTES
 from ckptkit.errors import IOFailure, Occupied, Usage
-from ckptkit.ops.uploads import PrunedUploads, prune_uploads
+from ckptkit.io.pieces import PART_BYTES
+from ckptkit.runs.uploads import PrunedUploads, prune_uploads
 from tests.command import ckptkit as cli
 from tests.destinations.test_s3 import CLAIM, Place, make_place
 from tests.s3 import S3, forget, serve_moto, serve_s3

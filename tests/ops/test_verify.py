@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from ckptkit import consolidate, convert, doctor, finalize, make_manifest, reshard, storage, verify
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest, read_manifest
+from ckptkit.checks.verify import Verified
 from ckptkit.errors import CkptError, Corrupt, Incomplete, NotACheckpoint, Occupied, Usage
-from ckptkit.files.crc32 import crc32
 from ckptkit.formats import find_format, locate
-from ckptkit.ops.verify import Verified
+from ckptkit.io.crc32 import crc32
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import READABLE, Producer

@@ -12,10 +12,10 @@ import torch
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.optimizers.flat_parameters import Known, cut
 from ckptkit.errors import CkptError
 from ckptkit.layout import Layout, Spec, StoredTensor
-from ckptkit.optimizers.flat_parameters import Known, cut
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
 from tests.conftest import Produce
 from tests.formats.ranks.test_ranks import assert_is, of
 from tests.tiers import nightly_but

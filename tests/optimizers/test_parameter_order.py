@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.optimizers.parameter_order import is_buffer, is_order_of_modules
+from ckptkit.checkpoints.optimizers.parameter_order import is_buffer, is_order_of_modules
 
 
 def test_buffers_of_floats_are_known_by_name() -> None:

@@ -7,8 +7,8 @@ from itertools import count
 from pathlib import Path
 
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.dtypes import DType, parse_dtype
+from ckptkit.layout.box import Box
+from ckptkit.layout.dtypes import DType, parse_dtype
 
 F32: DType = parse_dtype("float32")
 

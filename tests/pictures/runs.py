@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.ops.pin import pin
-from ckptkit.ops.reshard import reshard
+from ckptkit.conversion.reshard import reshard
+from ckptkit.runs.pin import pin
 from ckptkit.runs.retention import write_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from tests.producers import save_alone

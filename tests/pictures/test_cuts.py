@@ -7,8 +7,8 @@ from math import prod
 
 import pytest
 
-from ckptkit.pictures.cuts import Rectangle, cut
-from ckptkit.tensors.box import Box
+from ckptkit.cli.pictures.cuts import Rectangle, cut
+from ckptkit.layout.box import Box
 
 
 def area(rectangle: Rectangle) -> float:

@@ -6,8 +6,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ckptkit.pictures.markup import Markup, element, text
-from ckptkit.pictures.numbers import brief, format_bytes, powers, ticks
+from ckptkit.markup import Markup, element, text
+from ckptkit.words import brief, format_bytes, powers, ticks
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:

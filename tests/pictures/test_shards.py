@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.pictures.shard_text import Line, bars, draw
-from ckptkit.pictures.shards import Row, ShardMap, label, map_shards, ranges
+from ckptkit.cli.pictures.shard_text import Line, bars, draw
+from ckptkit.cli.pictures.shards import Row, ShardMap, label, map_shards, ranges
 from tests import producers
 from tests.conftest import Produce
 from tests.pictures.layouts import cut_among, llama, with_blob

@@ -9,10 +9,10 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.pictures.markup import Markup
-from ckptkit.pictures.shard_svg import draw_shards, shorten, standalone
-from ckptkit.pictures.shards import map_shards
-from ckptkit.pictures.style import OWNERS, channels, color
+from ckptkit.cli.pictures.shard_svg import draw_shards, shorten, standalone
+from ckptkit.cli.pictures.shards import map_shards
+from ckptkit.cli.pictures.style import OWNERS, channels, color
+from ckptkit.markup import Markup
 from ckptkit.plugins.report.curves import draw_curves
 from ckptkit.plugins.report.layers import LayerKind, draw_layers, spread
 from ckptkit.plugins.report.series import Series

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.pictures.words import count, fold
+from ckptkit.words import count, fold
 
 NAME = "model.layers.0.post_attention_layernorm.weight"
 

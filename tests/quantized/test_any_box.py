@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.layout.box import Box, whole
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Recipe
-from ckptkit.quantized.find import find_quantized
-from ckptkit.quantized.plain import recipe_of
-from ckptkit.tensors.box import Box, whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.state.quantized.find import find_quantized
+from ckptkit.state.quantized.plain import recipe_of
 from tests.quantized.few_bits import Stored, deepseek_v4, integers, mlx, modelopt, mxfp4, nvfp4
 from tests.quantized.test_floats4 import saved
 

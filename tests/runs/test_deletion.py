@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.destinations.exchange import lock_path
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.files.locks import acquire, release
+from ckptkit.io.exchange import lock_path
+from ckptkit.io.locks import acquire, release
 from ckptkit.runs.deletion import delete, deleting, is_being_written
 
 NAMES = ("ckpt-1", "checkpoint-1", "step-1", "global_step1", "iter_0000001")

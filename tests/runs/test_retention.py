@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, decide, find_saved, read_metrics, write_metrics
-from ckptkit.runs.run import RunFolder
 from ckptkit.trainers.ckptkit import METRICS
 from tests import producers
 from tests.conftest import Produce

@@ -15,12 +15,12 @@ from torch import nn
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.destinations.claims import StoreClaim
 from ckptkit.errors import CkptError, IOFailure, NotACheckpoint, Occupied, Usage
-from ckptkit.files.path import to_path
-from ckptkit.files.stores import s3_objects
-from ckptkit.ops.prune import Pruned, prune
+from ckptkit.io.claims import StoreClaim
+from ckptkit.io.path import to_path
+from ckptkit.io.stores import s3_objects
 from ckptkit.plugins.s3_runs import keeper as s3_keeper
+from ckptkit.runs.prune import Pruned, prune
 from ckptkit.runs.retention import write_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.saving.run import Run
@@ -213,7 +213,7 @@ def test_killed_at_any_request_it_leaves_nothing_half(
     place: Place, fill: Fill, producer: producers.Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["ckptkit.ops.prune", "s3fs", "torch"])
+    processes.set_forkserver_preload(["ckptkit.runs.prune", "s3fs", "torch"])
     for number in range(100):
         place = make_place(place.server, monkeypatch)
         fill(place, 1, 2, producer=producer)

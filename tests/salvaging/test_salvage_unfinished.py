@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptkit import inspect, reshard, verify
-from ckptkit.conversion.report import Converted
 from ckptkit.errors import CkptError, Corrupt, Mismatch
+from ckptkit.state.report import Converted
 from tests import producers
 from tests.conftest import Produce
 from tests.salvaging.damage import assert_truth, bytes_of_tensors, cut, flip, items_of_tensors, load_dcp

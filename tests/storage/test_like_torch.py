@@ -26,8 +26,8 @@ from torch.optim import AdamW
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.checks.verify import verify_part
 from ckptkit.errors import Usage
-from ckptkit.ops.verify import verify_part
 from ckptkit.storage import Reader, Writer
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptkit.files.crc32 import part_sum, whole_crc32
-from ckptkit.files.file import OpenFiles
+from ckptkit.io.crc32 import part_sum, whole_crc32
+from ckptkit.io.file import OpenFiles
 from ckptkit.layout import FileOffset, Layout, Spec
+from ckptkit.layout.box import Box, whole
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.storage.pieces import PieceWriter, runs_of
-from ckptkit.tensors.box import Box, whole
-from ckptkit.tensors.dtypes import DTYPES
 from tests.raw import allocated, contents
 from tests.strategies import boxes_in, cells, shapes, solid_shapes, tilings
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
-from ckptkit.names.weights import find_weights
+from ckptkit.layout.box import Box
+from ckptkit.models.names.weights import find_weights
 from ckptkit.storage import LayoutReader, Reader, find_cause
 from ckptkit.storage.reader import share_of
-from ckptkit.tensors.box import Box
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests import producers

@@ -23,11 +23,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptkit
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.destinations import pieces
-from ckptkit.destinations.pieces import PART_BYTES, cut_file
-from ckptkit.destinations.stream import SENDERS, FileStream
 from ckptkit.errors import IOFailure, Mismatch, Occupied, Unsafe, Unsupported, Usage
-from ckptkit.files.path import to_path
+from ckptkit.io import pieces
+from ckptkit.io.path import to_path
+from ckptkit.io.pieces import PART_BYTES, cut_file
+from ckptkit.io.stream import SENDERS, FileStream
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported
-from ckptkit.names.weights import find_weights
+from ckptkit.models.names.weights import find_weights
 from ckptkit.storage import LayoutReader, load_weights
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group

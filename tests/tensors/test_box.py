@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.tensors.box import Box, BoxIndex, find_gap, find_outside, find_overlap, intersect, whole
+from ckptkit.layout.box import Box, BoxIndex, find_gap, find_outside, find_overlap, intersect, whole
 from tests.strategies import boxes_in, cells, owners, shapes, solid_shapes, tilings
 
 

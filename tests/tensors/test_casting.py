@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.tensors.casting import cast
-from ckptkit.tensors.dtypes import DTYPES, parse_dtype
+from ckptkit.layout.casting import cast
+from ckptkit.layout.dtypes import DTYPES, parse_dtype
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 PAIRS = [(src, dst) for src in FLOATS for dst in FLOATS]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptkit.tensors.counting import Count, count
-from ckptkit.tensors.dtypes import DTYPES, DType
-from ckptkit.tensors.moments import Moments
+from ckptkit.layout.counting import Count, count
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.moments import Moments
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.kind in ("float", "complex", "small_float")]
 INTEGERS = [dtype for dtype in DTYPES.values() if dtype.kind == "int"]
@@ -28,7 +28,7 @@ each_float = pytest.mark.parametrize("dtype", COUNTED_BY_TORCH, ids=str)
 def small_parts() -> Iterator[None]:
     """Let a part be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptkit.tensors.counting._PART_BYTES", PART)
+        patch.setattr("ckptkit.layout.counting._PART_BYTES", PART)
         yield
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptkit.tensors.box import Box, whole
-from ckptkit.tensors.distance import Distance, Tolerance
-from ckptkit.tensors.dtypes import DTYPES, DType
-from ckptkit.tensors.measuring import measure, size_of
+from ckptkit.layout.box import Box, whole
+from ckptkit.layout.distance import Distance, Tolerance
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.measuring import measure, size_of
 from tests.strategies import solid_shapes
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.kind in ("float", "small_float") and "x2" not in dtype.name]
@@ -27,7 +27,7 @@ PART = 16  # elements that are looked at together in these tests, so that there 
 def small_parts() -> Iterator[None]:
     """Let a part be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptkit.tensors.measuring._PART", PART)
+        patch.setattr("ckptkit.layout.measuring._PART", PART)
         yield
 
 

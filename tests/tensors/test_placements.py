@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptkit.tensors.placements import Placement, Shard, place, unfold
+from ckptkit.layout.placements import Placement, Shard, place, unfold
 
 MESHES = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
 SHAPES = st.lists(st.integers(0, 11), min_size=1, max_size=3).map(tuple)

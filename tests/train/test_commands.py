@@ -13,9 +13,9 @@ import pytest
 from torch import nn
 from typer.testing import CliRunner, Result
 
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError
-from ckptkit.runs.run import RunFolder
 from ckptkit.training.config import settings
 from ckptkit.training.saving.run import Run
 from ckptkit.training.smoke.checks import CHECKS

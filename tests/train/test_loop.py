@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ckptkit.checkpoints.run import RunFolder
+from ckptkit.conversion.consolidate import consolidate
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.runs.run import RunFolder
 from ckptkit.training.config import TrainConfig, read_settings
 from ckptkit.training.data.corpus import Corpus, open_corpus
 from ckptkit.training.data.tokenizer import Bytes

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.adapters.names import read_entry
+from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.merge import merge
 from ckptkit.errors import CkptError, Mismatch, Unsupported, Usage
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.merge import merge
 from ckptkit.training.config import TrainConfig, find_settings
 from ckptkit.training.launch import launch
 from ckptkit.training.metrics import StepMetrics

@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import ckptkit
-from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import IOFailure, Occupied, Usage
-from ckptkit.files.path import to_path
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.path import to_path
 from ckptkit.training.metrics import METRICS
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import ckptkit
 from ckptkit.errors import Incomplete
-from ckptkit.ops.ls import ls
+from ckptkit.runs.ls import ls
 from tests.trainers.produced_lightning import Net
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ckptkit
 from ckptkit.errors import Mismatch
-from ckptkit.ops.ls import ls
+from ckptkit.runs.ls import ls
 from tests.conftest import Produce
 from tests.ops.judges import raw
 from tests.producers import Producer, spawn

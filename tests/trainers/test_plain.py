@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, Mismatch, Unsupported, Usage
-from ckptkit.ops.ls import ls
+from ckptkit.runs.ls import ls
 from tests.conftest import Produce
 from tests.ops.judges import raw
 from tests.producers import Truth

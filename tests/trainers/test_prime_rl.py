@@ -9,7 +9,7 @@ import torch
 
 import ckptkit
 from ckptkit.errors import Incomplete
-from ckptkit.ops.ls import ls
+from ckptkit.runs.ls import ls
 from tests import command
 from tests.conftest import Produce
 from tests.ops.judges import raw

@@ -10,7 +10,7 @@ import torch
 
 import ckptkit
 from ckptkit.errors import Unsupported
-from ckptkit.ops.ls import ls
+from ckptkit.runs.ls import ls
 from ckptkit.trainers.trackers import trackers_in
 
 NAMES = ("checkpoint_2026-11-23_23-30-18.887563", "checkpoint_2026-11-23_23-30-18.922955")

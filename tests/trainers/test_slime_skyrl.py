@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckptkit
 from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.ops.ls import ls
+from ckptkit.runs.ls import ls
 from tests.conftest import Produce
 from tests.ops.judges import raw
 from tests.producers import Truth

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.errors import Unsupported
-from ckptkit.ops.ls import ls
+from ckptkit.runs.ls import ls
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")
 FILE = "adapter_model.safetensors"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ckptkit
-from ckptkit.ops.ls import ls
+from ckptkit.runs.ls import ls
 from tests.conftest import Produce
 from tests.ops.judges import raw
 from tests.trainers import produced_trees

@@ -18,7 +18,7 @@ from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Chunk, KeyPath, NumberKey, Spec, StoredTensor, TuplePlace
-from ckptkit.tensors.box import whole
+from ckptkit.layout.box import whole
 
 DEEPEST = 64  # steps of a key path
 _EXPANSION = 32  # how much more the entries with their names may be than the pickle that they come from

@@ -14,7 +14,7 @@ from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, PersistentId
 from ckptkit.formats.pickles.tensor_calls import STORAGES
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001

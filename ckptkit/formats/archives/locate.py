@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from struct import Struct
 
-from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import OpenFiles, ReadAhead, read_at
-from ckptkit.files.ranges import Range, read_ahead
 from ckptkit.formats.archives.read_archive import Located, open_archive
 from ckptkit.formats.archives.zip_entries import GLANCE, ReadAt, ZipEntry, check_contents
+from ckptkit.io.collector import collector_paused
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.file import OpenFiles, ReadAhead, read_at
+from ckptkit.io.ranges import Range, read_ahead
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 
 ENVELOPE = "torch.save"  # the wrapper of a chunk whose envelope can be opened here; any other is a transform's name

@@ -9,7 +9,7 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, glance, read_directory, read_entry
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, parse_tensor
 from ckptkit.layout import Chunk
-from ckptkit.tensors.box import Box, Shape
+from ckptkit.layout.box import Box, Shape
 
 
 class Located(NamedTuple):

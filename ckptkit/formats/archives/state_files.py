@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported
-from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.legacy import is_legacy, read_legacy
 from ckptkit.formats.archives.read_archive import check_byte_order
 from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, find_directory, glance, read_directory, read_entry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
+from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Extent, FileOffset, Layout
 
 HEAD = 2048  # bytes, enough for the first entry's name

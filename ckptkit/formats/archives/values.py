@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError
-from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.locate import ZSTD
 from ckptkit.formats.archives.zip_entries import ReadAt, read_directory, read_entry
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
 from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Blob
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from struct import Struct
 
 from ckptkit.errors import Unsupported
-from ckptkit.files.crc32 import crc32
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.pickles.tensor_calls import STORAGES
+from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Patch, Spec
-from ckptkit.tensors.blocks import row_major
+from ckptkit.layout.blocks import row_major
 
 _local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
 _central = Struct("<4sHHHHHHIIIHHHHHII")

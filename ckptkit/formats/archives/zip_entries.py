@@ -13,7 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files.file import recognize
+from ckptkit.io.file import recognize
 
 ReadAt = Callable[[int, int], bytes]  # (offset in the archive, length) -> bytes
 _local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self, TypeVar, cast
 
-from ckptkit.destinations.allocation import check_room
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse, translate_os_errors
-from ckptkit.files.file import OpenFiles, ReadAhead, read_at
-from ckptkit.files.temporary import TemporaryFile
 from ckptkit.formats.archives.locate import ZSTD, ArchiveTemplates, open_envelope
 from ckptkit.formats.archives.zip_entries import check_archive
+from ckptkit.io.allocation import check_room
+from ckptkit.io.file import OpenFiles, ReadAhead, read_at
+from ckptkit.io.temporary import TemporaryFile
 from ckptkit.layout import Blob, Chunk, FileOffset, Layout
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report
-from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import OpenFiles, read_at
 from ckptkit.formats.archives.locate import ENVELOPE, locate
 from ckptkit.formats.dcp.read_metadata import Entry, Reading, read_metadata
 from ckptkit.formats.shards.join import STATISTICS
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.layout import OWN, Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
-from ckptkit.tensors.box import whole
+from ckptkit.layout.box import whole
 
 _BLOCK = 1 << 22  # bytes that are held at once
 _EntryByRank = Mapping[int, Entry]  # what each rank has under one name

@@ -12,10 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from ckptkit.collector import collector_paused
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, and_more, refuse
-from ckptkit.files.file import OpenFiles, ReadAhead, file_size, names_in
-from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.archives.locate import ends_of
 from ckptkit.formats.archives.zip_entries import large_entries
 from ckptkit.formats.dcp.model_space import unfold
@@ -29,6 +26,9 @@ from ckptkit.formats.dcp.read_metadata import (
     read_metadata,
 )
 from ckptkit.formats.protocols import FormatWriter
+from ckptkit.io.collector import collector_paused
+from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
+from ckptkit.io.ranges import read_ahead
 from ckptkit.layout import (
     Extent,
     FileOffset,

@@ -11,10 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
-from ckptkit.files.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.formats.archives.locate import ENVELOPE, ArchiveTemplates
 from ckptkit.formats.archives.zip_entries import read_directory
 from ckptkit.formats.dcp.read_metadata import rank_of
+from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.layout import Chunk, Layout, Spec
 
 Items = dict[tuple[int, int], tuple[str, str]]  # by offset and length of an item: the name, and what it should contain

@@ -17,8 +17,8 @@ from ckptkit.errors import Corrupt, Report
 from ckptkit.formats.archives.locate import locate
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.axes import boxes_of_run
+from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.edits import select
-from ckptkit.tensors.box import Box, Shape
 
 
 def unfold(layout: Layout, report: Report) -> Layout:

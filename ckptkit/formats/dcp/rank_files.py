@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckptkit.errors import CkptError
-from ckptkit.files.crc32 import combine, crc32
 from ckptkit.formats.archives.write_archive import Envelope
 from ckptkit.formats.dcp.read_metadata import METADATA, name_data
 from ckptkit.formats.dcp.shards import ShardItem, append, end_of, wrap
 from ckptkit.formats.dcp.write_metadata import record
+from ckptkit.io.crc32 import combine, crc32
 from ckptkit.layout import Blob, Layout, Spec
-from ckptkit.tensors.box import Box
+from ckptkit.layout.box import Box
 
 __all__ = [
     "METADATA",

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.files.file import check_name, names_in, read_small, recognize
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, InstanceTable, columns
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
+from ckptkit.io.file import check_name, names_in, read_small, recognize
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, Wrapped
-from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.dtypes import DTYPES, DType
 
 _METADATA_LIMIT = 1 << 34
 METADATA = ".metadata"
@@ -329,7 +329,7 @@ def find_metadata(path: Path) -> dict[int, Path]:
         return {0: path / METADATA}
     ranks = {int(match[1]): path / name for name in names_in(path) if (match := _RANK_METADATA.fullmatch(name))}
     if not ranks:
-        from ckptkit.destinations.claims import read_claim, unfinished_upload  # only where nothing can be read
+        from ckptkit.io.claims import read_claim, unfinished_upload  # only where nothing can be read
 
         raise unfinished_upload(path, read_claim(path)) or Incomplete(
             "no `.metadata`: the save did not finish",

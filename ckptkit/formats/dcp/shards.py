@@ -14,7 +14,7 @@ from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.write_archive import Envelope, describe_tensor, make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Layout, Patch, Spec, StoredTensor
-from ckptkit.tensors.box import Box, Shape, whole
+from ckptkit.layout.box import Box, Shape, whole
 
 _ONLY = "0"  # the key of the one storage of an item
 

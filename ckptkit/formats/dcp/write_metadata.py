@@ -12,8 +12,8 @@ from ckptkit.formats.dcp.shards import ShardItem
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.write_pickle import Pickler
 from ckptkit.layout import Layout, Spec
-from ckptkit.tensors.box import Shape
-from ckptkit.tensors.dtypes import DType
+from ckptkit.layout.box import Shape
+from ckptkit.layout.dtypes import DType
 
 _THERE = "torch.distributed.checkpoint.metadata"
 _CLASSES = {

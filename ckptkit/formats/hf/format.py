@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.files.file import is_there, names_in, read_small
-from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.indices import make_index, read_index
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import JOURNAL, FormatWriter
 from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_with_metadata
+from ckptkit.io.file import is_there, names_in, read_small
+from ckptkit.io.ranges import read_ahead
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_cover
 
 SINGLE = "model.safetensors"

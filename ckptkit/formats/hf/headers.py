@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.files.file import names_in
 from ckptkit.formats.safetensors_headers import check_contiguous, load_header, read_entry, read_starts
+from ckptkit.io.file import names_in
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 
 _SUFFIX = ".safetensors"

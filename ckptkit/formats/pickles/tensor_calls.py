@@ -14,8 +14,8 @@ from typing import Any
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import Global, Record
-from ckptkit.tensors.box import Shape
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.layout.box import Shape
+from ckptkit.layout.dtypes import DTYPES, DType
 
 STORAGES = {
     "DoubleStorage": "float64",

@@ -12,9 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Report, Unsupported, refuse
-from ckptkit.files.file import is_there, names_in
-from ckptkit.files.ranges import read_ahead
-from ckptkit.files.sets import find_set, not_joined
 from ckptkit.formats.archives.flatten import flatten
 from ckptkit.formats.archives.state_files import (
     HEAD,
@@ -30,6 +27,9 @@ from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
+from ckptkit.io.file import is_there, names_in
+from ckptkit.io.ranges import read_ahead
+from ckptkit.io.sets import find_set, not_joined
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
 MAIN = "state.pt"

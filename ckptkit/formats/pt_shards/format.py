@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.files.file import check_name, is_there, names_in
 from ckptkit.formats.archives.flatten import FlatState, Flattening, describe
 from ckptkit.formats.archives.state_files import entries_of, extents_of, opened, read_state_file
 from ckptkit.formats.indices import read_index
 from ckptkit.formats.protocols import FormatReader
+from ckptkit.io.file import check_name, is_there, names_in
 from ckptkit.layout import Extent, KeyPath, Layout
 
 _INDEX = re.compile(r".*\.(?:bin|pt|pth)\.index\.json")

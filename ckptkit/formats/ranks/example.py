@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, Unsupported, ignore
-from ckptkit.files.file import names_in
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk
 from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_files
@@ -17,8 +16,9 @@ from ckptkit.formats.shards.dtensors import Placed, is_dtensor
 from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
 from ckptkit.formats.shards.sharded_tensors import ShardedTensor
 from ckptkit.formats.shards.write_dtensors import RankMesh
+from ckptkit.io.file import names_in
 from ckptkit.layout import Layout
-from ckptkit.tensors.placements import Placement, Shard
+from ckptkit.layout.placements import Placement, Shard
 
 _ROWS = Shard(0)
 

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.collector import collector_paused
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, refuse
-from ckptkit.files.file import names_in, read_small
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.archives.state_files import entries_of, extents_of, opened, read_pickle
 from ckptkit.formats.each_file import read_each
@@ -37,6 +35,8 @@ from ckptkit.formats.ranks.views import without_views
 from ckptkit.formats.ranks.write_files import arrange_files, seal_files
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
+from ckptkit.io.collector import collector_paused
+from ckptkit.io.file import names_in, read_small
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions, check_cover
 
 _CONFIG_LIMIT = 1 << 16  # bytes

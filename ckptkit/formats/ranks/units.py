@@ -19,7 +19,7 @@ from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.layout import KeyPath, StoredTensor
 from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.layout.matching import is_counted_through, match_if_certain
-from ckptkit.names.wrappers import is_flat_name, unwrapped
+from ckptkit.layout.wrappers import is_flat_name, unwrapped
 
 _MEMBER = re.compile(r"((?:[^.]+\.)*?)([0-9]+)\.")  # `model.layers.3.`
 Unit = list[tuple[Parameter, int]]  # the parameters in a flat one, and where each begins

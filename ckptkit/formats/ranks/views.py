@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.formats.shards.sharded_tensors import ShardedTensor
-from ckptkit.names.wrappers import is_flat_name
+from ckptkit.layout.wrappers import is_flat_name
 
 
 def without_views(files: Sequence[RankFile]) -> list[RankFile]:

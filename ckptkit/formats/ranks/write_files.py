@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.files.file import OpenFiles, read_at
 from ckptkit.formats.archives.state_files import entries_of, opened
 from ckptkit.formats.archives.storages import Storages
 from ckptkit.formats.archives.unflatten import unflatten
@@ -30,10 +29,11 @@ from ckptkit.formats.ranks.numbered import AT
 from ckptkit.formats.shards.meshes import unravel
 from ckptkit.formats.shards.rank_tensor import RankFile
 from ckptkit.formats.shards.write_dtensors import RankMesh, describe_dtensor, describe_mesh, rank_map
+from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.layout import OWN, Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec
+from ckptkit.layout.box import Box
+from ckptkit.layout.placements import Placement, Shard, place
 from ckptkit.layout.recorded_names import PARAM_NAMES, is_record_of
-from ckptkit.tensors.box import Box
-from ckptkit.tensors.placements import Placement, Shard, place
 
 _GROUPS, _PARAMS = "param_groups", "params"
 _WORLD_SIZE = "world_size"  # of SkyRL's states

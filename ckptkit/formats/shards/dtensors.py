@@ -19,8 +19,8 @@ from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor
 from ckptkit.formats.shards.meshes import Mesh, ReadIntegers, read_mesh, unravel
 from ckptkit.layout import Chunk, Spec
-from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.placements import PlacedBox, Placement, Shard, place
+from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.placements import PlacedBox, Placement, Shard, place
 
 _REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")

@@ -10,7 +10,7 @@ from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor
 from ckptkit.formats.shards.sharded_tensors import ShardedTensor
 from ckptkit.layout import OWN, Blob, Chunk, KeyPath, StoredTensor
-from ckptkit.tensors.box import Box
+from ckptkit.layout.box import Box
 
 # buffers that each rank keeps for itself: statistics of what it has seen
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

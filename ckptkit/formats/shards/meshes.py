@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_tensor
-from ckptkit.tensors.box import Shape
+from ckptkit.layout.box import Shape
 
 DEVICE_MESH = Global("torch.distributed.device_mesh", "DeviceMesh")
 _MOST_RANKS = 1 << 20

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.flatten import FlatState, Flattening, describe, pairs_of
 from ckptkit.formats.archives.read_archive import place_tensor
 from ckptkit.formats.archives.state_files import read_state_file
@@ -16,6 +15,7 @@ from ckptkit.formats.archives.zip_entries import ZipEntry
 from ckptkit.formats.pickles.tensor_calls import as_tensor
 from ckptkit.formats.shards.dtensors import Placed, Specs, chunks_of, is_dtensor
 from ckptkit.formats.shards.sharded_tensors import ShardedTensor, chunks_of_shards, is_sharded_tensor, open_sharded
+from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 
 _MOST_INTEGERS = 1 << 20  # in the tensor that a mesh is

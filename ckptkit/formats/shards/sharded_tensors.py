@@ -16,7 +16,7 @@ from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor
 from ckptkit.formats.shards.dtensors import attributes_of, chunk_of
 from ckptkit.layout import Chunk, Spec
-from ckptkit.tensors.box import Box, Shape
+from ckptkit.layout.box import Box, Shape
 
 _REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
 _ROOM = "torch.distributed._shard"
@@ -55,7 +55,7 @@ def open_sharded(value: Record) -> ShardedTensor:
 
 def as_tensor_dtype(value: Record) -> Any:
     """Return the dtype in the call that makes a tensor of which this rank has no shard."""
-    from ckptkit.tensors.dtypes import DTYPES
+    from ckptkit.layout.dtypes import DTYPES
 
     return DTYPES[value.args[2][1].name]
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.shards.meshes import DEVICE_MESH, unravel
 from ckptkit.layout import Spec
-from ckptkit.tensors.blocks import row_major
-from ckptkit.tensors.box import Shape
-from ckptkit.tensors.dtypes import DTYPES
-from ckptkit.tensors.placements import Placement
+from ckptkit.layout.blocks import row_major
+from ckptkit.layout.box import Shape
+from ckptkit.layout.dtypes import DTYPES
+from ckptkit.layout.placements import Placement
 
 _TENSOR = "torch.distributed.tensor"
 _DTENSOR = Global(_TENSOR, "DTensor")

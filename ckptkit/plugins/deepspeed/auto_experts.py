@@ -18,8 +18,8 @@ from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.axes import stack
+from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
-from ckptkit.tensors.box import Shape
 
 LAYERS = "ds_autoep_layers"
 _EARLIER = "autoep_layers"

@@ -17,6 +17,7 @@ from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.axes import concatenate
+from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, expert_ranks, without_number
 from ckptkit.plugins.deepspeed.gathering import MODEL, Gathering
 from ckptkit.plugins.deepspeed.model_states import ModelStates
@@ -33,7 +34,6 @@ from ckptkit.plugins.deepspeed.unpartitioned import (
     trained,
 )
 from ckptkit.plugins.deepspeed.values import as_dict
-from ckptkit.tensors.box import Shape
 
 _HINT = "check that all files come from one run"
 APART = "optimizer_expp_rank_"  # the key of one rank's optimizer, where the order of parameters is not certain

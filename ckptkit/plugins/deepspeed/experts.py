@@ -17,12 +17,12 @@ from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Unsupporte
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.layout import StoredTensor
+from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS, AutoLayer, fuse
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.partitions import Partition
 from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind
-from ckptkit.tensors.box import Shape
 
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..+)")
 _GROUP = re.compile(r"ep_size_([0-9]{1,6})")

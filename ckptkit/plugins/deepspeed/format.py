@@ -10,9 +10,9 @@ from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files.file import names_in
 from ckptkit.formats.archives.state_files import entries_of, extents_of, is_torch_save, opened
 from ckptkit.formats.protocols import FormatReader
+from ckptkit.io.file import names_in
 from ckptkit.layout import Extent, Layout
 from ckptkit.plugins.deepspeed.assemble import NAME, assemble, names_of
 from ckptkit.plugins.deepspeed.expert_states import read_optimizers

@@ -12,10 +12,10 @@ from typing import Any
 from ckptkit.errors import Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import StateFile
+from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.auto_experts import AutoLayer, read_auto_layers
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap, read_slice_map
 from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, shapes_in
-from ckptkit.tensors.box import Shape
 
 DEGREES = "checkpoint_parallel_dimensions"
 _USED = frozenset(

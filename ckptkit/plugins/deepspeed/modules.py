@@ -12,6 +12,7 @@ from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.formats.shards.join import STATISTICS
 from ckptkit.layout import Chunk, StoredTensor
+from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.experts import without_number
 from ckptkit.plugins.deepspeed.gathering import MODEL, STATE, Gathering
 from ckptkit.plugins.deepspeed.model_states import ModelStates
@@ -19,7 +20,6 @@ from ckptkit.plugins.deepspeed.parts import PartOfModel
 from ckptkit.plugins.deepspeed.pieces import join, runs_of_each, share_of
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.zero import ZeroParameter
-from ckptkit.tensors.box import Shape
 
 
 def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:

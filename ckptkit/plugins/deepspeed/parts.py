@@ -16,10 +16,10 @@ from typing import NoReturn, TypeVar
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.layout import Chunk
+from ckptkit.layout.box import Shape, whole
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, check_ranks, name_of
 from ckptkit.plugins.deepspeed.partitions import Partition, PartitionedGroup, read_partition
-from ckptkit.tensors.box import Shape, whole
 
 Found = TypeVar("Found")
 _ALIGNMENT = 2  # elements, times the number of ranks

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckptkit.layout import Chunk, Spec, StoredTensor
 from ckptkit.layout.axes import boxes_of_run
-from ckptkit.tensors.box import Shape
+from ckptkit.layout.box import Shape
 
 
 class RankRun(NamedTuple):

@@ -7,11 +7,13 @@ from math import prod
 from pathlib import Path, PurePosixPath
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported
-from ckptkit.files.file import folders, is_there, names_in
 from ckptkit.formats.archives.flatten import Flattening, pairs_of
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
+from ckptkit.io.file import folders, is_there, names_in
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout.box import Shape, whole
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.deepspeed.experts import without_number
 from ckptkit.plugins.deepspeed.gathering import MODEL, STATE, Gathering, Settings
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
@@ -19,8 +21,6 @@ from ckptkit.plugins.deepspeed.modules import put_copy
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.parts import blame
 from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
-from ckptkit.tensors.box import Shape, whole
-from ckptkit.tensors.dtypes import DTYPES
 
 NAME = "universal"
 ZERO = "zero"

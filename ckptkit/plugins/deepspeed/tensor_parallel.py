@@ -15,9 +15,9 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.shards.meshes import unravel
 from ckptkit.layout import Chunk, Spec, StoredTensor
 from ckptkit.layout.axes import cut
+from ckptkit.layout.blocks import row_major
+from ckptkit.layout.box import Box, Shape, find_overlap, whole
 from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
-from ckptkit.tensors.blocks import row_major
-from ckptkit.tensors.box import Box, Shape, find_overlap, whole
 
 INFO, _MAP = "universal_checkpoint_info", "affine_map"
 _VERSION = 1

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, Report, Unsafe, refuse
-from ckptkit.files.file import check_name, is_there, read_small
 from ckptkit.formats.archives.state_files import extents_of, places_in
 from ckptkit.formats.protocols import FormatWriter
+from ckptkit.io.file import check_name, is_there, read_small
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, WriterOptions
 from ckptkit.plugins.deepspeed.names import is_ours
 from ckptkit.plugins.deepspeed.read_universal import NAME, OPTIMIZER, POINTER, ZERO, check_files, read_universal

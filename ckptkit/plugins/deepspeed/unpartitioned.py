@@ -16,12 +16,12 @@ from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.pickles.tensor_calls import as_tensor, is_tensor
 from ckptkit.layout import StoredTensor
+from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import is_counted_through, match_by_size, match_if_certain
 from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, read_recorded
 from ckptkit.plugins.deepspeed.gathering import GROUPS, MODEL, STATE, Gathering
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none, without_classes
-from ckptkit.tensors.box import Shape
 
 _MASTERS = "fp32_groups"
 _TORCH = "optimizer_state_dict"

@@ -8,7 +8,7 @@ from ckptkit.errors import Corrupt
 from ckptkit.formats.archives.flatten import describe, pairs_of
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.formats.pickles.tensor_calls import as_shape, is_tensor
-from ckptkit.tensors.box import Shape
+from ckptkit.layout.box import Shape
 
 Kind = TypeVar("Kind")
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.errors import Mismatch, Unsafe, Unsupported
-from ckptkit.files.file import opening, read_at
 from ckptkit.formats.archives.locate import locate
 from ckptkit.formats.archives.storages import Storages
 from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.archives.write_archive import describe_tensor, make_envelope
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Layout, NewFile, StoredTensor, WriterOptions
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.experts import without_number

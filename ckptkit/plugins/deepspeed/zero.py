@@ -17,11 +17,11 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.axes import concatenate
+from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, fleets
 from ckptkit.plugins.deepspeed.partitions import Partition, PartitionedGroup
 from ckptkit.plugins.deepspeed.pieces import RankRun, join, runs_in_row, runs_of_each, share_of
 from ckptkit.plugins.deepspeed.tensor_parallel import SlicedParameter
-from ckptkit.tensors.box import Shape
 
 _HINT = "check that all files of one save are there, and no others"
 _ALIGNMENT = 2  # elements, times the number of ranks: what a row is padded to a multiple of

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.conversion.directories import check_free, require_separate_destination, to_output
-from ckptkit.conversion.draft import Conversion, Draft
-from ckptkit.conversion.options import Keywords
-from ckptkit.conversion.pipeline import write
-from ckptkit.conversion.report import Converted, complete, report
+from ckptkit.conversion.as_consolidated import ConsolidatedView, as_consolidated
+from ckptkit.conversion.convert import with_left_behind
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.files.origin import Origin
-from ckptkit.files.path import to_path
+from ckptkit.io.origin import Origin
+from ckptkit.io.path import to_path
+from ckptkit.io.progress import Progress
 from ckptkit.layout import Layout, WriterOptions
 from ckptkit.layout.plan import Operand
-from ckptkit.ops.as_consolidated import ConsolidatedView, as_consolidated
-from ckptkit.ops.convert import with_left_behind
-from ckptkit.progress import Progress
+from ckptkit.state.directories import check_free, require_separate_destination, to_output
+from ckptkit.state.draft import Conversion, Draft
+from ckptkit.state.options import Keywords
+from ckptkit.state.pipeline import write
+from ckptkit.state.report import Converted, complete, report
 
 if TYPE_CHECKING:
     from ckptkit.plugins.deltas.chain import DeltaChain

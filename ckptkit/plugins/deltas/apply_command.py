@@ -10,8 +10,8 @@ import typer
 from ckptkit.cli.conversion import Jobs, NoSync, Overwrite, show
 from ckptkit.cli.output import Json, Quiet, pick, print_json, progress_bar, say
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_path
-from ckptkit.pictures.words import count
+from ckptkit.io.path import to_path
+from ckptkit.words import count
 
 
 def apply(

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.conversion.as_consolidated import as_consolidated
 from ckptkit.errors import Mismatch, NotACheckpoint, Unsupported, Usage
-from ckptkit.files.file import names_in
-from ckptkit.files.path import to_local, to_path
 from ckptkit.formats import locate
+from ckptkit.io.file import names_in
+from ckptkit.io.path import to_local, to_path
 from ckptkit.layout import Layout
-from ckptkit.ops.as_consolidated import as_consolidated
-from ckptkit.pictures.words import count
 from ckptkit.plugins.deltas import in_place
 from ckptkit.plugins.deltas.chain import DeltaChain, short
 from ckptkit.plugins.deltas.check_delta import check_delta
@@ -23,6 +22,7 @@ from ckptkit.plugins.deltas.identity import identify, sums_of
 from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.plugins.deltas.open_delta import Delta, open_delta
 from ckptkit.summary import Summarized
+from ckptkit.words import count
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from ckptkit.engine.copy import scrub
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Pieces, Worker, visit
-from ckptkit.files.crc32 import Checksums, crc32
+from ckptkit.io.crc32 import Checksums, crc32
+from ckptkit.io.progress import Told
 from ckptkit.layout import Chunk, Layout, StoredTensor
+from ckptkit.layout.box import whole
 from ckptkit.layout.plan import Plan, Target, join
-from ckptkit.progress import Told
-from ckptkit.tensors.box import whole
 
 Array = NDArray[Any]
 

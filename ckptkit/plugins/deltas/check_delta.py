@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
+from ckptkit.io.progress import Told
 from ckptkit.layout import edits
 from ckptkit.plugins.deltas.changes import view
 from ckptkit.plugins.deltas.identity import sums_of
@@ -12,7 +13,6 @@ from ckptkit.plugins.deltas.nan import count_nan
 from ckptkit.plugins.deltas.open_delta import Delta
 from ckptkit.plugins.deltas.patch import load_changes, read_all
 from ckptkit.plugins.deltas.payload import WHOLE
-from ckptkit.progress import Told
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.checkpoints.manifest import source_of
-from ckptkit.conversion.directories import require_separate_destination
-from ckptkit.destinations.allocation import make_folder
-from ckptkit.destinations.staging import Stage
-from ckptkit.destinations.stores import is_on_hub, to_destination
+from ckptkit.conversion.as_consolidated import ConsolidatedView, both_consolidated
 from ckptkit.errors import Occupied, Unsupported, translate_os_errors
-from ckptkit.files.file import file_size, names_in
-from ckptkit.files.origin import Origin
-from ckptkit.files.path import RemotePath
+from ckptkit.io.allocation import make_folder
+from ckptkit.io.destinations import is_on_hub, to_destination
+from ckptkit.io.file import file_size, names_in
+from ckptkit.io.origin import Origin
+from ckptkit.io.path import RemotePath
+from ckptkit.io.progress import Progress, Told, telling
+from ckptkit.io.staging import Stage
 from ckptkit.models.companions import CONFIG
 from ckptkit.models.computation import describe_differences, find_differences
-from ckptkit.ops.as_consolidated import ConsolidatedView, both_consolidated
-from ckptkit.pictures.numbers import format_bytes, per_cent
-from ckptkit.pictures.words import count
 from ckptkit.plugins.deltas.record import DeltaRecord
-from ckptkit.progress import Progress, Told, telling
+from ckptkit.state.directories import require_separate_destination
 from ckptkit.summary import Summarized
+from ckptkit.words import count, format_bytes, per_cent
 
 if TYPE_CHECKING:
     from ckptkit.plugins.deltas.spool import Spool
@@ -127,7 +126,7 @@ class ComparedPair:
 
     def send(self, output: RemotePath, *, force: bool) -> WrittenDelta:
         """Write the delta into a temporary directory, then copy it to a store. It appears whole or not at all."""
-        from ckptkit.ops.cp import cp
+        from ckptkit.hub.cp import cp
 
         with TemporaryDirectory(prefix="ckptkit-") as room:
             made = self.write(output, Path(room, "delta"), force=force, sync=False)

@@ -9,9 +9,9 @@ import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
-from ckptkit.destinations.stores import to_destination
-from ckptkit.files.path import to_path
-from ckptkit.pictures.numbers import format_bytes
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.path import to_path
+from ckptkit.words import format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.plugins.deltas.delta import WrittenDelta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckptkit.files.file import is_there, names_in
+from ckptkit.io.file import is_there, names_in
 
 RECORD = "delta.json"
 _PAYLOAD = re.compile(r"delta-[0-9]+-of-[0-9]+\.safetensors")

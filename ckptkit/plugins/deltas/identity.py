@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ckptkit.engine.compare import fingerprints
 from ckptkit.formats import locate
 from ckptkit.layout import Layout, Spec, StoredTensor, edits
-from ckptkit.tensors.box import whole
+from ckptkit.layout.box import whole
 
 
 def identify(specs: Mapping[str, Spec], sums: Mapping[str, int]) -> str:

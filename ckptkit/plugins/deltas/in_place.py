@@ -17,17 +17,17 @@ import numpy as np
 
 from ckptkit.checkpoints.manifest import FileSum, read_manifest
 from ckptkit.checkpoints.seal import replace_manifest
-from ckptkit.destinations.exchange import lock_path
-from ckptkit.destinations.staging import clear_dead
 from ckptkit.engine.compare import fingerprints
 from ckptkit.engine.scan import sum_file
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Mismatch, translate_os_errors
-from ckptkit.files.file import OpenFiles, file_size, is_there, read_at
-from ckptkit.files.locks import acquire, release
-from ckptkit.files.system import again
-from ckptkit.files.trees import remove, sync_path, sync_tree
 from ckptkit.formats import find_format
 from ckptkit.formats.protocols import JOURNAL
+from ckptkit.io.exchange import lock_path
+from ckptkit.io.file import OpenFiles, file_size, is_there, read_at
+from ckptkit.io.locks import acquire, release
+from ckptkit.io.staging import clear_dead
+from ckptkit.io.system import again
+from ckptkit.io.trees import remove, sync_path, sync_tree
 from ckptkit.layout import Chunk, Extent, Layout, edits
 from ckptkit.plugins.deltas.new_blocks import Successor, blocks_of
 from ckptkit.plugins.deltas.open_delta import Delta, open_delta

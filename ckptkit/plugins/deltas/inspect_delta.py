@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.files.path import to_path
-from ckptkit.pictures.numbers import format_bytes, per_cent
-from ckptkit.pictures.words import count
+from ckptkit.io.path import to_path
 from ckptkit.plugins.deltas.chain import short
 from ckptkit.plugins.deltas.open_delta import open_delta
 from ckptkit.plugins.deltas.record import FORMAT, DeltaRecord
 from ckptkit.summary import Summarized
+from ckptkit.words import count, format_bytes, per_cent
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ from typing import Any
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
+from ckptkit.checks.verify import Verified
 from ckptkit.cli.output import pick, print_json, print_table, say
-from ckptkit.files.file import file_size
-from ckptkit.ops.cp import Contents
-from ckptkit.ops.verify import Verified
-from ckptkit.pictures.numbers import per_cent
+from ckptkit.hub.cp import Contents
+from ckptkit.io.file import file_size
 from ckptkit.plugins.deltas.find import RECORD, is_delta
 from ckptkit.plugins.deltas.inspect_delta import InspectedDelta, inspect_delta
 from ckptkit.plugins.deltas.open_delta import open_delta
 from ckptkit.plugins.deltas.record import FORMAT
 from ckptkit.plugins.deltas.verify_delta import verify_delta
+from ckptkit.words import per_cent
 
 
 def is_complete(path: Path) -> bool:

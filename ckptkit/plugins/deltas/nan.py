@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckptkit.pictures.words import count
+from ckptkit.layout.small_floats import SMALL_FLOATS
 from ckptkit.plugins.deltas.changes import Array
-from ckptkit.tensors.small_floats import SMALL_FLOATS
+from ckptkit.words import count
 
 _INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}  # bits; those of NaN without its sign are more
 

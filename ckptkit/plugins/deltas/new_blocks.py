@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.engine.read import read
 from ckptkit.errors import Corrupt
-from ckptkit.files.crc32 import crc32
+from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Layout, Spec
+from ckptkit.layout.blocks import cut
+from ckptkit.layout.box import whole
 from ckptkit.plugins.deltas.chain import WRITE_AGAIN, DeltaChain
 from ckptkit.plugins.deltas.patched_blocks import put_into
 from ckptkit.plugins.deltas.payload import WHOLE
-from ckptkit.tensors.blocks import cut
-from ckptkit.tensors.box import whole
 
 
 class NewBlock(NamedTuple):

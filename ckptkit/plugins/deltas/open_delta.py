@@ -10,9 +10,9 @@ from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import Corrupt
 from ckptkit.formats.safetensors_headers import read_header
 from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.deltas.payload import INDICES, VALUES, WHOLE
 from ckptkit.plugins.deltas.record import DeltaRecord, DeltaTensor, read_record
-from ckptkit.tensors.dtypes import DTYPES
 
 _INDEX_DTYPES = (DTYPES["int32"], DTYPES["int64"])
 

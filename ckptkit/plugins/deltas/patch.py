@@ -8,10 +8,10 @@ import numpy as np
 
 from ckptkit.engine.read import read
 from ckptkit.errors import Corrupt
+from ckptkit.layout.box import whole
 from ckptkit.plugins.deltas.changes import Array, Changes, view
 from ckptkit.plugins.deltas.open_delta import Delta
 from ckptkit.plugins.deltas.payload import INDICES, VALUES
-from ckptkit.tensors.box import whole
 
 
 def load_changes(delta: Delta, name: str) -> Changes:

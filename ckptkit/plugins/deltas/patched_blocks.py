@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ckptkit.layout.blocks import span_of
+from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand
 from ckptkit.plugins.deltas.chain import DeltaChain
 from ckptkit.plugins.deltas.changes import Array, Changes
-from ckptkit.tensors.blocks import span_of
-from ckptkit.tensors.box import Box, Shape, whole
-from ckptkit.tensors.dtypes import DType
 
 _KEPT = 4  # tensors whose changes are in memory: threads work at neighbors
 

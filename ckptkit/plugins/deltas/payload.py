@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptkit.layout import Spec
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
 
 VALUES, INDICES, WHOLE = ".values", ".indices", ".whole"
 _INT32, _INT64 = DTYPES["int32"], DTYPES["int64"]

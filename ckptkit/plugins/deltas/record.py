@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsupported
-from ckptkit.files.file import absent, check_name, is_there, read_small
 from ckptkit.formats.json_text import parse_json
+from ckptkit.io.file import absent, check_name, is_there, read_small
 from ckptkit.layout import Spec
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.deltas.find import RECORD
-from ckptkit.tensors.dtypes import DTYPES
 from ckptkit.version import __version__
 
 FORMAT, VERSION = "ckptkit-delta", 1

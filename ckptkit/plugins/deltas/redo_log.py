@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckptkit.destinations.allocation import make_folder
 from ckptkit.errors import Corrupt
-from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import OpenFiles
-from ckptkit.files.trees import remove
+from ckptkit.io.allocation import make_folder
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.file import OpenFiles
+from ckptkit.io.trees import remove
 from ckptkit.layout import FileOffset, Layout
 from ckptkit.plugins.deltas.changes import changes_in
 from ckptkit.plugins.deltas.new_blocks import Successor

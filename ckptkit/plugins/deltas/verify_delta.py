@@ -10,12 +10,12 @@ from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.seal import sum_files
+from ckptkit.checks.verify import Verified
+from ckptkit.conversion.as_consolidated import as_consolidated
 from ckptkit.errors import CkptError, Corrupt
-from ckptkit.files.crc32 import RESTORE
-from ckptkit.files.file import absent, file_size
-from ckptkit.files.path import to_path
-from ckptkit.ops.as_consolidated import as_consolidated
-from ckptkit.ops.verify import Verified
+from ckptkit.io.crc32 import RESTORE
+from ckptkit.io.file import absent, file_size
+from ckptkit.io.path import to_path
 from ckptkit.plugins.deltas.chain import DeltaChain
 from ckptkit.plugins.deltas.check_delta import check_delta
 from ckptkit.plugins.deltas.find import RECORD

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.files.path import to_path
 from ckptkit.integrations.loaded_weights import LoadedWeights
+from ckptkit.io.path import to_path
 from ckptkit.plugins.deltas.chain import DeltaChain
 from ckptkit.plugins.deltas.changes import Changes, view
 from ckptkit.plugins.deltas.check_delta import check_tensor

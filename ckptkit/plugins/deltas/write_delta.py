@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.seal import create_files, write_manifest
-from ckptkit.destinations.allocation import check_room, write_file
 from ckptkit.engine.copy import check_complete, copy
-from ckptkit.files.crc32 import crc32
-from ckptkit.files.file import OpenFiles
 from ckptkit.formats import locate
 from ckptkit.formats.safetensors_headers import check_readable, check_writable, make_header, read_header
+from ckptkit.io.allocation import check_room, write_file
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.file import OpenFiles
 from ckptkit.layout import FileOffset, Layout, NewFile, Spec, StoredTensor
 from ckptkit.layout.plan import make_plan
 from ckptkit.plugins.deltas.find import RECORD

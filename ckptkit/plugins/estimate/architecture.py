@@ -10,9 +10,9 @@ from math import prod
 from typing import Any
 
 from ckptkit.errors import Unsupported
+from ckptkit.layout.box import Shape
 from ckptkit.models.expected import expected
 from ckptkit.models.known_types import letter_sizes
-from ckptkit.tensors.box import Shape
 
 _UNIT = re.compile(r".*?\.\d+\.")  # `model.layers.0.`, `transformer.h.0.`: a module of a list
 

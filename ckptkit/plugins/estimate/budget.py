@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ckptkit.errors import Usage
+from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.plugins.estimate.architecture import Architecture
-from ckptkit.tensors.dtypes import DTYPES, DType
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "ddp")
 _FLOAT32 = DTYPES["float32"]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.output import Json, Quiet, note, parse_bytes, print_json, print_table, say
-from ckptkit.pictures.numbers import format_bytes, format_count
-from ckptkit.pictures.words import count
+from ckptkit.words import count, format_bytes, format_count
 
 if TYPE_CHECKING:
     from ckptkit.plugins.estimate.budget import Budget, Setup

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
-from ckptkit.files.file import read_small
-from ckptkit.files.path import hint_on_id, is_model_id, remarks_on_id
-from ckptkit.files.stores.hub import downloading
-from ckptkit.pictures.numbers import format_bytes, format_count
+from ckptkit.io.file import read_small
+from ckptkit.io.path import hint_on_id, is_model_id, remarks_on_id
+from ckptkit.io.stores.hub import downloading
+from ckptkit.layout.dtypes import DTYPES, parse_dtype
 from ckptkit.plugins.estimate.architecture import Architecture, read_architecture
 from ckptkit.plugins.estimate.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.summary import Summarized
-from ckptkit.tensors.dtypes import DTYPES, parse_dtype
 from ckptkit.training.models.config import SIZES, ModelConfig
+from ckptkit.words import format_bytes, format_count
 
 if TYPE_CHECKING:
     import torch

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ckptkit.destinations.claims import StoreClaim
-from ckptkit.destinations.destination import CLAIM, Check
-from ckptkit.destinations.pieces import is_large
-from ckptkit.destinations.place import UploadPlace
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.files.file import read_small
-from ckptkit.files.stores.hub_calls import (
+from ckptkit.io.claims import StoreClaim
+from ckptkit.io.destination import CLAIM, Check
+from ckptkit.io.file import read_small
+from ckptkit.io.pieces import is_large
+from ckptkit.io.place import UploadPlace
+from ckptkit.io.stores.hub_calls import (
     BUCKET,
     Line,
     StoredFile,
@@ -31,7 +31,7 @@ from ckptkit.files.stores.hub_calls import (
     require_token,
     silent,
 )
-from ckptkit.files.stores.hub_errors import AGAIN
+from ckptkit.io.stores.hub_errors import AGAIN
 from ckptkit.plugins.hub_writing.places import bucket_of
 from ckptkit.plugins.hub_writing.xet import XetFile, XetFiles, find_session
 from ckptkit.plugins.hub_writing.xet_destination import XetDestination

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import quote
 
 from ckptkit.errors import NotACheckpoint
-from ckptkit.files.stores import Read, StoreEntry
-from ckptkit.files.stores.hub import HubDownload, HubStore, connect
+from ckptkit.io.stores import Read, StoreEntry
+from ckptkit.io.stores.hub import HubDownload, HubStore, connect
 
 
 class HubBucketStore:

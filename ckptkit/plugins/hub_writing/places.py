@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 
 from ckptkit.errors import CkptError, Unsupported, Usage
-from ckptkit.files.path import RemotePath
-from ckptkit.files.stores.hub import parse_repository
-from ckptkit.files.stores.hub_calls import BUCKET, HubRepository, find, is_private_bucket, require_token, silent
-from ckptkit.files.stores.hub_errors import MAIN, page_of
+from ckptkit.io.path import RemotePath
+from ckptkit.io.stores.hub import parse_repository
+from ckptkit.io.stores.hub_calls import BUCKET, HubRepository, find, is_private_bucket, require_token, silent
+from ckptkit.io.stores.hub_errors import MAIN, page_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -15,11 +15,11 @@ from hashlib import sha1
 from pathlib import PurePosixPath
 from threading import Lock
 
-from ckptkit.destinations.destination import Check
-from ckptkit.destinations.pieces import is_large
-from ckptkit.destinations.place import UploadPlace
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
-from ckptkit.files.stores.hub_calls import (
+from ckptkit.io.destination import Check
+from ckptkit.io.pieces import is_large
+from ckptkit.io.place import UploadPlace
+from ckptkit.io.stores.hub_calls import (
     MODEL,
     HubFile,
     HubRepository,
@@ -37,7 +37,7 @@ from ckptkit.files.stores.hub_calls import (
     require_token,
     silent,
 )
-from ckptkit.files.stores.hub_errors import MAIN
+from ckptkit.io.stores.hub_errors import MAIN
 from ckptkit.plugins.hub_writing.places import Prospect, look_at
 from ckptkit.plugins.hub_writing.xet import XetFile, XetFiles, find_session
 from ckptkit.plugins.hub_writing.xet_destination import XetDestination

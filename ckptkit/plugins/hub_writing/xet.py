@@ -14,13 +14,13 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from ckptkit.destinations.in_order import Turns
-from ckptkit.destinations.pieces import FilePiece
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
-from ckptkit.files.crc32 import combine, crc32
-from ckptkit.files.path import RemotePath
-from ckptkit.files.stores.hub_calls import XetAccess
-from ckptkit.files.stores.hub_errors import AGAIN, redact
+from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.in_order import Turns
+from ckptkit.io.path import RemotePath
+from ckptkit.io.pieces import FilePiece
+from ckptkit.io.stores.hub_calls import XetAccess
+from ckptkit.io.stores.hub_errors import AGAIN, redact
 
 _NOT_OURS = "authorization"  # a header for the Hub alone
 _ADVICE = "run `pip install -U huggingface_hub hf_xet`"

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from ckptkit.destinations.pieces import FilePiece
 from ckptkit.errors import Unsupported
-from ckptkit.files.path import RemotePath
+from ckptkit.io.path import RemotePath
+from ckptkit.io.pieces import FilePiece
 from ckptkit.plugins.hub_writing.xet import XetFiles
 
 

@@ -20,16 +20,16 @@ from typing import Any
 from ckptkit.adapters.config import NAME, AdapterConfig
 from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
-from ckptkit.files.file import is_there, read_small
 from ckptkit.formats import locate, unpack
+from ckptkit.io.file import is_there, read_small
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, axes, edits
+from ckptkit.layout.box import whole
 from ckptkit.models.companions import find_companions
-from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import group
-from ckptkit.names.weights import Weights
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import group
+from ckptkit.models.names.weights import Weights
 from ckptkit.plugins.megatron.arguments import COMMON, read_args
 from ckptkit.plugins.megatron.names import MEGATRON
-from ckptkit.tensors.box import whole
 
 _MATRICES = {"linear_in": "A", "lora_A": "A", "linear_out": "B", "lora_B": "B"}
 _BRIDGE = re.compile(r"(.+)\.adapter(?:\.adapter_(q|k|v|gate|up))?\.(linear_in|linear_out)\.weight")

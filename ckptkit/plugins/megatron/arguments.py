@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
-from ckptkit.files.file import is_there
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.pickles.inert_pickle import Record
+from ckptkit.io.file import is_there
 from ckptkit.layout import Blob, Layout
 from ckptkit.models.computation import POSITIONS
-from ckptkit.names.sizes import Sizes
+from ckptkit.models.names.sizes import Sizes
 from ckptkit.plugins.megatron import hybrid_names as hybrid
 
 COMMON, _ARGS = "common.pt", "args"

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.archives.state_files import entries_of, extents_of, opened
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.protocols import FormatReader
+from ckptkit.io.file import is_there, names_in
 from ckptkit.layout import Extent, Layout
 from ckptkit.plugins.megatron.grid import FILES, Rank, file_in, find_directories, has_rank, place
 from ckptkit.plugins.megatron.join import Job

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.files.file import is_there, names_in
+from ckptkit.io.file import is_there, names_in
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 BUFFERS = "distrib_optim.pt"  # of the optimizer that data-parallel ranks share

@@ -14,9 +14,9 @@ from itertools import accumulate, pairwise
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import axes
-from ckptkit.names.rule import Rule
-from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Cropped, Grouped, Tensors
+from ckptkit.models.names.rule import Rule
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import Cropped, Grouped, Tensors
 
 TYPES = ("nemotron_h",)
 IN_PROJ = "in_proj.weight"

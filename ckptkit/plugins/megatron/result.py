@@ -8,10 +8,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckptkit.errors import CkptError, Report
-from ckptkit.files.file import is_there
 from ckptkit.formats.archives.flatten import FlatState, flatten
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.io.file import is_there
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor
 from ckptkit.layout.recorded_names import PARAM_NAMES
 from ckptkit.plugins.megatron.grid import BUFFERS, Rank

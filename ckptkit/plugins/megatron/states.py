@@ -17,10 +17,10 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats.archives.flatten import FlatState, pairs_of
 from ckptkit.formats.archives.values import numbers_of
 from ckptkit.layout import Blob, Spec, StoredTensor
+from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import match_if_certain
 from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, read_recorded
 from ckptkit.plugins.megatron.saved import OPTIMIZER, SavedRank
-from ckptkit.tensors.box import Shape
 
 MASTER = "fp32_param"
 _MASTERS = "fp32_from_fp16_params"

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
-from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.archives.flatten import FlatState, flatten
 from ckptkit.formats.archives.state_files import entries_of, extents_of, is_torch_save, opened, read_state_file
 from ckptkit.formats.each_file import read_each
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.shards.join_ranks import as_lost, spares_of
+from ckptkit.io.file import is_there, names_in
 from ckptkit.layout import Chunk, Extent, Layout, StoredTensor
 from ckptkit.plugins.meta.rules import PARAMS, count_ranks, join, read_params
 

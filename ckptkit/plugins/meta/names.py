@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.names.family import Family
-from ckptkit.names.moe import LAYER, experts_of
-from ckptkit.names.rule import Rule
-from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Rotary
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.moe import LAYER, experts_of
+from ckptkit.models.names.rule import Rule
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import Rotary
 
 _TYPES = ("llama", "mistral", "mixtral")
 _OWN = "layers.{layer}."

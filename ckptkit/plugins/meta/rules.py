@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.shards.join_ranks import BY_COLUMNS, BY_ROWS, COPIED, JoinRules, find_rule, join_copies, join_ranks
+from ckptkit.io.file import is_there, read_small
 from ckptkit.layout import StoredTensor
 
 PARAMS = "params.json"

@@ -15,14 +15,14 @@ from threading import Lock
 from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
 
-from ckptkit.destinations.claims import StoreClaim
-from ckptkit.destinations.destination import Check
-from ckptkit.destinations.in_order import Turns
-from ckptkit.destinations.pieces import FilePiece, is_large, piece_bytes
-from ckptkit.destinations.place import UploadPlace
 from ckptkit.errors import IOFailure, Occupied, Unsupported
-from ckptkit.files.crc32 import combine, crc32
-from ckptkit.files.path import RemotePath, at_once
+from ckptkit.io.claims import StoreClaim
+from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.destination import Check
+from ckptkit.io.in_order import Turns
+from ckptkit.io.path import RemotePath, at_once
+from ckptkit.io.pieces import FilePiece, is_large, piece_bytes
+from ckptkit.io.place import UploadPlace
 from ckptkit.plugins.object_stores.calls import ObjectBucket, ObjectStream
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.errors import CkptError, IOFailure
-from ckptkit.files.stores import Read, Store, StoreEntry
-from ckptkit.files.stores.generic import FileSystem
+from ckptkit.io.stores import Read, Store, StoreEntry
+from ckptkit.io.stores.generic import FileSystem
 from ckptkit.plugins.object_stores.calls import connect, hear_reason, list_all
 from ckptkit.plugins.object_stores.errors import is_absent, needs_reason, refusal
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, Incomplete, Unsupported
-from ckptkit.files.file import OpenFiles
-from ckptkit.files.ranges import Range
 from ckptkit.formats.json_text import parse_json
+from ckptkit.io.file import OpenFiles
+from ckptkit.io.ranges import Range
 from ckptkit.layout import Chunk, Spec, StoredTensor, Wrapped
+from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.plugins.orbax.decode import explaining, open_array
 from ckptkit.plugins.orbax.values import Value, read_value
-from ckptkit.tensors.box import Box, Shape
-from ckptkit.tensors.dtypes import DTYPES, DType
 
 ZARR = "zarr"  # the wrapper of a chunk that is a cell
 _METADATA = {"zarr": ".zarray", "zarr3": "zarr.json"}

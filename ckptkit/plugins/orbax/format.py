@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, refuse
-from ckptkit.files.file import OpenFiles, children, file_size, is_there, names_in, read_small
-from ckptkit.files.ranges import read_ahead
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
+from ckptkit.io.file import OpenFiles, children, file_size, is_there, names_in, read_small
+from ckptkit.io.ranges import read_ahead
 from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor
 from ckptkit.plugins.orbax.arrays import describe, description_range
 from ckptkit.plugins.orbax.decode import require_tensorstore

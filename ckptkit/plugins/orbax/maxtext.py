@@ -17,12 +17,21 @@ from typing import NamedTuple
 from ckptkit.engine.arithmetic import Arithmetic
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import StoredTensor, axes
-from ckptkit.names.family import Family
-from ckptkit.names.moe import LAYER
-from ckptkit.names.rule import Rule
-from ckptkit.names.sizes import Sizes
-from ckptkit.names.steps import Chain, Cropped, FlatFront, RequiredExtent, Reversed, Rotary, SwappedAxes, TensorStep
-from ckptkit.names.translate import Translated, translate
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.moe import LAYER
+from ckptkit.models.names.rule import Rule
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import (
+    Chain,
+    Cropped,
+    FlatFront,
+    RequiredExtent,
+    Reversed,
+    Rotary,
+    SwappedAxes,
+    TensorStep,
+)
+from ckptkit.models.names.translate import Translated, translate
 
 _GEMMAS = ("gemma2", "gemma3_text")
 _TYPES = ("llama", "qwen3", *_GEMMAS)

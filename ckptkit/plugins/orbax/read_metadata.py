@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.files.file import check_name, read_small
 from ckptkit.formats.json_text import parse_json
+from ckptkit.io.file import check_name, read_small
 from ckptkit.layout import KeyPath
 
 NAME = "_METADATA"

@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from ckptkit.destinations.allocation import check_room
 from ckptkit.errors import CkptError, Report, refuse, translate_os_errors
-from ckptkit.files.file import OpenFiles
-from ckptkit.files.local import open_to_write
-from ckptkit.files.temporary import TemporaryFile
+from ckptkit.io.allocation import check_room
+from ckptkit.io.file import OpenFiles
+from ckptkit.io.local import open_to_write
+from ckptkit.io.temporary import TemporaryFile
 from ckptkit.layout import Chunk, Layout
 from ckptkit.plugins.orbax.arrays import Cell, decompress
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from ckptkit.errors import Corrupt, Unsafe
-from ckptkit.files.file import OpenFiles, children, file_size, names_in, read_at, read_small
-from ckptkit.files.path import RemotePath, at_once
-from ckptkit.files.ranges import Range, read_ahead
+from ckptkit.io.file import OpenFiles, children, file_size, names_in, read_at, read_small
+from ckptkit.io.path import RemotePath, at_once
+from ckptkit.io.ranges import Range, read_ahead
 from ckptkit.plugins.orbax.decode import dump, explaining
 
 MANIFEST = "manifest.ocdbt"

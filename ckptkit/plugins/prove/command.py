@@ -11,9 +11,8 @@ from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, progress_bar, reserve_stdout, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import and_more
-from ckptkit.files.path import to_path
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
+from ckptkit.io.path import to_path
+from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.plugins.prove.logits import Logits

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.errors import CkptError, Unsupported, Usage
+from ckptkit.layout.dtypes import DType
 from ckptkit.models.transformers_model import quiet
-from ckptkit.ops.open import LazyCheckpoint
 from ckptkit.plugins.prove.logits import Logits
 from ckptkit.plugins.prove.model import Runnable
-from ckptkit.tensors.dtypes import DType
+from ckptkit.storage.open import LazyCheckpoint
 
 
 def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: Sequence[Runnable]) -> Tensor:

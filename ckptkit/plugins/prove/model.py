@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.model import Model
-from ckptkit.conversion.steps import unwrap
 from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.layout import Layout
+from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import Companions
 from ckptkit.models.fit import check_equal
+from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.transformers_model import MetaModel, find_meta_model
-from ckptkit.names.naming import AskedNames, name_weights
-from ckptkit.names.transformers import TRANSFORMERS
-from ckptkit.names.wrappers import may_be_adapted
-from ckptkit.quantized.require_plain import require_plain
+from ckptkit.state.model import Model
+from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.state.steps import unwrap
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checks.diff import compare_tensors
 from ckptkit.errors import Mismatch, Unsupported, Usage
-from ckptkit.files.file import read_small
-from ckptkit.files.path import remarks_on_id
+from ckptkit.io.file import read_small
+from ckptkit.io.path import remarks_on_id
+from ckptkit.io.progress import Progress
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.computation import ConfigDifference, describe_differences, find_differences
 from ckptkit.models.transformers_model import missing_package
-from ckptkit.ops.diff import compare_tensors
-from ckptkit.pictures.words import count
 from ckptkit.plugins.prove.lengths import choose_length, find_lengths
 from ckptkit.plugins.prove.logits import Logits
 from ckptkit.plugins.prove.model import Runnable
-from ckptkit.progress import Progress
 from ckptkit.summary import Summarized
+from ckptkit.words import count
 
 if TYPE_CHECKING:
-    from ckptkit.comparison.differences import Diff
+    from ckptkit.checks.differences import Diff
 
 _LIMIT = 1 << 24  # bytes of a file of tokens
 _DIGITS = 10

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from glob import escape
 
-from ckptkit.conversion.model import Model, RecipeFor, always
-from ckptkit.conversion.options import ConvertOptions
-from ckptkit.conversion.selection import became_of
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor, edits
+from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand
 from ckptkit.models.expected import Form, expected
 from ckptkit.models.fit import abridge
-from ckptkit.pictures.words import count
 from ckptkit.plugins.quantize.choose import RAGGED, Chosen, choose, matches, modules_of
 from ckptkit.plugins.quantize.schemes import SCHEMES, Scheme
-from ckptkit.quantized.signs import KEYS
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.state.model import Model, RecipeFor, always
+from ckptkit.state.options import ConvertOptions
+from ckptkit.state.quantized.signs import KEYS
+from ckptkit.state.selection import became_of
+from ckptkit.words import count
 
 _NUMBERS = DTYPES["float8_e4m3fn"]
 _MOST_AT_HAND = 1 << 28  # bytes of one row of boxes

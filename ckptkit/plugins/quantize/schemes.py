@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.conversion.options import QUANTIZATIONS
-from ckptkit.quantized.config import Block
-from ckptkit.tensors.box import Shape
-from ckptkit.tensors.dtypes import DTYPES, DType
+from ckptkit.layout.box import Shape
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.state.options import QUANTIZATIONS
+from ckptkit.state.quantized.config import Block
 
 _EXPERTS = ".experts"  # the last part of the name of a module that has several
 

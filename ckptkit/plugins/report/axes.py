@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptkit.pictures.markup import Markup, element
-from ckptkit.pictures.numbers import brief, powers, ticks
+from ckptkit.markup import Markup, element
+from ckptkit.words import brief, powers, ticks
 
 _MANY_TIMES = 50  # the highest of numbers is that many times the lowest: then powers of ten
 

@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from ckptkit.ops.ls import Listed, Listing
-from ckptkit.pictures.numbers import brief, format_bytes
-from ckptkit.pictures.shard_svg import draw_shards
-from ckptkit.pictures.shards import ShardMap, is_number
-from ckptkit.pictures.words import count
+from ckptkit.cli.pictures.shard_svg import draw_shards
+from ckptkit.cli.pictures.shards import ShardMap, is_number
+from ckptkit.layout.counting import Count
 from ckptkit.plugins.report.curves import draw_curves
 from ckptkit.plugins.report.history import History
 from ckptkit.plugins.report.layers import LayerKind, draw_layers
 from ckptkit.plugins.report.norms import Norms
 from ckptkit.plugins.report.series import Series
 from ckptkit.plugins.report.timeline import Stop, draw_timeline
-from ckptkit.tensors.counting import Count
+from ckptkit.runs.ls import Listed, Listing
+from ckptkit.words import brief, count, format_bytes
 
 Chapter = dict[str, Any]
 

@@ -10,8 +10,8 @@ import typer
 from ckptkit.cli.conversion import Jobs
 from ckptkit.cli.output import Json, Quiet, pick, print_json, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.files.path import to_local, to_path
-from ckptkit.pictures.numbers import format_bytes
+from ckptkit.io.path import to_local, to_path
+from ckptkit.words import format_bytes
 
 
 def report(

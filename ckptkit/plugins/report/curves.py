@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ckptkit.pictures.markup import Markup, element, picture
-from ckptkit.pictures.numbers import brief
-from ckptkit.pictures.words import count
+from ckptkit.markup import Markup, element, picture
 from ckptkit.plugins.report.axes import Axis, draw_grid, draw_labels, value_axis
 from ckptkit.plugins.report.series import Series, Stretch
+from ckptkit.words import brief, count
 
 _WIDTH, _HEIGHT = 480, 236
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 468, 40, 208

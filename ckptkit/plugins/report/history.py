@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.files.file import opening, read_at, read_small
-from ckptkit.ops.ls import Listed
+from ckptkit.io.file import opening, read_at, read_small
+from ckptkit.io.progress import Told
 from ckptkit.plugins.report.series import Series
-from ckptkit.progress import Told
+from ckptkit.runs.ls import Listed
 
 METRICS = "metrics.jsonl"  # of our training: a line of JSON for each step
 TRAINER_STATE = "trainer_state.json"  # of transformers' Trainer, in each of its checkpoints

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptkit.pictures.markup import Markup, element, picture
-from ckptkit.pictures.numbers import brief
-from ckptkit.pictures.style import OWNERS
+from ckptkit.cli.pictures.style import OWNERS
+from ckptkit.markup import Markup, element, picture
 from ckptkit.plugins.report.axes import Axis, draw_grid, draw_labels, value_axis
 from ckptkit.plugins.report.curves import path_through
+from ckptkit.words import brief
 
 _WIDTH, _HEIGHT = 960, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 640, 20, 300

@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckptkit.cli.pictures.shards import is_number
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
+from ckptkit.io.progress import Told
 from ckptkit.layout import Layout
-from ckptkit.names.weights import find_weights
-from ckptkit.pictures.shards import is_number
+from ckptkit.layout.counting import Count
+from ckptkit.models.names.weights import find_weights
 from ckptkit.plugins.report.layers import LayerKind
-from ckptkit.progress import Told
-from ckptkit.tensors.counting import Count
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.pictures.markup import text
-from ckptkit.pictures.numbers import brief, format_bytes
+from ckptkit.markup import text
+from ckptkit.words import brief, format_bytes
 
 GENERATOR = "ckptkit report"  # by which a page is known as ours
 

@@ -9,23 +9,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Source, path_of
-from ckptkit.destinations.staging import publish
+from ckptkit.checks.inspect import Inspected, inspect
+from ckptkit.cli.pictures.shards import map_shards
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
-from ckptkit.files.file import file_size, opening, read_at, read_small
-from ckptkit.files.joined import roots_of
-from ckptkit.files.path import RemotePath, to_local
-from ckptkit.ops.inspect import Inspected, inspect
-from ckptkit.ops.ls import Listing, ls
-from ckptkit.pictures.numbers import brief, format_bytes
-from ckptkit.pictures.shards import map_shards
-from ckptkit.pictures.words import count
+from ckptkit.io.file import file_size, opening, read_at, read_small
+from ckptkit.io.joined import roots_of
+from ckptkit.io.path import RemotePath, to_local
+from ckptkit.io.progress import Progress, telling
+from ckptkit.io.staging import publish
 from ckptkit.plugins.report import chapters
 from ckptkit.plugins.report.history import METRICS, History, read_history
 from ckptkit.plugins.report.norms import measure_norms, weights_of
 from ckptkit.plugins.report.page import GENERATOR, fill_page
-from ckptkit.progress import Progress, telling
+from ckptkit.runs.ls import Listing, ls
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
+from ckptkit.words import brief, count, format_bytes
 
 NAME = "report.html"
 _SETTINGS = "train.toml"

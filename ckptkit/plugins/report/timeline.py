@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptkit.pictures.markup import Markup, element, picture
-from ckptkit.pictures.numbers import format_bytes
-from ckptkit.pictures.words import count
+from ckptkit.markup import Markup, element, picture
 from ckptkit.plugins.report.axes import Axis, draw_labels
+from ckptkit.words import count, format_bytes
 
 _WIDTH, _NARROW, _HEIGHT = 960, 400, 150
 _LEFT, _TOP, _BOTTOM = 20, 34, 122  # as far from the right edge as from the left one

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, candidates_in
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.destinations.claims import StoreClaim, read_claim
-from ckptkit.destinations.destination import CLAIM
+from ckptkit.checkpoints.run import local_folder
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -31,20 +30,21 @@ from ckptkit.errors import (
     Unsupported,
     translate_os_errors,
 )
-from ckptkit.files.file import children, read_small
-from ckptkit.files.path import RemotePath
-from ckptkit.files.stores.s3_calls import S3Bucket
-from ckptkit.files.stores.s3_errors import DENIED, TAKEN, find_code
-from ckptkit.files.stores.s3_objects import delete_objects, in_batches, list_objects, read_clock, read_object
-from ckptkit.files.system import warn_of_loss
-from ckptkit.files.trees import make_directories
+from ckptkit.io.claims import StoreClaim, read_claim
+from ckptkit.io.destination import CLAIM
+from ckptkit.io.file import children, read_small
+from ckptkit.io.path import RemotePath
+from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.stores.s3_errors import DENIED, TAKEN, find_code
+from ckptkit.io.stores.s3_objects import delete_objects, in_batches, list_objects, read_clock, read_object
+from ckptkit.io.system import warn_of_loss
+from ckptkit.io.trees import make_directories
 from ckptkit.models.companions import CONFIG
 from ckptkit.runs import pins, watches
 from ckptkit.runs.complete import require_complete
 from ckptkit.runs.holds import marks_on
 from ckptkit.runs.keeper import WatchPost
 from ckptkit.runs.pins import is_pinned
-from ckptkit.runs.run import local_folder
 
 _PATIENCE = 10.0  # seconds that a pin or a watch waits for a deletion to end
 _PAUSE = 0.5  # seconds between two looks at it

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.files.path import RemotePath
-from ckptkit.files.stores.s3_calls import S3Bucket
-from ckptkit.files.stores.s3_errors import find_code
+from ckptkit.io.path import RemotePath
+from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.stores.s3_errors import find_code
 
 _ABSENT = ("404", "NoSuchKey")
 _TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 
-from ckptkit.destinations.claims import StoreClaim
-from ckptkit.destinations.destination import CLAIM, NOTES
-from ckptkit.destinations.place import UploadPlace, beneath
-from ckptkit.files.path import RemotePath, at_once
-from ckptkit.files.stores.s3_calls import S3Bucket
-from ckptkit.files.stores.s3_objects import (
+from ckptkit.io.claims import StoreClaim
+from ckptkit.io.destination import CLAIM, NOTES
+from ckptkit.io.path import RemotePath, at_once
+from ckptkit.io.place import UploadPlace, beneath
+from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.stores.s3_objects import (
     MultipartUpload,
     SentParts,
     StoredObject,
@@ -25,7 +25,7 @@ from ckptkit.files.stores.s3_objects import (
     read_clock,
     read_object,
 )
-from ckptkit.ops.uploads import OpenUpload
+from ckptkit.runs.uploads import OpenUpload
 
 Measured = dict[MultipartUpload, SentParts]
 

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.collector import collector_paused
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Report, Unsafe, Unsupported, refuse
-from ckptkit.files.file import is_there, names_in
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.archives.state_files import extents_of, is_torch_save
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.rank_tensor import lost_file, read_rank_file
+from ckptkit.io.collector import collector_paused
+from ckptkit.io.file import is_there, names_in
 from ckptkit.layout import Extent, FileOffset, Layout, check_cover
 from ckptkit.plugins.torch_checkpointing.items import missing, read_item_files
 from ckptkit.plugins.torch_checkpointing.read_metadata import NAME, TORCH, CheckpointItem, read_items

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.errors import ELSEWHERE, CkptError, Incomplete, Report
-from ckptkit.files.file import is_there, read_small
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles.tensor_calls import TensorRecord
@@ -15,11 +14,12 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.safetensors_headers import read_header
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor, read_rank_file
+from ckptkit.io.file import is_there, read_small
 from ckptkit.layout import Blob, Chunk, KeyPath, Spec
 from ckptkit.layout.axes import part_of
+from ckptkit.layout.blocks import row_major
+from ckptkit.layout.box import Box
 from ckptkit.plugins.torch_checkpointing.read_metadata import JSON, SAFETENSORS, TORCH, CheckpointItem, Spread
-from ckptkit.tensors.blocks import row_major
-from ckptkit.tensors.box import Box
 
 _LIMIT = 1 << 24  # bytes of a file that is read whole
 

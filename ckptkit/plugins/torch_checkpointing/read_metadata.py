@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
-from ckptkit.files.file import check_name, read_small
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.tensor_calls import as_shape
 from ckptkit.formats.shards.meshes import Mesh, unravel
+from ckptkit.io.file import check_name, read_small
 from ckptkit.layout import KeyPath
-from ckptkit.tensors.box import Shape
-from ckptkit.tensors.placements import Placement, Shard
+from ckptkit.layout.box import Shape
+from ckptkit.layout.placements import Placement, Shard
 
 NAME = "metadata.pkl"
 _LIMIT = 1 << 28  # bytes

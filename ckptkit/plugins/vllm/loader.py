@@ -16,10 +16,10 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Caution, CkptError, Unsupported
-from ckptkit.files.path import to_model_path
 from ckptkit.integrations.loaded_weights import remember
-from ckptkit.ops.hub_model import HubModel
+from ckptkit.io.path import to_model_path
 from ckptkit.plugins.vllm.read_ahead import read_ahead
+from ckptkit.storage.hub_model import HubModel
 
 if TYPE_CHECKING:
     import torch

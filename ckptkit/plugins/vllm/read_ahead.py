@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from ckptkit.ops.open import LazyCheckpoint, LazyTensor
+from ckptkit.storage.open import LazyCheckpoint, LazyTensor
 
 if TYPE_CHECKING:
     import torch

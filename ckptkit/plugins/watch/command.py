@@ -12,7 +12,7 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, reserve_stdout, say
 from ckptkit.errors import Usage
-from ckptkit.files.path import to_place
+from ckptkit.io.path import to_place
 
 if TYPE_CHECKING:
     from ckptkit.plugins.watch.watch import Event, Watched

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.errors import translate_os_errors
-from ckptkit.files.file import names_in
+from ckptkit.io.file import names_in
 
 
 @dataclass(frozen=True, slots=True)

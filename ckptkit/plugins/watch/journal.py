@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.destinations.staging import publish
 from ckptkit.errors import Corrupt
-from ckptkit.files.file import read_small
+from ckptkit.io.file import read_small
+from ckptkit.io.staging import publish
 
 _LIMIT = 1 << 26  # bytes: about 400,000 checkpoints
 _STATES = ("begun", "done", "failed", "missed")

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, oldest_first
-from ckptkit.destinations.claims import find_claim
-from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
-from ckptkit.files.path import RemotePath
-from ckptkit.files.trees import make_directories
-from ckptkit.pictures.words import count
+from ckptkit.io.claims import find_claim
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.path import RemotePath
+from ckptkit.io.trees import make_directories
 from ckptkit.plugins.watch.commands import Final, WatchCommand
 from ckptkit.plugins.watch.file_changes import Look, Patience
 from ckptkit.plugins.watch.journal import Fate, WatchJournal
 from ckptkit.runs.keeper import Keeper, WatchPost, keeper_of, run_of
 from ckptkit.summary import Summarized
 from ckptkit.trainers import stem_of, step_of
+from ckptkit.words import count
 
 DAY = 86400.0  # seconds
 _OUT = "exported"  # the directory in the run that outputs go to

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.errors import Usage
-from ckptkit.files.path import hint_on_id, is_model_id
+from ckptkit.io.path import hint_on_id, is_model_id
 from ckptkit.training.data.documents import Text
 from ckptkit.training.models.config import BYTES, END_OF_TEXT
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.destinations.staging import Stage, publish
 from ckptkit.errors import Corrupt, Unsupported, Usage, translate_os_errors
+from ckptkit.io.staging import Stage, publish
 from ckptkit.training.data.documents import TOKEN_FILES, Ids, Text, find_files, read
 from ckptkit.training.data.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.files.stores.hub import downloading
+from ckptkit.io.stores.hub import downloading
 from ckptkit.models.companions import FILES
 from ckptkit.training.models.config import SIZES, ModelConfig, require_known
 from ckptkit.training.models.llama import LlamaBlueprint

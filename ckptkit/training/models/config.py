@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage, translate_os_errors
-from ckptkit.files.path import is_model_id
+from ckptkit.io.path import is_model_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

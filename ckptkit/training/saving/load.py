@@ -15,9 +15,9 @@ from torch import Tensor, clone
 from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ckptkit.checks.verify import verify_part
 from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
 from ckptkit.layout import Spec
-from ckptkit.ops.verify import verify_part
 from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, translate
 from ckptkit.trainers.ckptkit import TRAINING

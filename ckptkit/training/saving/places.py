@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ckptkit.destinations.staging import Stage
-from ckptkit.files.path import RemotePath
+from ckptkit.io.path import RemotePath
+from ckptkit.io.staging import Stage
 from ckptkit.layout import KeyPath
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.destinations.stores import to_destination
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
-from ckptkit.files.file import check_name
-from ckptkit.files.path import RemotePath
+from ckptkit.io.destinations import to_destination
+from ckptkit.io.file import check_name
+from ckptkit.io.path import RemotePath
 from ckptkit.runs.keeper import keeper_of
 from ckptkit.runs.retention import Best, Policy, decide, find_saved, write_metrics
-from ckptkit.runs.run import RunFolder
 from ckptkit.storage.ranks import Ranks
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.places import look_again, require_storable

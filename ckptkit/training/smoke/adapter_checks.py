@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ckptkit.adapters.names import read_entry
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.merge import merge
+from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.merge import merge
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
 from ckptkit.training.smoke.judging import Skipped, compare_checkpoints, of_rank_0

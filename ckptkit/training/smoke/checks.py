@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ckptkit.checkpoints.run import RunFolder
+from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import convert
 from ckptkit.entry_points import PluginTable, load
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.convert import convert
-from ckptkit.runs.run import RunFolder
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
 from ckptkit.training.smoke.adapter_checks import ADAPTER_CHECKS

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckptkit.ops.reshard import reshard
-from ckptkit.runs.run import RunFolder
+from ckptkit.checkpoints.run import RunFolder
+from ckptkit.conversion.reshard import reshard
 from ckptkit.training.config import Device, TrainConfig
 from ckptkit.training.launch import launch
 from ckptkit.training.models.config import ModelConfig

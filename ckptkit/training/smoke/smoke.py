@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import named_in
 from ckptkit.checkpoints.replaceable import check_replaceable
-from ckptkit.destinations.staging import check_destination
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Occupied, translate_os_errors
-from ckptkit.files.path import to_local
-from ckptkit.runs.run import RunFolder
+from ckptkit.io.path import to_local
+from ckptkit.io.staging import check_destination
 from ckptkit.training.config import SETTINGS, Device, TrainConfig
 
 MARK = ".smoke"  # in a run that smoke made, and so may replace

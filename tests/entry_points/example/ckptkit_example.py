@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptkit.files.stores import KnownStore
 from ckptkit.formats import KnownFormat
-from ckptkit.names import KnownFamily
+from ckptkit.io.stores import KnownStore
+from ckptkit.models.names import KnownFamily
 from ckptkit.trainers.trainer import Mark, TrainerFacts
 
 FORMAT = KnownFormat("ckptkit_example_format:Example", "one example tensor", r".*\.example")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptkit.names.family import Family
-from ckptkit.names.rule import Rule
-from ckptkit.names.sizes import Sizes
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.rule import Rule
+from ckptkit.models.names.sizes import Sizes
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:

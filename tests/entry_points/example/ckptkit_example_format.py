@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, Report, refuse
-from ckptkit.files.file import file_size
 from ckptkit.formats import FormatReader
+from ckptkit.io.file import file_size
 from ckptkit.layout import Chunk, Extent, Layout, Spec, StoredTensor
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.box import whole
+from ckptkit.layout.dtypes import DTYPES
 
 FLOAT32 = DTYPES["float32"]
 

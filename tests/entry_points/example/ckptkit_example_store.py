@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.files.stores import Read, StoreEntry
+from ckptkit.io.stores import Read, StoreEntry
 
 
 class Folder:

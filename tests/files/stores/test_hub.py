@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.conversion.consolidate import consolidate
 from ckptkit.formats import locate
-from ckptkit.ops.consolidate import consolidate
 from tests import command, producers
 from tests.conftest import Produce
 from tests.hub_server import Hub

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
+from ckptkit.checks.inspect import inspect
+from ckptkit.checks.manifest import make_manifest
+from ckptkit.checks.verify import verify
+from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import convert
+from ckptkit.conversion.reshard import reshard
 from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Usage
-from ckptkit.files.path import to_path
 from ckptkit.formats import locate
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.convert import convert
-from ckptkit.ops.inspect import inspect
-from ckptkit.ops.ls import list_run
-from ckptkit.ops.manifest import make_manifest
-from ckptkit.ops.reshard import reshard
-from ckptkit.ops.verify import verify
+from ckptkit.io.path import to_path
+from ckptkit.runs.ls import list_run
 from tests import command, producers
 from tests.conftest import Produce
 from tests.files.stores.conftest import Bucket
@@ -235,7 +235,7 @@ def test_a_file_that_vanishes_is_named(bucket: Bucket, tmp_path: Path) -> None:
 
 
 def verify_reading(path: Path) -> None:
-    from ckptkit.files.file import opening, read_at
+    from ckptkit.io.file import opening, read_at
 
     with opening(path) as file:
         read_at(file, 1 << 20, 1 << 20)

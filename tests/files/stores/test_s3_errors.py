@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
+from ckptkit.checks.inspect import inspect
 from ckptkit.errors import CkptError, IOFailure, NoRoom
-from ckptkit.ops.inspect import inspect
 from tests import command
 from tests.files.stores.conftest import Bucket
 

@@ -17,7 +17,7 @@ from ckptkit.formats.archives.read_archive import open_archive
 from ckptkit.formats.archives.write_archive import Envelope, describe_tensor, make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Spec
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.dtypes import DTYPES
 from tests.formats.contract import SHAPES, raw_bytes, spec_of
 from tests.producers import DTYPES as TORCH_DTYPES
 from tests.producers import bits, counted

@@ -22,8 +22,8 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import Corrupt, NoRoom, Unsupported
 from ckptkit.formats import unpack
 from ckptkit.layout import Blob, Layout, Wrapped
+from ckptkit.layout.box import whole
 from ckptkit.storage import Reader
-from ckptkit.tensors.box import whole
 from tests import producers
 from tests.conftest import Produce
 from tests.formats.contract import assert_holds

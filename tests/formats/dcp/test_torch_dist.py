@@ -17,12 +17,12 @@ from torch import Tensor
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.find_components import CHANGES, DESCRIPTION, EXPORTED
+from ckptkit.checks.manifest import make_manifest
+from ckptkit.checks.verify import verify
+from ckptkit.conversion.consolidate import consolidate
+from ckptkit.diagnosis.doctor import doctor
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.doctor import doctor
-from ckptkit.ops.manifest import make_manifest
-from ckptkit.ops.verify import verify
 from tests.conftest import Produce, Produced
 from tests.faults.trained import Truth
 from tests.faults.trees import core, fsdp_dtensor

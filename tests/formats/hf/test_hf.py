@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.conversion.convert import convert
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats.hf.format import HuggingFace
 from ckptkit.formats.safetensors_headers import SPELLINGS, is_known
 from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
-from ckptkit.ops.convert import convert
-from ckptkit.tensors.box import whole
-from ckptkit.tensors.dtypes import DTYPES
+from ckptkit.layout.box import whole
+from ckptkit.layout.dtypes import DTYPES
 from tests.formats.contract import WriterContract, assert_holds
 from tests.producers import counted
 

@@ -14,7 +14,7 @@ from ckptkit.formats import locate
 from ckptkit.formats.ranks.numbered import Parameter
 from ckptkit.formats.ranks.units import match_units
 from ckptkit.layout import Layout
-from ckptkit.names.wrappers import unwrapped
+from ckptkit.layout.wrappers import unwrapped
 from tests.conftest import Produce
 from tests.formats.contract import raw_bytes
 from tests.producers import Producer, Truth

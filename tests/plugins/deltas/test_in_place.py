@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import CkptError, Incomplete, Mismatch, Occupied, Unsupported, Usage
-from ckptkit.files.locks import acquire, release
+from ckptkit.io.locks import acquire, release
 from ckptkit.plugins.deltas.apply_in_place import apply_in_place
 from tests.conftest import Some
 from tests.ops.judges import raw

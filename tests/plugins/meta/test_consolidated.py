@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import ckptkit
+from ckptkit.checks.verify import verify
+from ckptkit.conversion.consolidate import consolidate
 from ckptkit.errors import CkptError
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.verify import verify
 from tests.conftest import Produce, Produced
 from tests.formats.contract import raw_bytes
 from tests.trainers.produced_meta import PARAMS, llama

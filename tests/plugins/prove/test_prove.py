@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import convert
 from ckptkit.errors import Mismatch, Unsupported, Usage
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.convert import convert
 from ckptkit.plugins.prove.prove import prove
 from tests.producers import save_alone
 

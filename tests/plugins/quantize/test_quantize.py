@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ckptkit import average, consolidate, convert, diff, finalize, inspect, merge, stats
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.comparison.moved import Moved
+from ckptkit.checks.moved import Moved
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.layout import Spec
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.quantize.choose import ALONE, ASKED, HEADS, RAGGED, choose, modules_of
 from ckptkit.plugins.quantize.quantized_blocks import next_powers
 from ckptkit.plugins.quantize.schemes import SCHEMES
-from ckptkit.tensors.dtypes import DTYPES
 from tests.formats.contract import assert_same
 from tests.quantized.quantized_models import E4M3, deepseek
 

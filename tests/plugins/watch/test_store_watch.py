@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
+from ckptkit.checkpoints.run import local_folder
 from ckptkit.errors import IOFailure
-from ckptkit.files.path import to_path
-from ckptkit.files.system import PromiseLost
+from ckptkit.io.path import to_path
+from ckptkit.io.system import PromiseLost
 from ckptkit.plugins.watch.watch import Event, identity, watch
-from ckptkit.runs.run import local_folder
 from ckptkit.runs.watches import FOLDER
 from tests.destinations.test_s3 import CLAIM, Place, make_place
 from tests.s3 import S3, forget, serve_moto

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptkit.checks.manifest import make_manifest
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Usage
-from ckptkit.ops.manifest import make_manifest
-from ckptkit.ops.prune import prune
 from ckptkit.plugins.watch.commands import describe
 from ckptkit.plugins.watch.file_changes import Look, Patience
 from ckptkit.plugins.watch.watch import Event, watch
+from ckptkit.runs.prune import prune
 from ckptkit.runs.watches import FOLDER, clock_of, is_held
 from tests.producers import save_alone
 

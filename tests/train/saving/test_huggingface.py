@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from ckptkit.conversion.consolidate import consolidate
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.ops.consolidate import consolidate
 from ckptkit.training.saving.run import Run
 from tests.train.saving.networks import differing
 

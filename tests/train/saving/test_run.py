@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.optim import SGD
 
-from ckptkit.ops.consolidate import consolidate
-from ckptkit.ops.convert import convert
+from ckptkit.checkpoints.run import RunFolder
+from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import convert
 from ckptkit.runs.deletion import delete, deleting
 from ckptkit.runs.pins import set_pin
-from ckptkit.runs.run import RunFolder
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run

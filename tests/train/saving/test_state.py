@@ -18,9 +18,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.formats import locate
-from ckptkit.runs.run import RunFolder
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run

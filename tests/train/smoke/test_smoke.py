@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Occupied
-from ckptkit.runs.run import RunFolder
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.smoke.adapter_checks import ADAPTER_CHECKS

@@ -1,0 +1,45 @@
+"""Hold a checkpoint against itself: entries that contradict each other though every file is undamaged.
+
+Reads metadata, and the lists of an optimizer's groups. Each rule is a function from the facts to inconsistencies; no
+rule knows which command asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.examination.facts import Facts
+from ckptkit.checkpoints.examination.inconsistency import Inconsistency, fold_layers
+from ckptkit.checkpoints.examination.optimizers import (
+    find_empty_groups,
+    find_state_shapes,
+    find_training_point,
+    find_wrapped_states,
+)
+from ckptkit.checkpoints.examination.weights import find_empty_weights, find_layer_gaps, find_router_rows
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported
+from ckptkit.layout import Layout
+
+Rule = Callable[[Facts], Iterator[Inconsistency]]
+
+OF_WEIGHTS: tuple[Rule, ...] = (find_empty_weights, find_layer_gaps, find_router_rows)
+OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_training_point)
+RULES: tuple[Rule, ...] = (*OF_EXPORTS, find_state_shapes, find_wrapped_states, find_empty_groups)
+
+
+_NO_WHOLE = (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported)
+
+
+def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
+    """Return what `examine` does; nothing of parts that cannot be read, or make no whole, of which readers say more."""
+    try:
+        return examine(checkpoint.layout, rules)
+    except _NO_WHOLE:
+        return ()
+
+
+def examine(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
+    """Return what in a checkpoint contradicts the rest of it; what is the same in every layer once."""
+    facts = Facts(layout)
+    return fold_layers(found for rule in rules for found in rule(facts))

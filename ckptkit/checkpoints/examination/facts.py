@@ -1,0 +1,134 @@
+"""The facts that rules look at: the tensors of the model, and the states of each optimizer by parameter."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, recorded_names
+from ckptkit.errors import Corrupt, Unsafe, Unsupported
+from ckptkit.formats.archives.values import load_value
+from ckptkit.layout import KeyPath, Layout
+from ckptkit.layout.box import Shape
+from ckptkit.layout.wrappers import unwrapped, without_ddp
+from ckptkit.models.names.parameters import FLATTENED
+from ckptkit.models.names.weights import names_of_training
+
+_STATE, _GROUPS = "state", "param_groups"
+_UNREADABLE = (Corrupt, Unsafe, Unsupported)  # entries of which `verify` says more
+
+
+States = Mapping[str, Mapping[str, str]]  # by parameter and by kind, the entries of an optimizer's state
+
+
+class StatePlace(NamedTuple):
+    """Where a state lies: in the optimizer at `above`, for a `parameter` (its name, or its index as text), as a `kind`.
+
+    What lies deeper below a parameter has the steps there joined by dots: `GG.0`.
+    """
+
+    above: KeyPath
+    parameter: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A checkpoint, and what its key paths say of it. Each fact is computed once."""
+
+    layout: Layout
+
+    @cached_property
+    def weights(self) -> Mapping[str, str]:
+        """Return the tensors that belong to no training state, by their name in the checkpoint: the dotted key path."""
+        training = names_of_training(self.layout)
+        keys = {name: self.layout.key(name) for name in self.layout.tensors if name not in training}
+        return {name: ".".join(map(str, key)) for name, key in keys.items() if _STATE not in key[:-1]}
+
+    @cached_property
+    def shapes_by_name(self) -> Mapping[str, set[Shape]]:
+        """Return the shapes of the tensors that may be meant by a parameter's name: any end of a key path."""
+        found: dict[str, set[Shape]] = defaultdict(set)
+        for name in self.weights:
+            key = self.layout.key(name)
+            for start in range(len(key)):
+                found[".".join(map(str, key[start:]))].add(self.layout.tensors[name].spec.shape)
+        return found
+
+    @cached_property
+    def plain_names(self) -> Mapping[str, str]:
+        """Return the names of `shapes_by_name` by what they are without the prefixes of wrappers."""
+        return {unwrap(name): name for name in self.shapes_by_name}
+
+    @cached_property
+    def states(self) -> Mapping[KeyPath, States]:
+        """Return the tensors of all optimizers that name or number their parameters, by the optimizer's key path."""
+        found: dict[KeyPath, dict[str, dict[str, str]]] = {}
+        for name in self.layout.tensors:
+            if place := self.place_of(self.layout.key(name)):
+                found.setdefault(place.above, {}).setdefault(place.parameter, {})[place.kind] = name
+        return found
+
+    def place_of(self, key: KeyPath) -> StatePlace | None:
+        """Return which state lies at a key path, None if none does."""
+        last = str(key[-1])
+        if last.startswith(FLATTENED[0]):
+            parameter, _, kind = last.removeprefix(FLATTENED[0]).rpartition(".")
+            return StatePlace(key[:-1], parameter, kind) if parameter else None
+        if _STATE not in key[:-2]:
+            return None
+        at = key.index(_STATE)
+        first = str(key[at + 1])
+        if at + 3 == len(key) and last in self.shapes_by_name and first not in self.shapes_by_name:
+            return StatePlace(key[:at], last, first)  # some optimizers have the kind first
+        return StatePlace(key[:at], first, ".".join(map(str, key[at + 2 :])))
+
+    @cached_property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Return the optimizers with lists of parameters in their groups; none if these make no sense."""
+        try:
+            return tuple(find_optimizers(self.layout))
+        except _UNREADABLE:
+            return ()
+
+    def names_of_indices(self, above: KeyPath) -> Mapping[str, str]:
+        """Return the recorded name of each parameter of the optimizer at a key path, by its index as text."""
+        found = next((one for one in self.optimizers if one.above == above and one.is_numbered), None)
+        try:
+            names = recorded_names(self.layout, found) if found else {}
+        except _UNREADABLE:
+            return {}
+        return {str(index): name for index, name in names.items()}
+
+    def settings(self, above: KeyPath, name: str) -> Iterator[object]:
+        """Yield the values that the groups of the optimizer at a key path have for a setting."""
+        at = len(above)
+        for entry, blob in self.layout.blobs.items():
+            key = self.layout.key(entry)
+            if key[:at] != above:
+                continue
+            is_nested = key[at : at + 1] == (_GROUPS,) and key[-1] == name
+            is_flat = len(key) == at + 1 and str(key[-1]).startswith(FLATTENED[1]) and str(key[-1]).endswith(f".{name}")
+            if is_nested or is_flat:
+                try:
+                    yield load_value(self.layout.root, blob)
+                except _UNREADABLE:
+                    return
+
+    def has_setting(self, above: KeyPath, names: frozenset[str]) -> bool:
+        """Return whether a group of the optimizer at a key path has one of these settings."""
+        at = len(above)
+        keys = (self.layout.key(name) for name in self.layout.names)
+        return any(
+            key[:at] == above and str(key[-1]).rpartition(".")[2] in names and _GROUPS in str(key[at])
+            for key in keys
+            if len(key) > at
+        )
+
+
+def unwrap(name: str) -> str:
+    """Return a name without the prefixes of wrappers, also of DDP's at its beginning."""
+    return without_ddp({"": unwrapped(name)})[""]

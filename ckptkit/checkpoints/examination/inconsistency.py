@@ -1,0 +1,98 @@
+"""An inconsistency: entries of a checkpoint that contradict each other, as a code and data. Words are made last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Mismatch, and_more
+from ckptkit.layout.renames import fold
+
+
+class Certainty(IntEnum):
+    """How certain an inconsistency is a fault."""
+
+    NOTE = 0  # nothing is wrong: it matters to some uses of the checkpoint
+    LIKELY = 1  # loaders will fail or miss something, unless the model is built as nothing here shows
+    CERTAIN = 2  # no model and no optimizer of these entries exists
+
+
+_PREFIX_OF = "names have the prefix `{prefix}` (added by {whose})"
+_NO_STATES = "a load by the weights' names finds no states"
+_LOST_SETTINGS = "torch's `set_optimizer_state_dict` loses its settings, and the next step fails with a KeyError"
+_TRAIN_MODE = "a schedule-free optimizer was saved in training mode (`train_mode` is true)"
+_NO_AVERAGE = "the weights are the point where gradients are taken, not the average to be used"
+_WORDS: Mapping[str, tuple[Certainty, str]] = {
+    "state_shape": (Certainty.CERTAIN, "expected shape {expected} of its parameter, found {found}"),
+    "state_size": (Certainty.LIKELY, "no parameter has the shape {found} of this state, and {others} other states fit"),
+    "wrapped_state": (Certainty.LIKELY, f"the optimizer's {_PREFIX_OF}, and the weights' names do not: {_NO_STATES}"),
+    "wrapped_weight": (Certainty.LIKELY, f"the weights' {_PREFIX_OF}, and the optimizer's names do not: {_NO_STATES}"),
+    "empty_group": (Certainty.LIKELY, f"group {{number}} is without parameters: {_LOST_SETTINGS}"),
+    "empty_weight": (Certainty.CERTAIN, "expected elements as in the other weights, found shape {found}"),
+    "empty_tensor": (Certainty.LIKELY, "expected elements as in the other weights, found shape {found}"),
+    "layer_gap": (Certainty.LIKELY, "expected {expected} numbered modules from 0, found no tensors for {missing}"),
+    "experts": (Certainty.LIKELY, "expected {expected} experts as `{other}` has, found {found}"),
+    "router": (Certainty.LIKELY, "expected a row for each of {expected} experts, found {found} rows"),
+    "training_point": (
+        Certainty.NOTE,
+        f"{_TRAIN_MODE}: {_NO_AVERAGE}; to export the average, call `optimizer.eval()` before the save",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Inconsistency:
+    """What contradicts the rest of a checkpoint: `code` says what kind of thing, `data` has its names and numbers.
+
+    `tensor` is the entry at fault, with `*` in place of numbers where it is several: `names` has each. It is None for
+    the checkpoint as a whole.
+    """
+
+    code: str
+    tensor: str | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+    @property
+    def certainty(self) -> Certainty:
+        """Return how certain it is a fault."""
+        return _WORDS[self.code][0]
+
+    @property
+    def message(self) -> str:
+        """Return it in words, without the tensor."""
+        return _WORDS[self.code][1].format(**self.data)
+
+    def to_error(self, path: Path) -> Mismatch:
+        """Return it as a problem of the checkpoint at a path."""
+        return Mismatch(f"{self.message}{and_more(len(self.names) - 1)}", path=path, tensor=self.tensor)
+
+    @property
+    def line(self) -> str:
+        """Return it in words, with the tensor and how many there are of it."""
+        more = and_more(len(self.names) - 1)
+        return f"`{self.tensor}`{more}: {self.message}" if self.tensor else self.message
+
+
+def fold_layers(found: Iterable[Inconsistency]) -> tuple[Inconsistency, ...]:
+    """Return inconsistencies with those as one that are the same in every layer: `layers.*.q_proj.weight.exp_avg`."""
+    alike: dict[object, list[Inconsistency]] = {}
+    for one in found:
+        alike.setdefault((one.code, one.tensor and fold(one.tensor), one.message), []).append(one)
+    return tuple(merge(same) for same in alike.values())
+
+
+def merge(same: list[Inconsistency]) -> Inconsistency:
+    """Return inconsistencies of entries that are called alike as one."""
+    first = same[0]
+    names = tuple(name for one in same for name in (one.names or ((one.tensor,) if one.tensor else ())))
+    return replace(first, tensor=fold(first.tensor) if first.tensor and len(same) > 1 else first.tensor, names=names)
+
+
+def some(numbers: Iterable[int], shown: int = 4) -> str:
+    """Return a few numbers, and how many more there are."""
+    every = list(numbers)
+    return f"{', '.join(map(str, every[:shown]))}{and_more(len(every) - shown)}"

@@ -1,0 +1,103 @@
+"""Nest an optimizer that torch has flattened: parameter groups again, in the place of settings by parameter.
+
+Source: `_flatten_optim_state_dict` in torch/distributed/checkpoint/state_dict.py (`flatten_optimizer_state_dict=True`).
+It writes `param_groups.<name>.lr` for each parameter, group by group, and drops the lists of the groups. Parameters
+with the same settings were in one group, or in groups that nothing tells apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
+from ckptkit.models.names.parameters import FLATTENED, split_flattened
+
+_STATE, _GROUPS = "state", "param_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class FlattenedOptimizer:
+    """A flattened optimizer at a key path, with the entries of each parameter's settings, in the order of the file."""
+
+    above: KeyPath
+    settings: Mapping[str, Mapping[str, str]]
+
+    @property
+    def name(self) -> str:
+        """Return what it is called in the checkpoint."""
+        return ".".join(map(str, self.above)) or "optimizer"
+
+    def groups(self, layout: Layout, order: Sequence[str]) -> list[list[str]]:
+        """Return the names in each group, for parameters in this `order`: those with the same settings are a group.
+
+        Raises `Unsupported` for a setting that is a tensor.
+        """
+        found: dict[bytes, list[str]] = {}
+        for parameter in order:
+            entries = self.settings[parameter]
+            tensor = next((name for name in entries.values() if name not in layout.blobs), None)
+            if tensor is not None:
+                message = "a setting of the optimizer is a tensor, so ckptkit does not know which parameters share it"
+                raise Unsupported(message, path=layout.root, tensor=tensor)
+            values = {what: load_value(layout.root, layout.blobs[name]) for what, name in sorted(entries.items())}
+            found.setdefault(dump(values), []).append(parameter)
+        return list(found.values())
+
+
+def find_flattened(layout: Layout) -> list[FlattenedOptimizer]:
+    """Return the optimizers in a layout whose settings torch has flattened."""
+    found: dict[KeyPath, dict[str, dict[str, str]]] = {}
+    for name in layout.names:
+        key = layout.key(name)
+        if isinstance(key[-1], str) and key[-1].startswith(f"{_GROUPS}."):
+            _, parameter, what = split_flattened(key[-1])
+            found.setdefault(key[:-1], {}).setdefault(parameter, {})[what] = name
+    return [FlattenedOptimizer(above, settings) for above, settings in found.items()]
+
+
+def nest(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) -> Layout:
+    """Return the layout with an optimizer nested as torch's own, its groups' parameters in this `order`.
+
+    Raises `Mismatch` for an order that does not list the optimizer's parameters.
+    """
+    other = next(iter(set(order) ^ optimizer.settings.keys()), None)
+    if other is not None or len(order) != len(optimizer.settings):
+        message = f"expected the {len(optimizer.settings)} parameters of `{optimizer.name}`, found {len(order)}"
+        raise Mismatch(f"{message}; `{other}` is only in one of them", path=layout.root)
+    dropped = {name for entries in optimizer.settings.values() for name in entries.values()}
+    tensors: dict[str, StoredTensor] = {}
+    blobs: dict[str, Blob] = {}
+    keys: dict[str, KeyPath] = {}
+    for name in layout.names:
+        if name in dropped:
+            continue
+        key = layout.key(name)
+        if key[:-1] == optimizer.above and str(key[-1]).startswith(FLATTENED):
+            _, parameter, what = split_flattened(str(key[-1]), optimizer.settings)
+            key = (*optimizer.above, _STATE, parameter, *what.split("."))
+        new = ".".join(map(str, key)) if key != layout.key(name) else name
+        keys[new] = key
+        if name in layout.tensors:
+            tensors[new] = layout.tensors[name]
+        else:
+            blobs[new] = layout.blobs[name]
+    for key, blob in lists_of_groups(layout, optimizer, order):
+        name = ".".join(map(str, key))
+        keys[name], blobs[name] = key, blob
+    return replace(layout, tensors=tensors, blobs=blobs, keys=keys, twins={})
+
+
+def lists_of_groups(
+    layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]
+) -> Iterator[tuple[KeyPath, Blob]]:
+    """Yield the entries of the groups: their settings, and the list of their parameters."""
+    for i, names in enumerate(optimizer.groups(layout, order)):
+        above = (*optimizer.above, _GROUPS, i)
+        settings = {what: layout.blobs[name] for what, name in optimizer.settings[names[0]].items()}
+        for what, blob in settings.items():
+            yield (*above, what), blob
+        yield (*above, "params"), with_value(next(iter(settings.values())), names)

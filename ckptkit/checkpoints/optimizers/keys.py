@@ -1,0 +1,206 @@
+"""Turn an optimizer with numbers for its parameters into one with their names, and back. Moves no bytes.
+
+torch's optimizers number what they hold: `state.0.exp_avg`, and lists of numbers in `param_groups`. The state of a
+sharded optimizer is by name (`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`), for every rank has
+another part of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.layout import KeyPath, Layout, edits
+from ckptkit.layout.box import Shape
+from ckptkit.layout.matching import check_numbers
+from ckptkit.layout.recorded_names import is_record_of, read_recorded
+from ckptkit.models.names.parameters import is_list_of_names, is_list_of_parameters
+
+NAMES, IDS = "names", "ids"
+_STATE, _GROUPS = "state", "param_groups"
+# entries of a state that are shaped as their parameter, whatever lies beside them
+_SHAPED = ("exp_avg", "momentum_buffer", "momentum", "exp_avg_sq", "square_avg", "sum", "state1")
+_FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")  # of a matrix, in Adafactor
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer in a checkpoint: where it lies, the entries with its groups' lists, and what those list.
+
+    `name_lists` are the entries in which torch has recorded the names of a group's parameters, "" where it has not.
+    """
+
+    above: KeyPath
+    lists: tuple[str, ...]
+    groups: tuple[tuple[Any, ...], ...]
+    name_lists: tuple[str, ...]
+
+    @property
+    def is_numbered(self) -> bool:
+        return all(type(number) is int for group in self.groups for number in group)
+
+    @property
+    def is_named(self) -> bool:
+        """Return whether it calls its parameters by name."""
+        return all(isinstance(name, str) for group in self.groups for name in group)
+
+    @property
+    def name(self) -> str:
+        """Return what it is called in the checkpoint."""
+        return ".".join(map(str, self.above)) or "optimizer"
+
+
+def kind_of_keys(layout: Layout) -> str | None:
+    """Return "names" or "ids", by the ways to the states of optimizers; None where there is none, or both are."""
+    keys = map(layout.key, layout.tensors)
+    kinds = {IDS if str(key[-2]).isdecimal() else NAMES for key in keys if len(key) > 2 and key[-3] == _STATE}
+    if any(str(key[-1]).startswith(f"{_STATE}.") for key in map(layout.key, layout.tensors)):
+        kinds.add(NAMES)
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def find_optimizers(layout: Layout) -> list[Optimizer]:
+    """Return the optimizers that are nested as torch has them. Reads the lists of their groups."""
+    lists: dict[KeyPath, dict[int, str]] = {}
+    recorded: dict[KeyPath, str] = {}
+    for name in layout.blobs:
+        key = layout.key(name)
+        if len(key) > 2 and isinstance(key[-2], int):
+            if is_list_of_parameters(key):
+                lists.setdefault(key[:-3], {})[key[-2]] = name
+            elif is_list_of_names(key):
+                recorded[key[:-1]] = name
+    return [
+        read_optimizer(
+            layout, above, {name: recorded.get((*above, _GROUPS, i), "") for i, name in sorted(found.items())}
+        )
+        for above, found in lists.items()
+    ]
+
+
+def read_optimizer(layout: Layout, above: KeyPath, lists: Mapping[str, str]) -> Optimizer:
+    """Return the optimizer at a key path; `lists` has the entries of its groups, each with that of recorded names.
+
+    Raises `Corrupt` for a group that lists no parameters.
+    """
+    values = [load_value(layout.root, layout.blobs[name]) for name in lists]
+    for name, value in zip(lists, values, strict=True):
+        if not isinstance(value, list) or not all(type(one) in (int, str) for one in value):
+            raise Corrupt("no list of parameters", path=layout.root, tensor=name)
+    found = Optimizer(above, tuple(lists), tuple(map(tuple, values)), tuple(lists.values()))
+    if not (found.is_numbered or found.is_named):
+        raise Corrupt("the optimizer's groups list both numbers and names", path=layout.root, tensor=found.name)
+    return found
+
+
+def recorded_names(layout: Layout, optimizer: Optimizer) -> dict[Any, str]:
+    """Return the name that torch has recorded for each number of an optimizer; {} if it has recorded none.
+
+    Raises `Unsupported` for lists that do not name each number once.
+    """
+    lists = optimizer.name_lists
+    values = [load_value(layout.root, layout.blobs[name]) if name else None for name in lists]
+    return read_recorded(optimizer.groups, values)
+
+
+def sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
+    """Return the shape of the parameter of each number that has tensors in its state.
+
+    Raises `Corrupt` for a number that the groups list twice, and for a state of a number in none of them, `Unsupported`
+    for a state that does not show the shape.
+    """
+    check_numbers(optimizer.groups)
+    states = states_of(layout, optimizer)
+    return {number: shape for number, found in states.items() if (shape := shape_of(found)) is not None}
+
+
+def known_sizes_of(layout: Layout, optimizer: Optimizer) -> dict[int, Shape]:
+    """Return what `sizes_of` does, without the states that do not show the shape of their parameter."""
+    check_numbers(optimizer.groups)
+    found: dict[int, Shape] = {}
+    for number, state in states_of(layout, optimizer).items():
+        with suppress(Unsupported):
+            shape = shape_of(state)
+            found |= {} if shape is None else {number: shape}
+    return found
+
+
+def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
+    """Return the number for each name of an optimizer, as torch's own count: group by group."""
+    every = [name for group in optimizer.groups for name in group]
+    numbers: dict[Any, str | int] = {name: number for number, name in enumerate(every)}
+    if len(numbers) < len(every):
+        (twice, _), *_ = Counter(every).most_common(1)
+        raise Corrupt("the optimizer's groups list this parameter twice", path=layout.root, tensor=twice)
+    at = len(optimizer.above) + 1
+    strays = {str(key[at]) for key in keys_of_states(layout, optimizer).values()} - numbers.keys()
+    if strays:
+        message = "the optimizer has a state for this parameter, but no group contains the parameter"
+        raise Corrupt(message, path=layout.root, tensor=min(strays))
+    return numbers
+
+
+def rekeyed(layout: Layout, optimizer: Optimizer, members: Mapping[Any, str | int]) -> Layout:
+    """Return the checkpoint, or a part of it, with other names or numbers for the parameters of an optimizer.
+
+    Names that are replaced by numbers become the recorded ones of these, if torch has recorded others.
+    """
+    steps = {str(old): str(new) for old, new in members.items()}
+    keys = {name: layout.key(name) for name in layout.names}
+    at = len(optimizer.above) + 1
+    for name, key in keys_of_states(layout, optimizer).items():
+        keys[name] = (*key[:at], steps[str(key[at])], *key[at + 1 :])
+    blobs = dict(layout.blobs)
+    for name, record, group in zip(optimizer.lists, optimizer.name_lists, optimizer.groups, strict=True):
+        if name in blobs:
+            blobs[name] = with_value(blobs[name], [members[one] for one in group])
+        if record in blobs and optimizer.is_named and not is_record_of(load_value(layout.root, blobs[record]), group):
+            blobs[record] = with_value(blobs[record], list(group))
+    return edits.rekey(replace(layout, blobs=blobs), keys)
+
+
+def keys_of_states(layout: Layout, optimizer: Optimizer) -> dict[str, KeyPath]:
+    """Return the ways to what the optimizer holds for each parameter, by the names of entries."""
+    start = (*optimizer.above, _STATE)
+    keys = ((name, layout.key(name)) for name in layout.names)
+    return {name: key for name, key in keys if key[: len(start)] == start and len(key) > len(start)}
+
+
+def states_of(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape]]:
+    """Return the shapes of the tensors that the optimizer holds for each number, by what they are called.
+
+    Raises `Corrupt` for a state of what is in none of its groups.
+    """
+    found: dict[int, dict[str, Shape]] = {}
+    numbers = {str(number): number for group in optimizer.groups for number in group}
+    at = len(optimizer.above) + 1
+    for name, key in keys_of_states(layout, optimizer).items():
+        if str(key[at]) not in numbers:
+            message = "the optimizer has a state for this parameter, but no group contains the parameter"
+            raise Corrupt(message, path=layout.root, tensor=name)
+        state = found.setdefault(numbers[str(key[at])], {})
+        if name in layout.tensors:
+            state[".".join(map(str, key[at + 1 :]))] = layout.tensors[name].spec.shape
+    return found
+
+
+def shape_of(state: Mapping[str, Shape]) -> Shape | None:
+    """Return the shape of the parameter that a state is of; None for one without tensors.
+
+    Raises `Unsupported` where none of its tensors shows it.
+    """
+    known = next((state[name] for name in _SHAPED if name in state), None)
+    if known is not None:
+        return known
+    if all(name in state for name in _FACTORS):
+        rows, columns = (state[name] for name in _FACTORS)
+        return (*rows, *columns[-1:])
+    others = {shape for name, shape in state.items() if name != "step"}
+    if len(others) > 1:
+        raise Unsupported(f"expected a state with the parameter's shape, found only {', '.join(sorted(state))}")
+    return others.pop() if others else None

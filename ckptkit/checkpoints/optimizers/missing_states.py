@@ -1,0 +1,219 @@
+"""Find the parameters that an optimizer has no state of, and give them the one that it begins with: zeros.
+
+torch's optimizers make the state of a parameter with its first gradient, so one that never had any has none. But
+`get_optimizer_state_dict`, by which all of `torch.distributed.checkpoint` loads, makes one for every parameter that
+requires gradients, and then misses it in the checkpoint. Source: `_init_optim_state` in
+torch/distributed/checkpoint/state_dict.py, and torch/optim, for what begins with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, keys_of_states
+from ckptkit.errors import CkptError, Unsupported
+from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
+from ckptkit.layout.box import whole
+from ckptkit.layout.dtypes import DType
+from ckptkit.models.names.parameters import FLATTENED, way_in_optimizer
+
+STEP, _MOMENTUM, _DAMPENING = "step", "momentum_buffer", "dampening"
+FIRST_ZERO = frozenset(
+    [STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg", _MOMENTUM]
+)
+_HINT = "drop --complete-optimizer, and load the checkpoint without these states"
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """An optimizer at a key path: the parameters in its groups, and `of` each the entries of its state by their kind.
+
+    Parameters are names, or the numbers that the `optimizer` has for them. If it `is_flat`, torch has flattened it.
+    """
+
+    above: KeyPath
+    groups: tuple[tuple[str, ...], ...]
+    of: Mapping[str, Mapping[str, str]]
+    optimizer: Optimizer | None = None
+
+    @property
+    def name(self) -> str:
+        """Return what the optimizer is called in the checkpoint."""
+        return ".".join(map(str, self.above)) or "optimizer"
+
+    @property
+    def lacking(self) -> list[str]:
+        """Return the parameters in its groups that it has no state of."""
+        return [one for group in self.groups for one in group if one not in self.of]
+
+    def way(self, parameter: str, kind: str) -> KeyPath:
+        """Return where an entry of a parameter's state belongs."""
+        if self.optimizer is None:
+            return (*self.above, f"state.{parameter}.{kind}")
+        return (*self.above, "state", parameter, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """The form that all entries of one kind have: numbers in the shape of the parameter, or a single one.
+
+    Without a `dtype` it is the parameter's own. What is no tensor is the blob `zero`.
+    """
+
+    is_single: bool = False
+    dtype: DType | None = None
+    zero: Blob | None = None
+
+
+def find_states(layout: Layout) -> list[States]:
+    """Return the optimizers in a checkpoint that list their parameters in groups, nested or flattened by torch."""
+    return [*(nested(layout, optimizer) for optimizer in find_optimizers(layout)), *flattened(layout)]
+
+
+def nested(layout: Layout, optimizer: Optimizer) -> States:
+    """Return the states of an optimizer that is nested as torch has it."""
+    of: dict[str, dict[str, str]] = {}
+    at = len(optimizer.above) + 1
+    for name, key in keys_of_states(layout, optimizer).items():
+        of.setdefault(str(key[at]), {})[".".join(map(str, key[at + 1 :]))] = name
+    groups = tuple(tuple(map(str, group)) for group in optimizer.groups)
+    return States(optimizer.above, groups, of, optimizer)
+
+
+def flattened(layout: Layout) -> Iterator[States]:
+    """Yield the optimizers that torch has flattened: which parameters are in one group, nothing says."""
+    members: dict[KeyPath, dict[str, None]] = {}
+    of: dict[KeyPath, dict[str, dict[str, str]]] = {}
+    for name in layout.names:
+        key = layout.key(name)
+        way = way_in_optimizer(key) if str(key[-1]).startswith(FLATTENED) else None
+        if way is None:
+            continue
+        above, (group_or_state, parameter, kind) = key[:-1], map(str, way)
+        if group_or_state == "state":
+            of.setdefault(above, {}).setdefault(parameter, {})[kind] = name
+        else:
+            members.setdefault(above, {})[parameter] = None
+    for above, parameters in members.items():
+        yield States(above, (tuple(parameters),), of.get(above, {}))
+
+
+def complete_states(
+    layout: Layout, states: States, parameters: Mapping[str, StoredTensor]
+) -> tuple[Layout, dict[str, Spec | None]]:
+    """Return a checkpoint in which an optimizer has a state of every parameter in its groups.
+
+    `parameters` are the model's, by what the optimizer calls them. Also returns the new entries, None for one that is
+    no tensor. Raises `Unsupported` where others do not tell what a state is like, or it does not begin with zeros.
+    """
+    tensors, blobs, keys = dict(layout.tensors), dict(layout.blobs), dict(layout.keys)
+    made: dict[str, Spec | None] = {}
+    at = 0  # tensors are told apart by where they lie, and so are these, in a file that there is not
+    try:
+        for group in states.groups:
+            lacking = [one for one in group if one not in states.of]
+            forms = forms_for(layout, states, group, parameters) if lacking else {}
+            for parameter in lacking:
+                like = parameter_of(parameters, parameter)
+                for kind, form in forms.items():
+                    key = states.way(parameter, kind)
+                    name = ".".join(map(str, key))
+                    keys[name] = key
+                    if form.zero is not None:
+                        blobs[name], made[name] = form.zero, None
+                        continue
+                    spec = Spec(form.dtype or like.spec.dtype, () if form.is_single else like.spec.shape)
+                    tensors[name], made[name] = zeros(spec, like, at), spec
+                    at += spec.nbytes
+    except CkptError as error:
+        raise error.blame(path=layout.root) from None
+    return replace(layout, tensors=tensors, blobs=blobs, keys=keys), made
+
+
+def parameter_of(parameters: Mapping[str, StoredTensor], parameter: str) -> StoredTensor:
+    """Return a parameter of the model. Raises `Unsupported` if it has none that is called so."""
+    if parameter not in parameters:
+        message = "the optimizer lists this parameter, but the model does not have it: the shape is unknown"
+        raise Unsupported(message, tensor=parameter, hint=_HINT)
+    return parameters[parameter]
+
+
+def zeros(spec: Spec, like: StoredTensor, at: int) -> StoredTensor:
+    """Return a tensor of zeros, in pieces as the parameter that it is of; `at` tells it from others."""
+    is_alike = like.splits is None and like.spec.shape == spec.shape
+    chunks: list[Chunk] = []
+    for box in [chunk.box for chunk in like.chunks] if is_alike else [whole(spec.shape)]:
+        chunks.append(Chunk.of_zeros(box, spec.dtype, at))
+        at += chunks[-1].length
+    return StoredTensor(spec, tuple(chunks))
+
+
+def forms_for(
+    layout: Layout, states: States, group: Sequence[str], parameters: Mapping[str, StoredTensor]
+) -> dict[str, StateForm]:
+    """Return what a state is like in a group: as those in it, or if it has none, as all others."""
+    peers = [one for one in group if one in states.of] or list(states.of)
+    if not peers:
+        message = f"`{states.name}` has no states to copy the form from"
+        raise Unsupported(message, hint="drop --complete-optimizer: the optimizer has not stepped yet")
+    first = states.of[peers[0]].keys()
+    other = next((one for one in peers if states.of[one].keys() != first), None)
+    if other is not None:
+        kinds = " and ".join(f"`{one}` has {', '.join(sorted(states.of[one]))}" for one in (peers[0], other))
+        message = f"the state that this parameter should have is unknown: {kinds}"
+        raise Unsupported(message, tensor=next(one for one in group if one not in states.of), hint=_HINT)
+    unknown = sorted(first - FIRST_ZERO)
+    if unknown:
+        message = f"its states have `{unknown[0]}`, which does not start as zeros, or which ckptkit does not know"
+        raise Unsupported(message, tensor=states.name, hint=_HINT)
+    if _MOMENTUM in first:
+        require_no_dampening(layout, states)
+    entries = {kind: {one: states.of[one][kind] for one in peers} for kind in first}
+    return {kind: form_of(layout, kind, found, parameters) for kind, found in entries.items()}
+
+
+def require_no_dampening(layout: Layout, states: States) -> None:
+    """Raise `Unsupported` if the first gradient counts in full and later ones do not, so that zeros are no beginning.
+
+    Source: `_single_tensor_sgd` in torch/optim/sgd.py.
+    """
+    for name, blob in layout.blobs.items():
+        key = layout.key(name)
+        is_of_group = key[: len(states.above)] == states.above and str(key[-1]).rpartition(".")[2] == _DAMPENING
+        if is_of_group and load_value(layout.root, blob):
+            message = "with dampening, the momentum does not start as zeros"
+            raise Unsupported(message, tensor=name, hint=_HINT)
+
+
+def form_of(layout: Layout, kind: str, entries: Mapping[str, str], parameters: Mapping[str, StoredTensor]) -> StateForm:
+    """Return what the entries of one kind, by parameter, have in common. Raises `Unsupported` if they are not alike."""
+    names = list(entries.values())
+    if all(name in layout.blobs for name in names):
+        return StateForm(zero=zero_of(layout, names[0]))
+    if not all(name in layout.tensors for name in names):
+        raise unlike(kind, names)
+    pairs = [(parameter_of(parameters, one).spec, layout.tensors[name].spec) for one, name in entries.items()]
+    is_shaped = all(own.shape == found.shape for own, found in pairs)
+    is_single = all(not found.shape for _, found in pairs)
+    if not (is_shaped or is_single):
+        raise unlike(kind, names)
+    dtypes = {found.dtype for _, found in pairs}
+    is_own = not is_single and all(own.dtype == found.dtype for own, found in pairs)
+    if len(dtypes) > 1 and not is_own:
+        raise unlike(kind, names)
+    return StateForm(is_single and (kind == STEP or not is_shaped), None if is_own else dtypes.pop())
+
+
+def unlike(kind: str, names: Sequence[str]) -> Unsupported:
+    message = f"the form of `{kind}` differs between states, so it is unknown for other parameters"
+    return Unsupported(message, tensor=names[0], hint=_HINT)
+
+
+def zero_of(layout: Layout, name: str) -> Blob:
+    """Return the zero of the kind of number that an entry is. Raises `Unsupported` for what is no number."""
+    value = load_value(layout.root, layout.blobs[name])
+    if type(value) not in (int, float):
+        raise Unsupported("it is not a tensor or a number", tensor=name, hint=_HINT)
+    return with_value(layout.blobs[name], type(value)(0))

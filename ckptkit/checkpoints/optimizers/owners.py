@@ -1,0 +1,370 @@
+"""Name the parameters of a numbered optimizer, by the one model of a checkpoint that it can belong to.
+
+A number becomes a name only where something proves it:
+
+- the optimizer has recorded the names (`param_names`);
+- the shapes of the states allow exactly one assignment to the parameters of all models in the checkpoint;
+- the trainer that wrote the checkpoint fills its parameter groups in the model's order, which its code fixes.
+
+Or the user says in which order the optimizer got its parameters (`--optimizer-order`). That is an assumption: it must
+not contradict a proof, and the report repeats it.
+
+A checkpoint may have several models: a generator and a discriminator, a student and a teacher, averaged weights. Where
+an order decides, no other model may have tensors of these shapes. Tensors of the same names and shapes as the model's
+do not count, as their optimizer would get the same names. What the keys are called is no evidence: `opt_d` may be the
+optimizer of any model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptkit.checkpoints.optimizers.keys import Optimizer, known_sizes_of, recorded_names, sizes_of
+from ckptkit.checkpoints.optimizers.parameter_order import (
+    float_shapes,
+    is_buffer,
+    ordered_parameters,
+    own_tensors,
+    without_ties,
+)
+from ckptkit.errors import CkptError, Mismatch, SeveralModels, Unsupported, Usage
+from ckptkit.layout import KeyPath, Layout, StoredTensor
+from ckptkit.layout.box import Shape
+from ckptkit.layout.matching import KEEP_NUMBERS, match_by_size, match_trained
+from ckptkit.layout.recorded_names import PARAM_NAMES, bare, match_recorded, match_with_prefix
+from ckptkit.models.companions import find_config
+from ckptkit.models.names.weights import find_model_key, names_of_training
+from ckptkit.trainers import groups_in_order
+
+_HINT = (
+    f"{KEEP_NUMBERS}; if you know the model, write it and its optimizer alone with "
+    "`convert --to pt` and --include, and convert the result"
+)
+ORDER = "--optimizer-order"
+OF_MODEL = "model"  # the order of the model's own `parameters()`
+ORDER_HINT = (
+    f"pass {ORDER} {OF_MODEL} if each group of the optimizer was built in the model's order, or {ORDER} FILE with the "
+    "parameter names in the optimizer's order, one a line"
+)
+Names = dict[Any, str]  # of parameters, by their numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order in which an optimizer got its parameters, as the user says: the model's, or that of `names`."""
+
+    text: str
+    names: tuple[str, ...] = ()
+
+
+def read_order(text: str) -> Order:
+    """Return the order that `--optimizer-order` means: a file has one name a line, or is a JSON list of names.
+
+    Raises `Usage` for a file that has no names, or one twice.
+    """
+    if text == OF_MODEL:
+        return Order(text)
+    hint = f"pass {ORDER} {OF_MODEL}, or a file with one parameter name a line"
+    try:
+        content = Path(text).read_text()
+    except (OSError, UnicodeDecodeError):
+        raise Usage(f"{ORDER}: expected `{OF_MODEL}` or a text file, found `{text}`", hint=hint) from None
+    try:
+        names = json.loads(content)
+    except ValueError:
+        names = [line.strip() for line in content.splitlines() if line.strip()]
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise Usage(f"{ORDER}: expected names of parameters in `{text}`, found none", hint=hint)
+    twice = next((name for name, times in Counter(names).items() if times > 1), None)
+    if twice is not None:
+        raise Usage(f"{ORDER}: `{text}` lists `{twice}` twice", hint="list each parameter once")
+    return Order(text, tuple(names))
+
+
+@dataclass(frozen=True)
+class OneModel:
+    """A model of a checkpoint: a layout with nothing else in it, and the key path of its state dict."""
+
+    above: KeyPath
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """Return what the model is called in the checkpoint."""
+        return ".".join(map(str, self.above)) or "the model"
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shapes of its tensors of floats, as the keys call them."""
+        return float_shapes(own_tensors(self.layout))
+
+    @cached_property
+    def parameters(self) -> dict[str, Shape]:
+        """Return the shapes of its parameters, tied ones once, as the keys call them."""
+        shapes = float_shapes(without_ties(own_tensors(self.layout)))
+        return {name: shape for name, shape in shapes.items() if not is_buffer(name)}
+
+
+class Candidate(NamedTuple):
+    """A parameter that a number may mean: models that have it alike, such as averages, give it the same name."""
+
+    name: str
+    shape: Shape
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class NamedNumbers:
+    """The names of an optimizer's parameters by their numbers, in a model, and in words what proves them."""
+
+    names: Mapping[Any, str]
+    model: OneModel
+    proof: str
+
+
+def find_models(layout: Layout) -> list[OneModel]:
+    """Return the models in a checkpoint or a part of it: each dict of tensors that is no state of a training.
+
+    The one that is taken for the model of the checkpoint comes first.
+    """
+    main = main_key(layout)
+    training = names_of_training(layout)
+    groups: dict[KeyPath, dict[str, StoredTensor]] = {main: {}} if main is not None else {}
+    for name, tensor in layout.tensors.items():
+        key = layout.key(name)
+        is_main = bool(main) and key[: len(main or ())] == main
+        if isinstance(key[-1], str) and (is_main or name not in training):
+            groups.setdefault(main or () if is_main else key[:-1], {})[name] = tensor
+    alone = replace(layout, blobs={}, twins={})
+    return [OneModel(above, replace(alone, tensors=tensors)) for above, tensors in groups.items() if tensors]
+
+
+def main_key(layout: Layout) -> KeyPath | None:
+    """Return the key path of the model, None where there are several models or none."""
+    try:
+        return find_model_key(layout)
+    except (Mismatch, SeveralModels):
+        return None
+
+
+def find_names(
+    layout: Layout,
+    optimizer: Optimizer,
+    models: Sequence[OneModel],
+    path: Path,
+    *,
+    trainer: str | None = None,
+    order: Order | None = None,
+) -> NamedNumbers:
+    """Return the name for each number of an optimizer in a layout.
+
+    `models` are all of the checkpoint, which `trainer` wrote; config.json lies at `path`, or above it. `order` is what
+    the user says of the optimizer. Raises `Unsupported` or `Mismatch` if the names are not certain, or contradict it.
+    """
+    try:
+        assumed = None if order is None else assume_names(layout, optimizer, models, path, order)
+        try:
+            proven = prove_names(layout, optimizer, models, path, trainer)
+        except (Mismatch, Unsupported):
+            if assumed is None:
+                raise
+            return assumed
+        if assumed is not None:
+            check_order(assumed, proven)
+    except CkptError as error:
+        raise error.blame(path=layout.root) from None
+    return proven
+
+
+def prove_names(
+    layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path, trainer: str | None
+) -> NamedNumbers:
+    """Return the names that the checkpoint proves. Raises `Unsupported` or `Mismatch` if it proves none."""
+    recorded = recorded_names(layout, optimizer)
+    if recorded:
+        model, names = find_recorded(recorded, known_sizes_of(layout, optimizer), models, optimizer)
+        return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
+    sizes = sizes_of(layout, optimizer)
+    try:
+        return find_by_shapes(optimizer, sizes, models)
+    except Unsupported as error:
+        if trainer is None or not has_groups_of(trainer, optimizer, sizes):
+            error.hint = ORDER_HINT
+            raise
+    return find_by_order(optimizer, sizes, models, find_config(path), f"{trainer} keeps the model's order")
+
+
+def has_groups_of(trainer: str, optimizer: Optimizer, sizes: Mapping[int, Shape]) -> bool:
+    """Return whether the groups may be those that a trainer's code builds: the last one holds biases and norms only.
+
+    A user's own groups, such as a head with another learning rate, have any order.
+    """
+    is_plain = all(len(sizes[number]) <= 1 for number in optimizer.groups[-1] if number in sizes)
+    return len(optimizer.groups) == groups_in_order(trainer) and is_plain
+
+
+def assume_names(
+    layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path, order: Order
+) -> NamedNumbers:
+    """Return the names in the order that the user says. Raises `Unsupported` or `Mismatch` if it does not fit."""
+    proof = f"assumed, as {ORDER} {order.text} says"
+    if not order.names:
+        return find_by_order(optimizer, sizes_of(layout, optimizer), models, find_config(path), proof)
+    numbers = list(chain.from_iterable(optimizer.groups))
+    if len(numbers) != len(order.names):
+        message = f"`{optimizer.name}` has {len(numbers)} parameters, but {ORDER} {order.text} lists {len(order.names)}"
+        raise Mismatch(message, hint="list each parameter of the optimizer once, group by group")
+    listed = dict(zip(numbers, order.names, strict=True))
+    sizes = known_sizes_of(layout, optimizer)
+    model, names = find_recorded(listed, sizes, models, optimizer, f"{ORDER} {order.text}")
+    return NamedNumbers(names, model, proof)
+
+
+def check_order(assumed: NamedNumbers, proven: NamedNumbers) -> None:
+    """Raise `Mismatch` if the order that the user says gives a parameter another name than it has."""
+    for number, name in proven.names.items():
+        if bare(assumed.names[number]) != bare(name):
+            message = f"{ORDER} names parameter {number} `{assumed.names[number]}`, but it is `{name}` ({proven.proof})"
+            raise Mismatch(message, hint=f"drop {ORDER}")
+
+
+def find_by_shapes(optimizer: Optimizer, sizes: Mapping[int, Shape], models: Sequence[OneModel]) -> NamedNumbers:
+    """Return the names if shapes allow only one assignment to the parameters of all models, and those are of one.
+
+    Raises `Unsupported` otherwise.
+    """
+    every = {Candidate(bare(name), shape): shape for model in models for name, shape in model.parameters.items()}
+    found = match_by_size(optimizer.groups, sizes, every)
+    for model in models:
+        own = {Candidate(bare(name), shape): name for name, shape in model.parameters.items()}
+        if own.keys() >= set(found.values()):
+            names = {number: own[candidate] for number, candidate in found.items()}
+            return NamedNumbers(names, model, "their shapes allow only one assignment")
+    raise Unsupported(f"its {len(found)} parameters belong to several models", hint=_HINT)
+
+
+def order_in_models(models: Sequence[OneModel], names: Collection[str], path: Path) -> list[str]:
+    """Return the parameters of an optimizer in the order of the first model that has them all, as the model calls them.
+
+    Raises `Mismatch` if no model has them, `Unsupported` if nothing tells its order.
+    """
+    wanted = set(map(bare, names))
+    for model in models:
+        if wanted <= set(map(bare, model.shapes)):
+            return [name for name in ordered_parameters(model.layout, find_config(path)) if bare(name) in wanted]
+    raise Mismatch("no model of the checkpoint has all parameters of the optimizer", tensor=next(iter(names), None))
+
+
+def find_by_order(
+    optimizer: Optimizer,
+    sizes: Mapping[int, Shape],
+    models: Sequence[OneModel],
+    config: Mapping[str, Any] | None,
+    proof: str,
+) -> NamedNumbers:
+    """Return the names that one model gives by the order of its parameters. Raises `Unsupported` or `Mismatch`."""
+
+    def fit(model: OneModel) -> list[Names]:
+        return [match_trained(optimizer.groups, sizes, ordered_parameters(model.layout, config))]
+
+    model, names = choose(models, fit, optimizer)
+    others = [other for other in models if other is not model]
+    check_others(optimizer, sizes, model, others)
+    owner = f" (of `{model.name}` and of no other model)" if others else ""
+    return NamedNumbers(names, model, f"{proof}{owner}")
+
+
+def find_recorded(
+    recorded: Mapping[Any, str],
+    sizes: Mapping[int, Shape],
+    models: Sequence[OneModel],
+    optimizer: Optimizer,
+    lister: str = f"`{PARAM_NAMES}`",
+) -> tuple[OneModel, Names]:
+    """Return the model that has the names that `lister` records, and its name for each number.
+
+    Raises `Mismatch` or `Unsupported` where there is no such model, or several.
+    """
+    try:
+        return choose(models, lambda one: [match_recorded(recorded, sizes, one.shapes, lister)], optimizer)
+    except Mismatch:
+        ways = [(one, names) for one in models for names in match_with_prefix(recorded, sizes, one.shapes)]
+        if not ways:
+            raise
+    first, *others = ways
+    if not all(is_same(names, first[1]) for _, names in others):
+        number, name = next(iter(recorded.items()))
+        names = ", ".join(f"`{one}`" for one in dict.fromkeys(way[number] for _, way in ways))
+        raise Unsupported(f"{lister} has `{name}`, which can be {names}", hint=_HINT)
+    return first
+
+
+def choose(
+    models: Sequence[OneModel], fit: Callable[[OneModel], Iterable[Names]], optimizer: Optimizer
+) -> tuple[OneModel, Names]:
+    """Return the model that fits an optimizer, and the names that it gives.
+
+    Raises the error of the first model if none fits, and `Unsupported` if the names of several differ.
+    """
+    fitting: list[tuple[OneModel, Names]] = []
+    errors: list[Mismatch | Unsupported] = []
+    for model in models:
+        try:
+            fitting += [(model, names) for names in fit(model)]
+        except (Mismatch, Unsupported) as error:
+            errors.append(error)
+    if not fitting:
+        raise errors[0] if len(models) == 1 else fits_none(models, errors)
+    first, *others = fitting
+    other = next((other for other in others if not is_same(other[1], first[1])), None)
+    if other is not None:
+        raise ambiguous(optimizer, [first[0], other[0]])
+    return first
+
+
+def fits_none(models: Sequence[OneModel], errors: Sequence[Mismatch | Unsupported]) -> Mismatch | Unsupported:
+    """Return the error for an optimizer that fits none of several models, with the reason for each."""
+    reasons = (f"`{model.name}`: {error.message}" for model, error in zip(models, errors, strict=True))
+    kind = Mismatch if all(isinstance(error, Mismatch) for error in errors) else Unsupported
+    return kind(
+        f"the optimizer fits none of the {len(models)} models: {'; '.join(reasons)}",
+        tensor=errors[0].tensor,
+        hint=_HINT,
+    )
+
+
+def is_same(one: Names, other: Names) -> bool:
+    """Return whether names are the same but for the prefixes of wrappers."""
+    return {number: bare(name) for number, name in one.items()} == {n: bare(name) for n, name in other.items()}
+
+
+def check_others(optimizer: Optimizer, sizes: Mapping[int, Shape], model: OneModel, others: Sequence[OneModel]) -> None:
+    """Raise `Unsupported` if the states of an optimizer fit tensors of other models, of other names than its own."""
+    own = {(bare(name), shape) for name, shape in model.shapes.items()}
+    rest = {other.name: Counter(shapes_beside(other, own)) for other in others}
+    there = sum(rest.values(), Counter[Shape]())
+    wanted = Counter(sizes.values())
+    if sum(map(len, optimizer.groups)) <= there.total() and wanted <= there:
+        raise ambiguous(optimizer, [model, *(other for other in others if rest[other.name] & wanted or not wanted)])
+
+
+def shapes_beside(model: OneModel, own: set[tuple[str, Shape]]) -> Iterator[Shape]:
+    """Yield the shapes of a model's parameters that are not among `own`, by bare name and shape."""
+    return (shape for name, shape in model.shapes.items() if (bare(name), shape) not in own and not is_buffer(name))
+
+
+def ambiguous(optimizer: Optimizer, models: Sequence[OneModel]) -> Unsupported:
+    """Return the error for an optimizer that can belong to several models."""
+    names = " and ".join(f"`{name}`" for name in dict.fromkeys(model.name for model in models))
+    count = sum(map(len, optimizer.groups))
+    message = f"the shapes of its {count} parameters fit {names}, and no file says which of them it trains"
+    return Unsupported(message, hint=_HINT)

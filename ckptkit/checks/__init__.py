@@ -1,0 +1,1 @@
+"""Look at a checkpoint and compare two: verify, diff, inspect, stats."""

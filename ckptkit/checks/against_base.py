@@ -1,0 +1,138 @@
+"""Compare the weights that a conversion writes with the weights of the base: names and shapes, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from shlex import quote
+from typing import NamedTuple
+
+from ckptkit.checkpoints.base_weights import BaseWeights
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.layout.box import Shape
+from ckptkit.layout.renames import few_globs
+from ckptkit.models.expected import Form, closest, forms_for
+from ckptkit.models.fit import abridge
+from ckptkit.state.model import Model
+from ckptkit.state.options import ConvertOptions
+from ckptkit.state.quantized.find import find_quantized
+from ckptkit.state.quantized.packed import plain_name
+from ckptkit.state.quantized.signs import is_declared_quantized
+from ckptkit.words import count
+
+Shapes = Mapping[str, Shape]
+_COMPUTED = (".inv_freq", ".position_ids", ".masked_bias", ".attn.bias", "_extra_state")  # of older files
+_MOST_GLOBS = 3
+
+
+class Differences(NamedTuple):
+    """Names that only one side has, and those whose shapes differ."""
+
+    only_base: tuple[str, ...]
+    only_ours: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+
+def compare_with_base(model: Model, options: ConvertOptions) -> Model:
+    """Report tensors that only the base has or only the model has, and those of other shapes."""
+    base = origin_of(model, options)
+    if base is not None and base.problem is not None:
+        return model.say(f"not compared with the weights of {base.base}: {base.problem.message}")
+    if base is None or base.layout is None:
+        return model
+    ours = model.layout.shapes
+    theirs = shapes_in(base, is_quantized=is_quantized(model))
+    found = differences(ours, theirs, forms_of(model))
+    return model.say(*words_on(found, ours, theirs, base.base))
+
+
+def origin_of(model: Model, options: ConvertOptions) -> BaseWeights | None:
+    """Return the base that you name, or else the local directory that config.json says the model was loaded from."""
+    if options.base is not None:
+        return model.ask_base if isinstance(model.ask_base, BaseWeights) else BaseWeights(options.base)
+    said = model.config.get("_name_or_path")
+    return BaseWeights(said) if isinstance(said, str) and Path(said).is_absolute() and Path(said).is_dir() else None
+
+
+def is_quantized(model: Model) -> bool:
+    """Return whether config.json says that the weights to be written are quantized."""
+    return is_declared_quantized(model.config)
+
+
+def shapes_in(base: BaseWeights, *, is_quantized: bool) -> Shapes:
+    """Return the shapes of a base's weights by name; of quantized ones as plain ones unless ours are quantized too."""
+    assert base.layout is not None
+    shapes = base.layout.shapes
+    try:
+        quantized = None if is_quantized else find_quantized(base.layout, base.open().companions.config)
+    except (Corrupt, Mismatch, Unsupported):  # a part of them is missing: their names can still be compared
+        quantized = None
+    if quantized is None:
+        return shapes
+    packed = {plain_name(name): one.shape for name, one in quantized.weights.items()}
+    return {name: shape for name, shape in shapes.items() if name not in quantized.members} | packed
+
+
+def forms_of(model: Model) -> tuple[Form, ...]:
+    """Return the forms that config.json describes, () where it is not known."""
+    try:
+        return forms_for(model.config, model.ask_base) if model.config else ()
+    except Unsupported:
+        return ()
+
+
+def differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Differences:
+    """Return how the names and shapes of a model and of its base differ.
+
+    Where the two lie in different forms of one model, the names of these forms do not count.
+    """
+    form, other = (closest(forms, names) if forms else None for names in (ours, theirs))
+    if form is None or other is None:
+        known: Collection[str] = ()
+    elif form.shapes == other.shapes:
+        known = {*form.tied, *form.unsaved}
+    else:
+        known = {name for one in forms for name in one.shapes}
+    return Differences(
+        tuple(only_in(theirs, ours, known)),
+        tuple(only_in(ours, theirs, known)),
+        tuple(name for name, shape in ours.items() if name not in known and theirs.get(name, shape) != shape),
+    )
+
+
+def only_in(names: Iterable[str], others: Collection[str], known: Collection[str]) -> list[str]:
+    """Return the names that others do not have, not behind another prefix either, and that no loader computes."""
+    ends = {end for other in others for end in (other, *ends_of(other))}
+    left = (name for name in names if not (name in known or name in ends or name.endswith(_COMPUTED)))
+    return sorted(name for name in left if not any(end in others for end in ends_of(name)))
+
+
+def ends_of(name: str) -> list[str]:
+    """Return a name without its first step, or without its first two."""
+    first, second = name.partition(".")[2], name.partition(".")[2].partition(".")[2]
+    return [end for end in (first, second) if "." in end]
+
+
+def words_on(found: Differences, ours: Shapes, theirs: Shapes, base: str) -> list[str]:
+    """Return a sentence for each kind of difference."""
+    if not ours.keys() & theirs.keys() and len(found.only_base) == len(theirs):
+        return [f"not compared with the weights of {base}: they have no tensor name in common"] if theirs else []
+    words = []
+    if found.only_base:
+        globs = few_globs(found.only_base, theirs.keys() - set(found.only_base), _MOST_GLOBS) or ("GLOB",)
+        asked = " ".join(f"--from-base {quote(glob)}" for glob in globs)
+        lack = f"{base} has {count(len(found.only_base), 'tensor')} that the output lacks: {abridge(found.only_base)}"
+        words.append(f"{lack}; {asked} copies {them(found.only_base)}")
+    if found.only_ours:
+        words.append(
+            f"the output has {count(len(found.only_ours), 'tensor')} that {base} lacks: {abridge(found.only_ours)}"
+        )
+    if found.shapes:
+        name = found.shapes[0]
+        shapes = f"expected {list(theirs[name])} as in {base}, found {list(ours[name])}"
+        words.append(f"{count(len(found.shapes), 'tensor', 'has')} another shape than in {base}: `{name}`: {shapes}")
+    return words
+
+
+def them(names: Collection[str]) -> str:
+    return "them" if len(names) > 1 else "it"

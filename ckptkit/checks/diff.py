@@ -1,0 +1,263 @@
+"""Compare two checkpoints of any formats, world sizes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from operator import ne
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.checks.differences import Diff, Difference, Reason
+from ckptkit.checks.entries import differing_entries
+from ckptkit.checks.renames import find_renames
+from ckptkit.engine.compare import Comparison, compare
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
+from ckptkit.formats import locate
+from ckptkit.io.progress import Progress, telling
+from ckptkit.layout import Layout, Spec, edits
+from ckptkit.layout.distance import Distance, Tolerance
+from ckptkit.layout.dtypes import DType
+from ckptkit.models.companions import CONFIG
+from ckptkit.models.computation import find_differences
+from ckptkit.state.matching import Side, match, pair_parts, with_names_of_hub
+from ckptkit.state.selection import Edits
+from ckptkit.words import count
+
+_ON_ENTRIES = "`ckptkit diff` compares entries that are not tensors"
+
+
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    allow_cast: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    allow_unmatched: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """Compare checkpoint `a` with `b`, or the latest of the runs at `a` and `b`: names, shapes, dtypes and values.
+
+    Elements of the same dtype are equal if all bits are. With `rtol` or `atol`, or if dtypes differ, they are equal if
+    `|a - b| <= atol + rtol * |b|`; NaN equals NaN. Another dtype is a difference, unless you pass `allow_cast`: then
+    the wider of two floats is first converted to the other. `include` and `exclude` are globs of names; a glob that
+    matches nothing is an error unless you pass `allow_unmatched`. If only one has an optimizer, only the models are
+    compared. Raises a `CkptError` if one of them cannot be read or is damaged.
+    """
+    asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
+    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
+    terms = Terms(tolerance, allow_cast)
+    one, two = Checkpoint.open(a), Checkpoint.open(b)
+    found_parts, remarks = pair_parts(one, two)
+    parts = [with_names_of_hub(one, two, pair) for pair in found_parts]
+    matches = [match(part.layout, other.layout) for part, other in parts]
+    notes = [*remarks, *(remark for pair in parts for side in pair for remark in side.remarks)]
+    notes += [remark for *_, more in matches for remark in more]
+    notes += [line for side in (one, two) for line in describe_left(side.files_beside, f"not compared in {side.path}")]
+    pairs = [(ours, theirs) for ours, theirs, _ in matches]
+    if any(is_one_packed(*pair) for pair in pairs):
+        notes.append("8-bit numbers were compared without their scales: `ckptkit stats A B` includes the scales")
+    asked.check_globs([side.layout for pair in pairs for side in pair])
+    if not any(side.layout.names for pair in pairs for side in pair):
+        raise Usage(f"nothing to compare: this and {two.path} have no entries", path=one.path)
+    found = Diff(one.path, two.path, notes=tuple(notes)).merge(compare_configs(one, two))
+    for pair in pairs:
+        ours, theirs = (side.select(asked.admit) for side in pair)
+        found = found.merge(diff_sides(ours, theirs, terms, jobs, progress))
+    return found
+
+
+def prove(
+    made: Source,
+    source: Source,
+    *,
+    allow_cast: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> dict[Path, Diff]:
+    """Hold the tensors of what a conversion made against those of its source, bit for bit; by part of what it made.
+
+    With `allow_cast` a tensor of another dtype is first converted to that which it has in `made`, as it was then.
+    Other entries are not compared. What their config.json let both models compute is compared too.
+    """
+    one, two = Checkpoint.open(made), Checkpoint.open(source)
+    found = compare_tensors(one, two, allow_cast=allow_cast, jobs=jobs, progress=progress)
+    model = one.model_component.path
+    return {path: diff.merge(compare_configs(one, two)) if path == model else diff for path, diff in found.items()}
+
+
+def compare_tensors(
+    one: Checkpoint, two: Checkpoint, *, allow_cast: bool, jobs: int | None, progress: Progress | None
+) -> dict[Path, Diff]:
+    """Return what `prove` does of the tensors alone."""
+    terms = Terms(allow_cast=allow_cast, is_conversion=True)
+    found: dict[Path, Diff] = {}
+    pairs, shared = pair_parts(one, two)
+    for pair in pairs:
+        part, other = with_names_of_hub(one, two, pair)
+        ours, theirs, remarks = match(part.layout, other.layout)
+        notes = [*shared, *part.remarks, *other.remarks, *remarks]
+        if ours.layout.blobs or theirs.layout.blobs:
+            notes.append("entries that are not tensors were not compared")
+        differences = diff_sides(ours.only_tensors(), theirs.only_tensors(), terms, jobs, progress)
+        found[part.path] = Diff(part.path, other.path, notes=tuple(notes)).merge(differences)
+    if not any(diff.tensors or diff.only_in_a or diff.only_in_b or diff.different for diff in found.values()):
+        raise Usage(f"nothing to compare: this and {two.path} have no tensors", path=one.path, hint=_ON_ENTRIES)
+    return found
+
+
+def compare_configs(one: Checkpoint, two: Checkpoint) -> Diff:
+    """Return by which keys of config.json two models compute differently, and a note if only one has such a file."""
+    found = Diff(one.path, two.path)
+    try:
+        here, there = one.companions.config, two.companions.config
+    except (Corrupt, IOFailure, Unsafe) as error:
+        return replace(found, notes=(f"{CONFIG} was not compared: {error.message}",))
+    if here is not None and there is not None:
+        return replace(found, configs=tuple(find_differences(here, there)))
+    if here is there:
+        return found
+    lacking = one.path if here is None else two.path
+    return replace(
+        found, notes=(f"{CONFIG} is missing in {lacking}, so ckptkit did not compare how the models compute",)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms on which two tensors count as the same: how close their numbers must be, and if dtypes may differ.
+
+    Where dtypes may differ, the wider of two floats is converted to the other. Of a conversion it is the second that is
+    converted to the first, and names are what they are.
+    """
+
+    tolerance: Tolerance | None = None
+    allow_cast: bool = False
+    is_conversion: bool = False
+
+    def accept(self, one: DType, two: DType) -> bool:
+        """Return whether tensors of these dtypes can be the same."""
+        return one == two or (self.allow_cast and one.can_become(two))
+
+
+def diff_sides(ours: Side, theirs: Side, terms: Terms, jobs: int | None, progress: Progress | None) -> Diff:
+    """Hold one directory or file against another."""
+    renamed: dict[str, str] = {}
+    if not terms.is_conversion:
+        ours, theirs, renamed = rename_alike(ours, theirs, jobs)
+    a, b = ours.layout, theirs.layout
+    measured, notes = compare_values(a, b, terms, jobs, progress)
+    distances = measured.distances
+    different = [
+        Difference(name, reason, one.spec, b.tensors[name].spec, distances.get(name), is_weight=name in ours.weights)
+        for name, one in a.tensors.items()
+        if name in b.tensors
+        if (reason := reason_of(one.spec, b.tensors[name].spec, distances.get(name), terms)) is not None
+    ]
+    shared = a.blobs.keys() & b.blobs.keys()
+    entries, uncompared = differing_entries(select_blobs(a, shared), select_blobs(b, shared))
+    different += [Difference(name, "entry", values=values) for name, values in entries.items()]
+    compared = [spec for name, spec in a.specs.items() if is_measurable(name, a, b)]
+    return Diff(
+        a.root,
+        b.root,
+        len(compared),
+        sum(spec.nbytes for spec in compared),
+        measured.checked_bytes,
+        tuple(sorted(set(a.names) - set(b.names))),
+        tuple(sorted(set(b.names) - set(a.names))),
+        tuple(different),
+        renamed,
+        (*notes, *uncompared),
+        len(shared) - len(uncompared),
+    )
+
+
+def rename_alike(ours: Side, theirs: Side, jobs: int | None) -> tuple[Side, Side, dict[str, str]]:
+    """Return both sides, ours with the names that theirs has for the same: parameters first, then what is left."""
+    before = ours.layout.names
+    renames = find_renames(lacking(ours, theirs, ours.weights), lacking(theirs, ours, theirs.weights), jobs=jobs)
+    if renames:
+        ours = ours.renamed(lambda name: renames.get(name, name))
+    others = find_renames(lacking(ours, theirs), lacking(theirs, ours), jobs=jobs)
+    if others:
+        keys = {name: (others.get(name, name),) for name in ours.layout.names}
+        ours = replace(ours, layout=edits.rekey(ours.layout, keys))
+    return ours, theirs, {old: new for old, new in zip(before, ours.layout.names, strict=True) if old != new}
+
+
+def is_one_packed(one: Side, two: Side) -> bool:
+    """Return whether a tensor is of plain floats on one side, and of floats of 8 bits or fewer on the other."""
+    specs = two.layout.specs
+    pairs = ((spec.dtype, specs[name].dtype) for name, spec in one.layout.specs.items() if name in specs)
+    return any({a.kind, b.kind} == {"float", "small_float"} for a, b in pairs)
+
+
+def lacking(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
+    """Return what of a side the other has not, perhaps of some names only."""
+    names = set(side.layout.names) - set(other.layout.names)
+    return edits.select(side.layout, (names if among is None else names & among).__contains__)
+
+
+def compare_values(
+    a: Layout, b: Layout, terms: Terms, jobs: int | None, progress: Progress | None
+) -> tuple[Comparison, list[str]]:
+    """Compare the elements of each tensor that both have in one shape. Return remarks, too, on converted tensors."""
+    remarks = []
+    names = {name for name in a.tensors if is_measurable(name, a, b)}
+    a, b = (replace(edits.select(layout, names.__contains__), blobs={}) for layout in (a, b))
+    if terms.allow_cast:
+        before = *a.specs.values(), *b.specs.values()
+        a, b = (a, cast_to(b, a.specs)) if terms.is_conversion else (narrow(a, b.specs), narrow(b, a.specs))
+        converted = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
+        if converted:
+            remarks.append(f"{count(converted, 'tensor', 'was')} converted to be compared")
+    a, b = locate(a), locate(b)
+    told = telling(progress, a.nbytes + b.nbytes)
+    return compare(a, b, tolerance=terms.tolerance, jobs=jobs, progress=told), remarks
+
+
+def is_measurable(name: str, a: Layout, b: Layout) -> bool:
+    """Return whether both have a tensor of this name and shape, in dtypes that can be compared."""
+    one, two = a.tensors.get(name), b.tensors.get(name)
+    return (
+        one is not None
+        and two is not None
+        and one.spec.shape == two.spec.shape
+        and one.spec.dtype.compares_with(two.spec.dtype)
+    )
+
+
+def narrow(layout: Layout, others: Mapping[str, Spec]) -> Layout:
+    narrower = {name: spec for name, spec in others.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize}
+    return cast_to(layout, narrower)
+
+
+def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
+    """Return the layout with its float tensors in the dtypes of `specs`."""
+
+    def choose(name: str, spec: Spec) -> DType:
+        wanted = specs.get(name, spec).dtype
+        return wanted if spec.dtype.can_become(wanted) else spec.dtype
+
+    return edits.cast(layout, choose)
+
+
+def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: Terms) -> Reason | None:
+    """Return why two tensors are not the same, None if they are."""
+    if one.shape != two.shape:
+        return "shape"
+    if not terms.accept(one.dtype, two.dtype):
+        return "dtype"
+    return "values" if distance is not None and distance.different else None
+
+
+def select_blobs(layout: Layout, names: AbstractSet[str]) -> Layout:
+    """Return a layout with some of its entries that are no tensor, and no tensors."""
+    return edits.select(replace(layout, tensors={}), names.__contains__)

@@ -1,0 +1,147 @@
+"""List the differences between two checkpoints, the most important first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from ckptkit.checks.entries import Scalar
+from ckptkit.layout import Spec
+from ckptkit.layout.distance import Distance
+from ckptkit.layout.renames import fold
+from ckptkit.models.computation import ConfigDifference, describe_differences
+from ckptkit.summary import Summarized, first_few
+from ckptkit.words import count, format_bytes
+
+Reason = Literal["shape", "dtype", "values", "entry"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor, or an entry that is none, that both have and that is not the same.
+
+    `a` and `b` are the specs of a tensor, and there is a `distance` if its elements could be held against each other.
+    An entry that is a scalar has both `values`.
+    """
+
+    name: str
+    reason: Reason
+    a: Spec | None = None
+    b: Spec | None = None
+    distance: Distance | None = None
+    values: tuple[Scalar, Scalar] | None = None
+    is_weight: bool = False
+
+    @property
+    def rank(self) -> tuple[int, bool, float, str]:
+        """A key that puts first what matters most: other shapes, NaN, the model's weights, those furthest apart."""
+        kind = 0 if self.reason == "shape" else 3 if self.distance is None else 1 if self.distance.strange else 2
+        return kind, not self.is_weight, -self.distance.rel_l2 if self.distance else 0.0, self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Differences of `count` tensors that are called the same but for their layer, as though these were one tensor."""
+
+    difference: Difference
+    count: int
+
+    def merge(self, other: Difference) -> Kind:
+        """Return them with one more; which index was the first of all means nothing then."""
+        distance = self.difference.distance
+        if distance is not None and other.distance is not None:
+            distance = replace(distance.merge(other.distance), first=None)
+        return Kind(replace(self.difference, name=fold(other.name), distance=distance), self.count + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Diff(Summarized):
+    """The differences between `a` and `b`: `tensors`, their `nbytes`, and `entries` that are not tensors were compared.
+
+    `different` has first what matters most. `renamed` gives names in `b` by those in `a`; what is in tensors under two
+    names was compared. `checked_bytes` had a CRC-32 to be compared with. `configs` are the keys of config.json by which
+    the two models compute differently.
+    """
+
+    a: Path
+    b: Path
+    tensors: int = 0
+    nbytes: int = 0
+    checked_bytes: int = 0
+    only_in_a: tuple[str, ...] = ()
+    only_in_b: tuple[str, ...] = ()
+    different: tuple[Difference, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    entries: int = 0
+    configs: tuple[ConfigDifference, ...] = ()
+
+    @property
+    def by_kind(self) -> tuple[Kind, ...]:
+        """Return what differs, with those together that differ alike in every layer: `layers.*.mlp.up_proj.weight`.
+
+        Whatever has NaN stays by itself.
+        """
+        kinds: dict[tuple[object, ...], Kind] = {}
+        for one in self.different:
+            has_nan = one.distance is not None and one.distance.strange > 0
+            key = (one.name if has_nan else fold(one.name), one.reason, one.a, one.b, one.values)
+            kinds[key] = kinds[key].merge(one) if key in kinds else Kind(one, 1)
+        return tuple(sorted(kinds.values(), key=lambda kind: kind.difference.rank))
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether nothing differs, not even a name or what a config.json lets the model compute."""
+        return self.has_same_entries and not self.configs
+
+    @property
+    def has_same_entries(self) -> bool:
+        """Return whether all tensors and other entries are the same, under the same names."""
+        return not (self.only_in_a or self.only_in_b or self.different or self.renamed)
+
+    def summary(self) -> Iterator[str]:
+        yield f"{self.a} and {self.b}: {conclude(self)}"
+        yield from first_few((f"{one.name}: {one.reason}" for one in self.different), len(self.different))
+
+    def merge(self, other: Diff) -> Diff:
+        """Return what was found in two parts of the same checkpoints."""
+        return Diff(
+            self.a,
+            self.b,
+            self.tensors + other.tensors,
+            self.nbytes + other.nbytes,
+            self.checked_bytes + other.checked_bytes,
+            self.only_in_a + other.only_in_a,
+            self.only_in_b + other.only_in_b,
+            tuple(sorted(self.different + other.different, key=lambda found: found.rank)),
+            {**self.renamed, **other.renamed},
+            tuple(dict.fromkeys(self.notes + other.notes)),
+            self.entries + other.entries,
+            self.configs or other.configs,
+        )
+
+
+def conclude(found: Diff) -> str:
+    """Return the result in one line."""
+    amount = f"{count(found.tensors, 'tensor')}, {format_bytes(found.nbytes)}"
+    if not found.tensors:
+        amount = f"{count(found.entries, 'entry')}, no tensor"
+    if found.is_equal:
+        return f"the same: {amount}"
+    configs = f"config.json differs in {describe_differences(found.configs, 'B')}" if found.configs else ""
+    if found.has_same_entries:
+        return f"not the same model: the tensors are equal, but {configs}; compared: {amount}"
+    weights = sum(one.is_weight for one in found.different)
+    differ = "entry differs" if len(found.different) == 1 else "entries differ"
+    lines = [
+        (len(found.different), differ + (f" ({weights:,} of the model)" if weights else "")),
+        (len(found.only_in_a), "only in A"),
+        (len(found.only_in_b), "only in B"),
+        (len(found.renamed), "renamed"),
+    ]
+    text = ", ".join(f"{number:,} {what}" for number, what in lines if number)
+    only_names = found.renamed and not (found.different or found.only_in_a or found.only_in_b)
+    text = f"{text}{' but equal' if only_names else ''}{f'; {configs}' if configs else ''}"
+    return f"not the same: {text}; compared: {amount}"

@@ -1,0 +1,179 @@
+"""Describe a checkpoint from its metadata alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.checkpoints.account import read_account
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.find_components import LeftBehind
+from ckptkit.checkpoints.one_of_several import find_parts
+from ckptkit.checkpoints.optimizers.keys import kind_of_keys
+from ckptkit.checks.groups import Group, bytes_by_dtype, group
+from ckptkit.checks.ties import Tie, find_ties
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats import locate
+from ckptkit.io.collector import collector_paused
+from ckptkit.layout import Layout
+from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.models.companions import find_config
+from ckptkit.models.known_types import HEAD, is_tied
+from ckptkit.models.names.weights import find_weights, has_weights
+from ckptkit.state.quantized.signs import may_be_quantized
+from ckptkit.summary import Summarized
+from ckptkit.trainers import is_epoch
+from ckptkit.words import count, format_bytes, format_count
+
+if TYPE_CHECKING:
+    from ckptkit.adapters.summary import InspectedAdapter
+    from ckptkit.state.quantized.summary import InspectedQuantized
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected(Summarized):
+    """A checkpoint at a glance: `layout` is that of all its parts that can be read, `unread` says which cannot be.
+
+    `model` is the part with the model, or the only one. `step`, `trainer`, `family`, whose names the model's tensors
+    have, and `parameters`, its elements with tied ones counted once, are None where nothing tells them. `groups` are
+    "model", "optimizer" and "rest".
+    `optimizer_keys` are "names" or "ids" of parameters, None without an optimizer, or if some has these and some those.
+    `salvaged` is what was lost when it was made of a damaged one, None if it was not. `left_behind` are files in its
+    directory that no part of it is read from. `remarks` say what its files do not agree on, or do not have.
+    """
+
+    layout: Layout
+    model: Layout
+    step: int | None
+    whole: Path
+    trainer: str | None
+    family: str | None
+    world_size: int | None
+    parameters: int | None
+    groups: Mapping[str, Group]
+    ties: tuple[Tie, ...]
+    has_manifest: bool
+    unread: tuple[str, ...]
+    optimizer_keys: str | None = None
+    adapters: tuple[InspectedAdapter, ...] = ()
+    quantized: InspectedQuantized | None = None
+    salvaged: Mapping[str, Any] | None = None
+    left_behind: tuple[LeftBehind, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Bytes of the tensors of each dtype, most first."""
+        return bytes_by_dtype(self.layout, self.layout.tensors)
+
+    def summary(self) -> Iterator[str]:
+        facts = [f"{self.layout.format} checkpoint"]
+        if self.step is not None:
+            facts.append(f"step {self.step}")
+        if self.world_size is not None:
+            facts.append(f"written by {count(self.world_size, 'rank')}")
+        yield f"{self.whole}: {', '.join(facts)}"
+        size = format_bytes(sum(group.nbytes for group in self.groups.values()))
+        yield ", ".join([*self._amount(), size, "with a manifest" if self.has_manifest else "no manifest"])
+        if self.trainer:
+            yield f"trainer: {self.trainer}"
+        if self.family:
+            yield f"names: {self.family}"
+
+    def _amount(self) -> Iterator[str]:
+        if self.parameters is not None:
+            yield "1 parameter" if self.parameters == 1 else f"{format_count(self.parameters)} parameters"
+
+    def _repr_html_(self) -> str:
+        from ckptkit.checks.notebook import html_of
+
+        return html_of(self.layout)
+
+
+@collector_paused()
+def inspect(source: Source, *, with_places: bool = False) -> Inspected:
+    """Return what the checkpoint at `source`, or the latest of the run there, contains. Reads no tensor data.
+
+    With `with_places`, finds the bytes of each chunk inside its envelope, which costs two small reads per chunk. For
+    compressed chunks that is the position of the stream.
+    """
+    checkpoint, unread = Checkpoint.open(source).readable()
+    model = checkpoint.model_component
+    weights = find_names(model)
+    quantized = find_quantized(model)
+    ties = find_ties(model.layout, find_config(model.path), weights)
+    layout = locate(checkpoint.layout, with_packed=False) if with_places else checkpoint.layout
+    return Inspected(
+        layout,
+        model.layout,
+        checkpoint.step,
+        checkpoint.path,
+        checkpoint.trainer,
+        checkpoint.family.name if checkpoint.family else None,
+        layout.world_size or checkpoint.world_size,
+        count_parameters(model.layout, weights, ties, quantized),
+        group([part.layout for part in checkpoint.components], weights),
+        tuple(ties),
+        model.has_manifest,
+        unread,
+        kind_of_keys(layout),
+        find_adapters(model),
+        quantized,
+        read_account(checkpoint.path) if checkpoint.path.is_dir() else None,
+        tuple(checkpoint.files_beside),
+        tuple(find_remarks(checkpoint, ties)),
+    )
+
+
+def find_remarks(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterator[str]:
+    """Yield that it is one of several files, that its steps differ, that a head is not the tensor it is tied to."""
+    if part := find_parts(checkpoint):
+        yield part.message
+    named, noted = checkpoint.own_step, checkpoint.noted_step
+    if named is not None and noted not in (None, named) and not is_epoch(checkpoint.path):
+        yield f"the name says step {named:,}, the checkpoint itself step {noted:,}"
+    weights = find_names(checkpoint.model_component)
+    head, config = weights.get(HEAD), find_config(checkpoint.model_component.path)
+    if head and config and is_tied(config) and not any(head in tie for tie in ties):
+        yield f"config.json ties `{head}` to the embedding, but their bytes differ or were not read"
+
+
+def find_adapters(model: Component) -> tuple[InspectedAdapter, ...]:
+    """Return the adapters of a model; () for almost all, which need none of what knows adapters."""
+    if not (model.is_model and may_be_adapted(model.layout.tensors)):
+        return ()
+    from ckptkit.adapters.summary import inspect_adapters
+
+    return inspect_adapters(model)
+
+
+def find_quantized(model: Component) -> InspectedQuantized | None:
+    """Return what is quantized of a model; None for almost all, which need none of what knows quantized weights."""
+    if not (model.is_model and may_be_quantized(model.layout.specs)):
+        return None
+    from ckptkit.state.quantized.summary import inspect_quantized
+
+    return inspect_quantized(model)
+
+
+def find_names(part: Component) -> dict[str, str]:
+    """Return the checkpoint's names of the model's tensors by the model's own; {} where it cannot be told which."""
+    if not part.is_model:
+        return {}
+    try:
+        return dict(find_weights(part.layout).came_from) if has_weights(part.layout) else {}
+    except (Mismatch, Unsupported):
+        return {}
+
+
+def count_parameters(
+    layout: Layout, weights: Mapping[str, str], ties: Iterable[Tie], quantized: InspectedQuantized | None
+) -> int | None:
+    """Return the number of parameters, of tied ones once; None where it cannot be told which they are."""
+    spare = {name for tie in ties for name in sorted(set(tie) & layout.tensors.keys())[1:]}
+    counted = [layout.tensors[name].spec.numel for name in weights.values() if name not in spare]
+    packed = quantized.stored - quantized.parameters if quantized else 0
+    return sum(counted) - packed if counted else None

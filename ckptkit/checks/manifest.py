@@ -1,0 +1,51 @@
+"""Make the manifest of a checkpoint that has none: read every byte, then record the checksums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of
+from ckptkit.checkpoints.manifest import NAME, Manifest
+from ckptkit.checkpoints.seal import files_in, replace_manifest, sum_files
+from ckptkit.checks.verify import Verified, require_sound, size_of, verify_part
+from ckptkit.errors import Occupied, Usage
+from ckptkit.io.progress import Progress, Told, telling
+
+
+def make_manifest(
+    source: Source, *, overwrite: bool = False, jobs: int | None = None, progress: Progress | None = None
+) -> list[Verified]:
+    """Write `ckptkit.json` to each directory of the checkpoint at `source`, or of the latest one of a run.
+
+    The first result lists the files in the directory of the checkpoint that no manifest covers. Raises `Corrupt` if
+    verifying finds a problem, and `Occupied` if a manifest exists. With `overwrite`, replaces the old manifest without
+    reading it.
+    """
+    checkpoint = Checkpoint.open(local_path_of(source))
+    if not checkpoint.path.is_dir():
+        raise Usage(
+            "expected a directory: a manifest lists the files of one",
+            path=checkpoint.path,
+            hint="pass the directory that the file is in",
+        )
+    parts = [place for place in checkpoint.places if place.is_dir()]  # a file beside a model is in its manifest
+    known = [part for part in parts if (part / NAME).exists()]
+    if known and not overwrite:
+        hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"
+        raise Occupied("the checkpoint already has a manifest", path=known[0] / NAME, hint=hint)
+    tell = telling(progress, sum(map(size_of, parts)))
+    found = [freeze(part, jobs, tell) for part in parts]
+    seen = {part.path / name for part in found for name in (*part.sums, *files_in(part.path))}
+    return [replace(found[0], left_behind=tuple(checkpoint.left_behind(seen))), *found[1:]]
+
+
+def freeze(root: Path, jobs: int | None, progress: Told | None) -> Verified:
+    """Verify what is in a directory, and write its manifest."""
+    found = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
+    require_sound(
+        found, "fix the problems first, which `ckptkit verify` lists: a manifest records the files as they are"
+    )
+    others = files_in(root) - found.sums.keys()
+    replace_manifest(root, Manifest({**found.sums, **sum_files(root, others, ())}))
+    return found

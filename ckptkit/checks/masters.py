@@ -1,0 +1,103 @@
+"""Compare rounded master weights with the weights, for masters in a trainer's format or in an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from ckptkit.checkpoints.optimizers.masters import COMPLETED, REMAINDERS, find_masters
+from ckptkit.checkpoints.problems import Problems
+from ckptkit.engine.compare import Comparison, compare
+from ckptkit.errors import Corrupt, Mismatch, SeveralModels
+from ckptkit.formats import locate
+from ckptkit.layout import Layout, StoredTensor
+from ckptkit.layout.edits import twins_as_rounded
+from ckptkit.models.names.weights import find_weights
+from ckptkit.words import count
+
+_NARROW = ("bfloat16", "float16")
+_LISTED = 8  # problems that are told one by one
+
+
+def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Iterator[str]:
+    """Note the weights that an optimizer has other masters of, rounded; yield what is worth a note."""
+    weights, found = masters_in(layout, problems)
+    specs = {name: weights[name].spec.dtype for name in found}
+    masters = {name: layout.tensors[entry] for name, entry in found.items()}
+    remainders = [name for name, master in masters.items() if master.spec.dtype == REMAINDERS]
+    if remainders:
+        which = f"{count(len(remainders), 'weight')}, such as `{remainders[0]}`"
+        yield f"the optimizer has only remainders of masters of {which}, in {REMAINDERS}: ckptkit cannot compare them"
+    narrow = [name for name, dtype in specs.items() if dtype.name in _NARROW and name not in remainders]
+    if narrow:
+        copies = {name: weights[name] for name in narrow}
+        both = replace(layout, tensors={name: masters[name] for name in narrow}, twins=copies, blobs={}, keys={})
+        yield from compare_copies(both, problems, jobs, found)
+
+
+def masters_in(layout: Layout, problems: Problems) -> tuple[Mapping[str, StoredTensor], dict[str, str]]:
+    """Return the weights, and the entries of their masters in an optimizer; a master that does not fit is a problem."""
+    with suppress(SeveralModels):
+        try:
+            weights = find_weights(layout).layout
+        except Mismatch:  # an optimizer alone
+            return {}, {}
+        try:
+            return weights.tensors, find_masters(layout, weights.specs)
+        except Mismatch as error:
+            problems.add(error)
+    return {}, {}
+
+
+def compare_copies(
+    layout: Layout, problems: Problems, jobs: int | None, entries: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Compare tensors, rounded, with their copies in 16 bits; yield that all are the same, or which are remainders.
+
+    `entries` are the names of the tensors in the checkpoint, where they have others there.
+    """
+    compared = compare(*map(locate, twins_as_rounded(layout)), jobs=jobs)
+    held = [name for name in compared.different if entries and is_remainder(layout, name, jobs)]
+    different = [name for name in compared.different if name not in held]
+    if held:
+        which = f"{count(len(held), 'master')}, such as `{(entries or {})[held[0]]}`"
+        yield f"remainders of masters, saved as floats: {which}; `consolidate --weights-from master` adds them"
+    for name in different[:_LISTED]:
+        problems.add(tell(layout, name, (entries or {}).get(name, name), compared, len(different)))
+    same = len(layout.twins) - len(compared.different)
+    if same and not different:
+        yield f"{count(same, 'tensor')} and the rounded copies are the same"
+
+
+def tell(layout: Layout, name: str, entry: str, compared: Comparison, different: int) -> Corrupt:
+    """Return the problem of a tensor that differs, as one of so many."""
+    twin, distance = layout.twins[name], compared.distances[name]
+    by = f", by up to {distance.max_abs:.3g}" if distance.max_abs else ""
+    others = f"; {count(different, 'tensor', 'differs')} in all" if different > 1 else ""
+    message = (
+        f"{distance.different} of {twin.spec.numel} elements differ from its copy in {twin.spec.dtype}{by}{others}"
+    )
+    path = layout.root / twin.chunks[0].path if twin.chunks else layout.root
+    return Corrupt(message, path=path, tensor=entry, hint="check that all files are from one save")
+
+
+def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:
+    """Return whether all of a tensor are remainders of masters that its copy lacks, saved as floats."""
+    from ckptkit.engine.compare_computed import ComparedTensor, compare_computed
+    from ckptkit.engine.masters import Master
+    from ckptkit.engine.recipes import FLOAT32, Taken
+    from ckptkit.layout.plan import Operand
+
+    copy: StoredTensor = layout.twins[name]
+    if copy.spec.dtype != COMPLETED:
+        return False
+    one = replace(layout, tensors={name: layout.tensors[name]}, twins={}, blobs={}, keys={})
+    weights = replace(one, tensors={name: copy})
+    recipes = Taken(Operand(0, name, FLOAT32)), Master(name, 1, COMPLETED)
+    weight, master = (ComparedTensor(recipe, FLOAT32) for recipe in recipes)
+    try:
+        compare_computed(locate(weights), locate(one), {name: copy.spec.shape}, {name: (weight, master)}, jobs=jobs)
+    except Mismatch:
+        return False
+    return True

@@ -1,0 +1,139 @@
+"""Measure which parameters moved most between two checkpoints of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checks.quantized_as_plain import Plain
+from ckptkit.engine.compare import compare
+from ckptkit.errors import Mismatch
+from ckptkit.formats import locate
+from ckptkit.io.progress import Progress, telling
+from ckptkit.layout import Spec
+from ckptkit.layout.distance import Distance
+from ckptkit.layout.renames import fold
+from ckptkit.state.matching import by_own_names
+from ckptkit.summary import Summarized, first_few
+from ckptkit.words import count, per_cent
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """The way that a tensor went, or several `tensors` as though they were one, of which `peak` went furthest."""
+
+    name: str
+    distance: Distance
+    tensors: int
+    peak: str
+
+    @property
+    def change(self) -> float:
+        """Return ||b - a|| / ||a||."""
+        return self.distance.rel_l2
+
+    @property
+    def equal(self) -> float:
+        """Return the fraction of elements that are bit-equal; where the dtypes differ, the same number."""
+        return self.distance.equal
+
+    def merge(self, other: Movement) -> Movement:
+        """Return both together, of which the other changed less; under a name without the number of their layer."""
+        return Movement(fold(self.name), self.distance.merge(other.distance), self.tensors + other.tensors, self.peak)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(Summarized):
+    """The ways that a model's parameters went from checkpoint `a` to `b`: that which changed most comes first.
+
+    Names are the model's own.
+    """
+
+    a: Path
+    b: Path
+    tensors: tuple[Movement, ...]
+    notes: tuple[str, ...] = ()
+
+    def summary(self) -> Iterator[str]:
+        whole, kinds = self.whole, self.by_kind
+        how_far = f"change {whole.change:.3g}, {per_cent(whole.equal)} equal"
+        yield f"{self.a} to {self.b}: all of {count(whole.tensors, 'tensor')} together: {how_far}"
+        yield from first_few((f"{kind.name}: change {kind.change:.3g}" for kind in kinds), len(kinds))
+
+    @property
+    def by_kind(self) -> tuple[Movement, ...]:
+        """The same with those together that differ in the number of their layer only: `layers.*.mlp.up_proj.weight`."""
+        kinds: dict[str, Movement] = {}
+        for movement in self.tensors:
+            kind = fold(movement.name)
+            kinds[kind] = kinds[kind].merge(movement) if kind in kinds else movement
+        return rank(kinds.values())
+
+    @property
+    def whole(self) -> Movement:
+        """All of them as though they were one."""
+        return reduce(Movement.merge, self.tensors)
+
+
+def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress | None = None) -> Moved:
+    """Measure how far each parameter of the model went from checkpoint `a` to `b`, or from the latest of the run `a`.
+
+    Parameters that only one has, or in another shape, are left out and said. Raises `Mismatch` if they share none, and
+    any `CkptError` if one of them cannot be read or is damaged.
+    """
+    parts = [Checkpoint.open(source).model_component for source in (a, b)]
+    one, two = (part.path for part in parts)
+    sides = [by_own_names(part.layout) for part in parts]
+    ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
+    seen = [Plain.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
+    before, after = (one.specs for one in seen)
+    shared = {name for name, spec in before.items() if name in after and can_move(spec, after[name])}
+    if not shared:
+        hint = "run `ckptkit diff` to see what both contain"
+        raise Mismatch(f"no parameter has the same name and shape in {two}", path=one, hint=hint)
+    rest = len(before.keys() | after.keys()) - len(shared)
+    notes = [f"{count(rest, 'tensor', 'is')} missing in one, or of another shape, or not floats"] if rest else []
+    computed = {name for name in shared if any(name in one.packed for one in seen)}
+    notes += [remark for one in seen if (remark := one.remark(computed))]
+    if cast := sum(before[name].dtype != after[name].dtype for name in shared - computed):
+        notes.append(
+            f"{count(cast, 'tensor', 'has')} another dtype in {two}: `equal` compares numbers there; "
+            f"`ckptkit delta {one} {two} OUT --dry-run` rounds to the dtypes of {one} first, as an engine does"
+        )
+    distances = distances_of(seen, shared - computed, computed, jobs, progress)
+    movements = (Movement(name, distances.get(name, Distance()), 1, name) for name in shared)
+    return Moved(one, two, rank(movements), tuple(notes))
+
+
+def distances_of(
+    seen: Sequence[Plain], stored: set[str], computed: set[str], jobs: int | None, progress: Progress | None
+) -> Mapping[str, Distance]:
+    """Measure the tensors of two models that are compared as they are stored, and those that are computed first."""
+    (a, b), (c, d) = ([locate(side.stored(names)) for side in seen] for names in (stored, computed))
+    tell = telling(progress, sum(layout.nbytes for layout in (a, b, c, d)))
+    distances = dict(compare(a, b, measure_all=True, jobs=jobs, progress=tell).distances)
+    if not computed:
+        return distances
+    from ckptkit.engine.compare_computed import ComparedTensor, compare_computed  # imports numpy, which no copy needs
+
+    one, two = seen
+    shapes = {name: one.specs[name].shape for name in sorted(computed)}
+    sides = {
+        name: (
+            ComparedTensor(one.recipe(name, 0), one.specs[name].dtype),
+            ComparedTensor(two.recipe(name, 1), two.specs[name].dtype),
+        )
+        for name in shapes
+    }
+    return distances | compare_computed(c, d, shapes, sides, jobs=jobs, progress=tell)
+
+
+def can_move(one: Spec, two: Spec) -> bool:
+    return one.shape == two.shape and "float" == one.dtype.kind == two.dtype.kind
+
+
+def rank(movements: Iterable[Movement]) -> tuple[Movement, ...]:
+    return tuple(sorted(movements, key=lambda movement: (-movement.change, movement.name)))

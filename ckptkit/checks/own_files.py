@@ -1,0 +1,81 @@
+"""Tell which files in a directory belong to a checkpoint, and which checksums its manifest has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from ckptkit.checkpoints.manifest import FileSum, Manifest
+from ckptkit.formats import FormatReader
+from ckptkit.io.file import names_in
+from ckptkit.layout import Blob, Chunk, Extent, Layout
+
+
+@dataclass(frozen=True)
+class OwnFiles:
+    """The files of a checkpoint to verify: where they lie, the layout that their format reads, and their manifest.
+
+    `others` are files and directories beside them that belong to other parts.
+    """
+
+    reader: FormatReader
+    path: Path
+    layout: Layout
+    manifest: Manifest | None
+    others: frozenset[Path] = frozenset()
+
+    @property
+    def root(self) -> Path:
+        """Return the directory that they are in."""
+        return self.layout.root
+
+    @property
+    def needed(self) -> set[str]:
+        """Return the files that the checkpoint cannot do without."""
+        return self.layout.files | {chunk.path for _, chunk in self.layout.copies}
+
+    @property
+    def recorded(self) -> Mapping[str, FileSum]:
+        """Return the files that the manifest knows: all of a directory, or only those that a single file needs."""
+        known = self.manifest.files if self.manifest else {}
+        return known if self.path.is_dir() else {name: known[name] for name in known if name in self.needed}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, int]:
+        """Return the CRC-32 of the tensors that the manifest has by name, if they are the checkpoint's."""
+        known = self.manifest
+        return known.tensors if known and known.has_tensors_of(self.path, self.reader.owns) else {}
+
+    @property
+    def strangers(self) -> list[str]:
+        """Return the files in the directory that look like parts of this checkpoint but do not belong to it."""
+        names = set(names_in(self.root)) if self.path.is_dir() else set()
+        known = {name.partition("/")[0] for name in (*self.needed, *self.recorded)}
+        unused = sorted(filter(self.reader.owns, names - known))
+        return [name for name in unused if self.root / name not in self.others and (self.root / name).lstat().st_size]
+
+    def expected(self, extent: Extent) -> int | None:
+        """Return the CRC-32 that an extent should have: from the manifest, or else from the format."""
+        file = self.recorded.get(extent.path)
+        if file and (extent.offset, extent.length) in file.runs:
+            return file.runs[extent.offset, extent.length]
+        tensor = self.layout.tensors.get(extent.name)
+        if self.tensors and tensor and len(tensor.chunks) == 1 and extent.path in self.recorded:
+            known = self.tensors.get(extent.name)
+            if known is not None and tensor.spec.nbytes == extent.length:
+                return known
+        return extent.crc32
+
+
+def within(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """Return the layout with only the chunks and blobs that lie inside files of these sizes."""
+
+    def is_there(place: Chunk | Blob) -> bool:
+        return place.is_in_file and place.offset + place.length <= sizes.get(place.path, -1)
+
+    chunks = {name: tuple(filter(is_there, tensor.chunks)) for name, tensor in layout.tensors.items()}
+    tensors = {name: replace(layout.tensors[name], chunks=found) for name, found in chunks.items() if found}
+    blobs = {name: blob for name, blob in layout.blobs.items() if blob.content is not None or is_there(blob)}
+    return replace(layout, tensors=tensors, blobs=blobs)

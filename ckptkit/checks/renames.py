@@ -1,0 +1,49 @@
+"""Find tensors that two checkpoints have under different names, by a rule or by their contents."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from ckptkit.engine.compare import fingerprints
+from ckptkit.formats import locate
+from ckptkit.layout import Layout, Spec, edits
+from ckptkit.layout.box import Shape
+from ckptkit.layout.renames import by_rule
+
+
+def find_renames(a: Layout, b: Layout, *, jobs: int | None = None) -> dict[str, str]:
+    """Return the names in `b` of tensors that are in `a` under another; of two layouts that have no name in common.
+
+    A rule must explain tensors of different kinds, not layers alone, for these to be the same whatever is in them.
+    Other tensors must have the same elements, and be the only ones that do; to know that they are read.
+    """
+    found = by_rule(shapes_of(a), shapes_of(b))
+    rest_a = edits.select(a, lambda name: name not in found)
+    rest_b = edits.select(b, lambda name: name not in found.values())
+    return found | by_content(rest_a, rest_b, jobs)
+
+
+def shapes_of(layout: Layout) -> dict[str, Shape | None]:
+    """Return the shape of every tensor, None for other entries."""
+    return {name: spec.shape for name, spec in layout.specs.items()} | dict.fromkeys(layout.blobs)
+
+
+def by_content(a: Layout, b: Layout, jobs: int | None) -> dict[str, str]:
+    """Return names of tensors of which there is just one in either with the same elements; single numbers aside."""
+    shared = {spec for spec in a.specs.values() if spec.numel > 1} & set(b.specs.values())
+    ours, theirs = owners_of(a, shared, jobs), owners_of(b, shared, jobs)
+    return {
+        ours[content][0]: theirs[content][0]
+        for content in ours
+        if content in theirs and len(ours[content]) == len(theirs[content]) == 1
+    }
+
+
+def owners_of(layout: Layout, specs: AbstractSet[Spec], jobs: int | None) -> dict[tuple[Spec, int], list[str]]:
+    """Return the names of the tensors with one of these specs, by what they are: spec and CRC-32."""
+    owners: dict[tuple[Spec, int], list[str]] = {}
+    tensors = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec in specs}
+    for name, crc in fingerprints(locate(replace(layout, tensors=tensors, blobs={})), jobs=jobs).items():
+        owners.setdefault((tensors[name].spec, crc), []).append(name)
+    return owners

@@ -1,0 +1,124 @@
+"""Say what the numbers of a checkpoint look like, tensor by tensor, or which moved most from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from pathlib import Path
+from typing import Self, overload
+
+from ckptkit import words
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checks.counters import find_counters
+from ckptkit.checks.moved import Moved, moved
+from ckptkit.checks.tree import Branch, fold
+from ckptkit.engine.survey import survey
+from ckptkit.errors import Usage
+from ckptkit.formats import locate
+from ckptkit.io.progress import Progress, telling
+from ckptkit.layout import Spec, edits
+from ckptkit.layout.counting import Count
+from ckptkit.state.selection import Edits
+from ckptkit.summary import Summarized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStats(Count):
+    """The numbers of a tensor, counted. Of integers and booleans none is NaN, infinite or denormal.
+
+    Sums over several tensors leave out one that is not `in_total`: a counter, such as the step of an optimizer.
+    """
+
+    name: str
+    spec: Spec
+    in_total: bool = True
+
+    @classmethod
+    def of(cls, name: str, spec: Spec, count: Count, *, in_total: bool) -> Self:
+        counted = {field.name: getattr(count, field.name) for field in fields(Count)}
+        return cls(name=name, spec=spec, in_total=in_total, **counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats(Summarized):
+    """The numbers of the checkpoint at `path`, by tensor, in the order of the checkpoint."""
+
+    path: Path
+    format: str
+    tensors: tuple[TensorStats, ...]
+
+    @property
+    def total(self) -> Count:
+        """Return what numbers there are in all tensors that are parameters or their optimizer states."""
+        return merge(self.tensors)
+
+    def summary(self) -> Iterator[str]:
+        yield f"{self.path}: {words.count(len(self.tensors), 'tensor')}, {words.count(self.total.numbers, 'number')}"
+        left_out = sum(not tensor.in_total for tensor in self.tensors)
+        if 0 < left_out < len(self.tensors):
+            yield f"not in the totals: {words.count(left_out, 'counter')}, such as the steps of an optimizer"
+
+    def by_module(self) -> Iterator[tuple[Branch, Count]]:
+        """Return the tensors folded as `inspect --tree` folds them, each line with all the numbers in it."""
+        found = {tensor.name: tensor for tensor in self.tensors}
+        for branch in fold({tensor.name: tensor.spec for tensor in self.tensors}):
+            yield branch, merge([found[name] for name in branch.names])
+
+
+def merge(tensors: Sequence[TensorStats]) -> Count:
+    """Return what was counted in all of them together, without counters unless there is nothing else."""
+    summed = [tensor for tensor in tensors if tensor.in_total] or tensors
+    return reduce(Count.merge, summed, Count())
+
+
+@overload
+def stats(
+    source: Source,
+    other: None = None,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    allow_unmatched: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Stats: ...
+
+
+@overload
+def stats(source: Source, other: Source, *, jobs: int | None = None, progress: Progress | None = None) -> Moved: ...
+
+
+def stats(
+    source: Source,
+    other: Source | None = None,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    allow_unmatched: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Stats | Moved:
+    """Return statistics of the numbers in the checkpoint at `source`, or in the latest of the run there.
+
+    Uses `jobs` threads. `include` and `exclude` are globs of names; a glob that matches nothing is an error unless you
+    pass `allow_unmatched`. Compares no checksums. With `other`, a checkpoint of the same model, returns how far each
+    parameter moved from `source` to it. Raises `Corrupt` with the tensor's name if bytes are missing, and `Mismatch` if
+    the two share no parameter.
+    """
+    if other is not None:
+        if include or exclude:
+            raise Usage("--include and --exclude are for one checkpoint", hint="drop them, or drop OTHER")
+        return moved(source, other, jobs=jobs, progress=progress)
+    checkpoint = Checkpoint.open(source)
+    whole = checkpoint.layout
+    asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
+    asked.check_globs([whole])
+    layout = locate(edits.select(replace(whole, blobs={}), asked.admit))
+    if not layout.tensors and (include or exclude):
+        raise Usage("no tensor is left to measure", path=checkpoint.path, hint="check --include and --exclude")
+    found = survey(layout, jobs=jobs, progress=telling(progress, layout.nbytes))
+    counters = find_counters(whole)
+    specs = layout.specs.items()
+    tensors = tuple(TensorStats.of(name, spec, found[name], in_total=name not in counters) for name, spec in specs)
+    return Stats(checkpoint.path, layout.format, tensors)

@@ -1,0 +1,464 @@
+"""Say whether a checkpoint is whole and undamaged: every problem, and how many bytes nothing could be said about.
+
+Structure first: files, sizes, coverage, key paths, what the metadata promises and the files hold. Then every byte is
+read, and compared with the CRC-32 that the format or a manifest has for it.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.checkpoints.account import NAME as ACCOUNT
+from ckptkit.checkpoints.account import describe_account, name_lost, read_account
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint, path_of
+from ckptkit.checkpoints.component import Component, find_unfinished
+from ckptkit.checkpoints.examination import examine_checkpoint
+from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.find_components import EXPORTED, LOST, LeftBehind
+from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
+from ckptkit.checkpoints.problems import Problems, fold_files
+from ckptkit.checkpoints.replicas import check_replicas
+from ckptkit.checkpoints.seal import sum_files
+from ckptkit.checkpoints.store_sums import StoreSums, ask_store, tell_proved, tell_unproved
+from ckptkit.checks.masters import compare_copies, compare_masters
+from ckptkit.checks.own_files import OwnFiles, within
+from ckptkit.engine.scan import find_zeros, scan
+from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, translate_os_errors
+from ckptkit.formats import detect_format, find_format, locate
+from ckptkit.io.crc32 import RESTORE, WAS_CHANGED, tell_damage
+from ckptkit.io.file import children, file_size, is_there
+from ckptkit.io.origin import Origin
+from ckptkit.io.progress import Progress, Told, telling
+from ckptkit.layout import Extent, FileOffset, Layout
+from ckptkit.models.companions import CONFIG
+from ckptkit.models.computation import describe_differences
+from ckptkit.summary import Summarized, first_few
+from ckptkit.words import count, format_bytes
+
+if TYPE_CHECKING:
+    from ckptkit.checks.differences import Diff
+    from ckptkit.checks.stats import TensorStats
+
+
+@dataclass(frozen=True, slots=True)
+class Verified(Summarized):
+    """A checkpoint at `path` that was verified, or a part of one, and what was found.
+
+    Of the bytes of tensors and other entries, and with a manifest of whole files, `checked_bytes` had a CRC-32 to be
+    compared with and `unchecked_bytes` had none; of `proved_files` that of the store was compared, which read none of
+    their bytes. `looked_at` are its files, `sums` those of the files that were read,
+    `left_behind` other files in its directory, which verify did not read. `compared` is how it differs
+    from another checkpoint, if that was asked for; what is not the same is among the problems. `stats` are of its
+    tensors, if they were asked for. `salvaged` is the account of what was lost when it was made of a damaged one, None
+    if it was not.
+    """
+
+    path: Path
+    format: str = ""
+    problems: tuple[CkptError, ...] = ()
+    notes: tuple[str, ...] = ()
+    files: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    checked_bytes: int = 0
+    unchecked_bytes: int = 0
+    has_manifest: bool = False
+    proved_files: int = 0
+    sums: Mapping[str, FileSum] = field(default_factory=dict)
+    looked_at: frozenset[Path] = frozenset()
+    left_behind: tuple[LeftBehind, ...] = ()
+    compared: Diff | None = None
+    stats: tuple[TensorStats, ...] = ()
+    salvaged: Mapping[str, Any] | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        """Return whether no problem was found."""
+        return not self.problems
+
+    @property
+    def loss(self) -> str | None:
+        """Return what a salvage lost or filled, in one line; None for a checkpoint that was not salvaged."""
+        if self.salvaged is None:
+            return None
+        missing = name_lost(self.salvaged)
+        what = f"{describe_account(self.salvaged)}{f'; missing: {missing}' if missing else ''}"
+        return f"{self.path}: {what}; {ACCOUNT} lists them"
+
+    def summary(self) -> Iterator[str]:
+        found = count(len(self.problems), "problem") if self.problems else "ok"
+        checked, unchecked = format_bytes(self.checked_bytes), format_bytes(self.unchecked_bytes)
+        yield f"{self.path}: {found}; {checked} checked, {unchecked} without a checksum"
+        yield from [self.loss] if self.loss else []
+        yield from first_few((problem.line for problem in self.problems), len(self.problems))
+
+
+def require_sound(found: Verified, hint: str) -> None:
+    """Raise `Corrupt` with the first problem that was found, if there is any, and how many there are."""
+    if found.problems:
+        first, total = found.problems[0], len(found.problems)
+        message = first.message if total == 1 else f"{first.message}; the first of {total:,} problems"
+        raise Corrupt(message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
+
+
+def verify(
+    *sources: Source,
+    fast: bool = False,
+    against: Source | None = None,
+    allow_cast: bool = False,
+    stats: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> list[Verified]:
+    """Look for damage in checkpoints, or in every checkpoint of a run. Returns a result for each component of each.
+
+    With `fast`, reads no tensors: checks the structure and, with a manifest, the checksums that the files record. If a
+    store keeps checksums, such as S3, `fast` asks for them: with a manifest, its CRC-32 of each file proves the
+    checkpoint, and a file without one is a problem.
+
+    With `against`, a checkpoint or a run of any format and world size, the tensors of an undamaged checkpoint are
+    compared with it: all tensors if both have an optimizer, else the model's. Another dtype is a problem, unless you
+    pass `allow_cast`: then `against` is converted first. With `stats`, the numbers are counted too.
+
+    Raises `NotACheckpoint` if there is no checkpoint, `Unsupported` for files that ckptkit cannot read yet. Everything
+    wrong with a checkpoint that exists is in the problems of the result.
+    """
+    checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
+    tell = telling(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
+    look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=tell)
+    wholes = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
+    wholes = [(checkpoint, with_inconsistencies(checkpoint, parts)) for checkpoint, parts in wholes]
+    found = [part for one, parts in wholes for part in (parts if fast else with_masters(one, parts, jobs))]
+    if against is not None and all(part.is_ok for part in found):
+        from ckptkit.checks.diff import prove  # and with it all that copies and compares
+
+        proofs = [prove(source, against, allow_cast=allow_cast, jobs=jobs, progress=progress) for source in sources]
+        compared = {path: diff for proof in proofs for path, diff in proof.items()}
+        found = [with_comparison(part, compared.get(part.path)) for part in found]
+    if stats and all(part.is_ok for part in found):
+        from ckptkit.checks.stats import stats as survey_part  # imports numpy
+
+        found = [replace(part, stats=survey_part(part.path, jobs=jobs, progress=progress).tensors) for part in found]
+    return found
+
+
+def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[Verified]:
+    """Return what was found of a checkpoint, and if that is whole, what in its metadata contradicts the rest."""
+    if not (checkpoint.components and all(part.is_ok for part in found)):
+        return found
+    odd = examine_checkpoint(checkpoint)
+    problems = [one.to_error(checkpoint.path) for one in odd if one.certainty is Certainty.CERTAIN]
+    notes = [one.line for one in odd if one.certainty is not Certainty.CERTAIN]
+    first = replace(found[0], problems=(*found[0].problems, *problems), notes=(*found[0].notes, *notes))
+    return [first, *found[1:]]
+
+
+def with_masters(checkpoint: Checkpoint, found: list[Verified], jobs: int | None) -> list[Verified]:
+    """Return what was found of a checkpoint, and if that is whole, how its weights differ from an optimizer's masters.
+
+    Weights and optimizer may be in different parts.
+    """
+    if not (checkpoint.components and all(part.is_ok for part in found)):
+        return found
+    try:
+        layout = checkpoint.layout
+    except (NotACheckpoint, Mismatch, Unsupported):  # parts that make no whole
+        return found
+    problems = Problems()
+    try:
+        notes = (*found[0].notes, *compare_masters(layout, problems, jobs))
+    except CkptError as error:
+        problems.add(error.blame(path=checkpoint.path))
+        notes = found[0].notes
+    return [replace(found[0], problems=problems.list(), notes=notes), *found[1:]]
+
+
+def with_comparison(found: Verified, compared: Diff | None) -> Verified:
+    """Return what was found, with what is not the same in another checkpoint as further problems."""
+    if compared is None:
+        return found
+    from ckptkit.checks.problems import problems_of
+
+    open_keys = [one for one in compared.configs if not one.is_certain]
+    notes = (f"{CONFIG}: {describe_differences(open_keys, str(compared.b))}",) if open_keys else ()
+    problems = (*found.problems, *problems_of(compared))
+    return replace(found, problems=problems, notes=(*found.notes, *notes), compared=compared)
+
+
+def find_all(source: Source) -> list[Checkpoint]:
+    """Return a checkpoint, or all those of a run, whether complete or not, oldest first."""
+    path = path_of(source)
+    here = Checkpoint.at(path)
+    found = [] if here.is_direct else checkpoints_in(path)
+    if found and not all(one.unreadable for one in found):
+        return found
+    if not here.components:
+        raise here.unreadable or no_checkpoint(path)
+    return [here]
+
+
+def places_of(checkpoint: Checkpoint) -> list[Path]:
+    return checkpoint.places or [checkpoint.path]
+
+
+def verify_whole(checkpoint: Checkpoint, look: Callable[[Path], Verified]) -> list[Verified]:
+    """Verify the parts of a checkpoint and other weights in its directory. The first result names the other files."""
+    places, root = places_of(checkpoint), checkpoint.path
+    found = [look(path) for path in places]
+    found[0] = replace(found[0], salvaged=read_account(root))
+    unfinished = find_unfinished(root)
+    if unfinished and all(problem.line != unfinished.line for part in found for problem in part.problems):
+        found[0] = replace(found[0], problems=(unfinished, *found[0].problems))
+    if not (root.is_dir() and checkpoint.components and all(part.looked_at for part in found)):
+        return found
+    seen = frozenset(path for part in found for path in part.looked_at).union(set(places) - {root})
+    left = checkpoint.left_behind(seen)
+    weights = [one.path for one in left if one.why in (*LOST, EXPORTED) and detect_format(one.path)]
+    rest = tuple(one for one in left if one.path not in weights)
+    return [replace(found[0], left_behind=rest), *found[1:], *map(look, weights)]
+
+
+def size_of(part: Path) -> int:
+    """Return the bytes of the files that will be read, as near as can be told without opening any."""
+    with translate_os_errors(part):
+        found = [path.lstat() for path in children(part)] if part.is_dir() else [part.stat()]
+        return sum(state.st_size for state in found if stat.S_ISREG(state.st_mode))
+
+
+def verify_part(
+    path: Path,
+    *,
+    fast: bool = False,
+    by_store: bool = False,
+    with_manifest: bool = True,
+    jobs: int | None = None,
+    progress: Told | None = None,
+) -> Verified:
+    """Look for damage in one directory or file, by its manifest too if there is one and it shall be used.
+
+    With `fast` and `by_store`, the checksums that a store keeps of files are compared with the manifest's.
+    """
+    problems, entries = Problems(), Counter[Path | None]()
+    found = Verified(path)
+    try:
+        origin = Origin.of(path)
+        here = Checkpoint.at(path)
+        if here.unreadable:
+            raise here.unreadable
+        reader = here.components[0].reader if here.is_direct else find_format(path)
+        with translate_os_errors(path):
+            layout = reader.read(path, problems.add)
+            entries.update(entries_by_file(layout))
+            if unfinished := find_unfinished(path):
+                problems.add(unfinished)
+            manifest = read_known(path, problems) if with_manifest else None
+            note_empty(here.components, layout, problems)
+            own = OwnFiles(reader, path, layout, manifest, frozenset(part.path for part in here.components[1:]))
+            found = skim(own, problems, by_store=by_store) if fast else read_all(own, problems, jobs, progress)
+            if layout.spares:
+                check_replicas(layout, problems.add, with_bytes=not (fast or problems.list()))
+            if layout.twins and not (fast or problems.list()):
+                found = replace(found, notes=(*found.notes, *compare_copies(layout, problems, jobs)))
+            origin.check()
+    except CkptError as error:
+        problems.add(error.blame(path=path))
+    return replace(found, problems=fold_files(problems.list(), entries))
+
+
+def entries_by_file(layout: Layout) -> Iterator[Path]:
+    """Yield the files of each tensor and other entry."""
+    for tensor in layout.tensors.values():
+        yield from {layout.root / chunk.path for chunk in tensor.chunks}
+    yield from (layout.root / blob.path for blob in layout.blobs.values())
+
+
+def note_empty(parts: Iterable[Component], layout: Layout, problems: Problems) -> None:
+    """Note that an adapter has no elements."""
+    is_whole = layout.tensors and all(tensor.spec.numel for tensor in layout.tensors.values())
+    if is_whole or not any(part.is_adapter for part in parts):
+        return
+    from ckptkit.adapters.empty import find_empty
+
+    if error := find_empty(layout):
+        problems.add(error)
+
+
+def skim(own: OwnFiles, problems: Problems, *, by_store: bool) -> Verified:
+    """Look at everything but the data of large tensors. With `by_store` ask the store for its checksums of files."""
+    sizes = sizes_of(own, problems)
+    told = ask_store(own.root, sizes) if by_store else StoreSums({}, {})
+    proved = {name: told.sums[name] for name in told.sums if name in own.recorded}
+    rest = {name: size for name, size in sizes.items() if name not in proved}
+    content, extents = look_inside(own, rest, problems, with_packed=False)
+    unknown = {extent.path for extent in extents if extent.crc32 is None}
+    sums = sum_files(own.root, (rest.keys() & own.recorded.keys()) - unknown, extents)
+    compare_files(own, {**sums, **proved}, problems)
+    found = summary(own, sizes, content)
+    return found if told.is_empty else with_proof(own, found, sizes, proved, told, problems)
+
+
+def with_proof(
+    own: OwnFiles,
+    found: Verified,
+    sizes: Mapping[str, int],
+    proved: Collection[str],
+    told: StoreSums,
+    problems: Problems,
+) -> Verified:
+    """Return what was found, with what the store's checksums prove. Files that they do not prove are a problem."""
+    if own.manifest is None:
+        note = f"nothing proves the files without a manifest: the store has {told.describe(sizes)}"
+        return replace(found, notes=(*found.notes, note))
+    if others := sizes.keys() - proved:
+        problems.add(tell_unproved(own.path, sizes, sorted(others), told))
+    places = {(place.path, place.offset): place.length for _, place in own.layout.stored if place.path in proved}
+    notes = (*found.notes, *tell_proved(sizes, proved))
+    return replace(found, notes=notes, proved_files=len(proved), checked_bytes=sum(places.values()))
+
+
+def read_all(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
+    """Look at everything: read every byte."""
+    sizes = sizes_of(own, problems)
+    content, extents = look_inside(own, sizes, problems)
+    found = scan(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
+    compare_extents(own, extents, found.extents, problems)
+    runs = runs_of(extents, found.extents)
+    sums = {name: FileSum(sizes[name], crc, runs.get(name, {})) for name, crc in found.files.items()}
+    compare_files(own, sums, problems)
+    unread = [
+        extent.length
+        for extent in extents
+        if (extent.path, extent.offset) not in found.extents
+        or (own.expected(extent) is None and extent.path not in own.recorded)
+    ]
+    result = summary(own, sizes, content)
+    unchecked = min(sum(unread), content)
+    return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
+
+
+def runs_of(extents: Iterable[Extent], found: Mapping[FileOffset, int]) -> dict[str, dict[ByteRange, int]]:
+    """Return by file the CRC-32 that was found of each extent that no format records one for."""
+    runs: dict[str, dict[ByteRange, int]] = {}
+    for extent in extents:
+        crc = found.get((extent.path, extent.offset))
+        if extent.crc32 is None and extent.length and crc is not None:
+            runs.setdefault(extent.path, {})[extent.offset, extent.length] = crc
+    return runs
+
+
+def read_known(path: Path, problems: Problems) -> Manifest | None:
+    """Return the manifest of what is at `path`, if there is one that can be read."""
+    try:
+        return read_manifest(path if path.is_dir() else path.parent)
+    except CkptError as error:
+        problems.add(error)
+        return None
+
+
+def sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
+    """Return the bytes, by name, of the files that shall be read and are there, once compared with the manifest's."""
+    sizes: dict[str, int] = {}
+    for name in sorted(own.needed | own.recorded.keys()):
+        path = own.root / name
+        try:
+            if name in own.needed and problems.list() and not is_there(path):
+                continue  # whoever read the layout has said so
+            sizes[name] = file_size(path)
+        except CkptError as error:
+            problems.add(error)
+            continue
+        known = own.recorded.get(name)
+        if known is not None and known.nbytes != sizes[name]:
+            message = f"expected {known.nbytes} bytes (manifest), found {sizes[name]}"
+            problems.add(Corrupt(message, path=path, hint=RESTORE))
+    return sizes
+
+
+def look_inside(
+    own: OwnFiles, sizes: Mapping[str, int], problems: Problems, *, with_packed: bool = True
+) -> tuple[int, list[Extent]]:
+    """Open every envelope that lies in a file of these sizes, and unless told otherwise what is compressed.
+
+    Returns the bytes of tensors and other entries in them, and the runs of bytes that remain to be compared.
+    """
+    sound = within(own.layout, sizes)
+    located = locate(sound, problems.add, with_packed=with_packed)
+    places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
+    content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())
+    compared = find_compared(sound, located)
+    extents = own.reader.extents(sound, problems.add)
+    return content, [extent for extent in extents if (extent.path, extent.offset) not in compared]
+
+
+def find_compared(layout: Layout, located: Layout) -> set[FileOffset]:
+    """Return the places of what was unpacked, and so compared with the checksums in it, where there are any."""
+    return {
+        (old.path, old.offset)
+        for (_, old), (_, new) in zip(layout.stored, located.stored, strict=True)
+        if new.path != old.path and (new.crc32 is not None or not new.length)
+    }
+
+
+def compare_extents(
+    own: OwnFiles, extents: Iterable[Extent], found: Mapping[FileOffset, int], problems: Problems
+) -> None:
+    """Note the extents that were read and do not have the CRC-32 that they should have."""
+    for extent in extents:
+        crc, wanted = found.get((extent.path, extent.offset)), own.expected(extent)
+        if not extent.length or crc is None or wanted is None or crc == wanted:
+            continue  # what has no bytes lies where the next extent begins
+        is_whole = crc == extent.crc32
+        length, offset = extent.length, extent.offset
+        other = f"expected CRC-32 {wanted:08x} of the {length} bytes at {offset} (manifest), found {crc:08x}"
+        problems.add(
+            Corrupt(
+                other if is_whole else tell_damage(length, offset, crc, wanted),
+                path=own.root / extent.path,
+                tensor=extent.name or None,
+                offset=extent.offset,
+                hint=RESTORE if is_whole else describe_damage(own.root, extent),
+            )
+        )
+
+
+def describe_damage(root: Path, extent: Extent) -> str:
+    """Return a hint on what may have happened to an extent, and what to do."""
+    zeros = find_zeros(root, extent)
+    if zeros is None:
+        return WAS_CHANGED
+    return f"use another checkpoint: the page at byte {zeros} is all zeros and was never written, as after a crash"
+
+
+def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems) -> None:
+    """Note the files that differ from the manifest where nothing in them is known to, and those that it lacks."""
+    for name, wanted in own.recorded.items():
+        found, path = sums.get(name), own.root / name
+        if found is not None and found != wanted and not problems.are_in(path):
+            message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {found.crc32:08x}"
+            problems.add(Corrupt(message, path=path, hint=RESTORE))
+    if own.manifest and own.path.is_dir():
+        for name in own.strangers:
+            hint = "delete the file if it belongs to another checkpoint"
+            problems.add(Corrupt("the manifest does not list this file", path=own.root / name, hint=hint))
+
+
+def summary(own: OwnFiles, sizes: Mapping[str, int], content: int) -> Verified:
+    """Return what was looked at: files of these sizes, with `content` bytes of tensors and entries; none compared."""
+    extra = [] if own.manifest else own.strangers
+    return Verified(
+        own.path,
+        own.reader.name,
+        notes=(f"do not belong to this checkpoint: {', '.join(extra)}",) if extra else (),
+        files=len(sizes),
+        looked_at=frozenset(own.root / name for name in sizes),
+        tensors=len(own.layout.tensors),
+        nbytes=sum(sizes.values()),
+        unchecked_bytes=content,
+        has_manifest=own.manifest is not None,
+    )

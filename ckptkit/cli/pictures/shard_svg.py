@@ -1,0 +1,181 @@
+"""Draw the shard map as SVG: bytes by owner on top, and below a row for each tensor, or for all that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from ckptkit.cli.pictures.cuts import Rectangle
+from ckptkit.cli.pictures.shards import DrawnShard, Row, ShardMap
+from ckptkit.cli.pictures.style import color, read_style
+from ckptkit.markup import Markup, element, picture
+from ckptkit.words import count, format_bytes
+
+_BARS = 96  # height of the bars, with what is written below
+_HEIGHT = 22  # of a row; taller for a tensor that is cut along two axes
+_ABOVE = 16  # height of a name above its row
+_MOST_BARS = 128
+_MOST_IN_ROW = 96  # parts of a tensor; of more, several are one
+_MOST_PARTS = 1600  # in all rows, so that the file stays small
+_APART = 8  # between groups of rows
+
+
+@dataclass(frozen=True, slots=True)
+class MapColumns:
+    """The columns of a map: the tensors' pictures from `left` to `right`, numbers after them, and names of `letters`.
+
+    Names stand before the pictures, or above them if the map `is_narrow`.
+    """
+
+    width: int
+    left: int
+    right: int
+    letters: int
+    is_narrow: bool = False
+
+
+_COLUMNS = MapColumns(960, 396, 790, 58)
+_NARROW = MapColumns(360, 0, 290, 46, is_narrow=True)
+
+
+def draw_shards(shards: ShardMap, *, most_rows: int = 60, is_narrow: bool = False) -> Markup:
+    """Draw the picture, for a page that has the styles. Of more than `most_rows` rows the largest are shown."""
+    columns = _NARROW if is_narrow else _COLUMNS
+    shown, left_out = shards.largest(most_rows)
+    parts = min(max(12, _MOST_PARTS // max(1, len(shown))), _MOST_IN_ROW)
+    content: list[Markup] = list(draw_bars(shards, columns))
+    top = float(_BARS + 16)
+    for start, rows in shards.headed(shown):
+        top += _APART
+        if start:
+            content.append(element("text", shorten(start, columns.width // 8), x=0, y=top + 14, class_="name head"))
+            top += _HEIGHT
+        for row in rows:
+            height = _HEIGHT * (2 if row.cut.is_grid else 1)
+            content.append(draw_row(row, start, shards, columns, (top, height), parts))
+            top += height + (_ABOVE if is_narrow else 0)
+    if left_out:
+        tensors = sum(row.repeats for row in left_out)
+        what = f"left out: {count(tensors, 'smaller tensor')}, {format_bytes(sum(row.nbytes for row in left_out))}"
+        content.append(element("text", what, x=0, y=top + 16))
+        top += _HEIGHT
+    title = f"Which {shards.by} holds which part of each tensor"
+    return picture(title, f"-8 -8 {columns.width + 16} {top + 14:.0f}", content)
+
+
+def standalone(drawn: Markup) -> Markup:
+    """Return a picture as a file of its own, with its style."""
+    style = element("style", Markup(read_style() + "svg { background: var(--ground) }"))
+    return Markup(drawn.replace("</title>", f"</title>{style}", 1) + "\n")
+
+
+def draw_bars(shards: ShardMap, columns: MapColumns) -> Iterator[Markup]:
+    """Draw the bytes of each owner, or the most of several consecutive ones; and the mean."""
+    owners = shards.owners
+    if not owners:
+        return
+    full = max(owner.nbytes for owner in owners) or 1
+    together = ceil(len(owners) / _MOST_BARS)
+    bars = ceil(len(owners) / together)
+    step = min(columns.width / bars, 120)
+    base, tall = _BARS - 18, _BARS - (54 if columns.is_narrow else 40)
+    yield element("text", f"Bytes by {shards.by}", x=0, y=8, class_="title")
+    said = f"{len(owners)} x {format_bytes(shards.mean)} on average, {format_bytes(full)} at most"
+    if columns.is_narrow:
+        yield element("text", said, x=0, y=25)
+    else:
+        yield element("text", said, x=columns.width, y=8, text_anchor="end")
+    for i in range(bars):
+        group = owners[i * together : (i + 1) * together]
+        most = max(group, key=lambda owner: owner.nbytes)
+        height = tall * most.nbytes / full
+        name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}, at most"
+        tip = element("title", f"{name}: {format_bytes(most.nbytes)}")
+        fill = color(i * together, len(owners))
+        yield element("rect", tip, x=i * step, y=base - height, width=step, height=height, fill=fill, class_="part")
+        if step >= 22:
+            yield element("text", group[0].mark, x=(i + 0.5) * step, y=base + 14, text_anchor="middle")
+    if step < 22:
+        yield element("text", owners[0].mark, x=0, y=base + 14)
+        yield element("text", owners[-1].mark, x=bars * step, y=base + 14, text_anchor="end")
+    mean = base - tall * shards.mean / full
+    yield element("line", x1=0, x2=bars * step, y1=mean, y2=mean, class_="mean")
+
+
+def draw_row(
+    row: Row, start: str, shards: ShardMap, columns: MapColumns, place: tuple[float, float], parts: int
+) -> Markup:
+    """Draw the name of a tensor without the start that stands above, its parts, how it is cut, and its bytes.
+
+    `place` is where the row begins, and the height of its parts.
+    """
+    top, height = place
+    times = f" x{row.repeats}" if row.repeats > 1 else ""
+    how = ", ".join(row.remarks)
+    written = top + height / 2 + 3.5
+    if columns.is_narrow:
+        times, how = f"{times}  {how}".rstrip(), ""
+        written, top = top + 12, top + _ABOVE
+    middle = top + height / 2 + 3.5
+    name = shorten(row.label.removeprefix(start), max(12, columns.letters - len(times)))
+    return element(
+        "g",
+        element(
+            "title", f"{row.label}{times}: {row.spec}, {format_bytes(row.nbytes)}, {count(len(row.shards), 'part')}"
+        ),
+        element("text", name + times, x=0, y=written, class_="name"),
+        draw_parts(row, shards, columns, (top, height), parts),
+        element("text", how, x=columns.right + 8, y=middle) if how else None,
+        element("text", format_bytes(row.nbytes), x=columns.width, y=middle, text_anchor="end"),
+    )
+
+
+def draw_parts(
+    row: Row, shards: ShardMap, columns: MapColumns, place: tuple[float, float], most: int
+) -> Iterator[Markup]:
+    """Draw a rectangle for each part; where there are more than `most`, for several consecutive ones."""
+    top, height = place
+    pairs = list(zip(row.cut.rectangles, row.shards, strict=True))
+    together = max(1, ceil(len(pairs) / most))
+    across = columns.right - columns.left
+    for at in range(0, len(pairs), together):
+        group = pairs[at : at + together]
+        area = enclose([rectangle for rectangle, _ in group])
+        x, y = columns.left + area.left * across, top + 2 + area.top * (height - 4)
+        width, tall = (area.right - area.left) * across, (area.bottom - area.top) * (height - 4)
+        owner = group[0][1].owner
+        tip = element("title", describe(row, shards, [shard for _, shard in group]))
+        fill = color(owner, len(shards.owners))
+        yield element("rect", tip, x=x, y=y, width=width, height=tall, fill=fill, class_="part")
+        mark = shards.owners[owner].mark
+        if len(group) == 1 and width > 8 * len(mark) + 6 and tall > 13:
+            yield element("text", mark, x=x + 5, y=y + tall / 2 + 4, class_="on")
+
+
+def enclose(rectangles: Sequence[Rectangle]) -> Rectangle:
+    """Return the smallest rectangle around some."""
+    return Rectangle(
+        min(one.left for one in rectangles),
+        max(one.right for one in rectangles),
+        min(one.top for one in rectangles),
+        max(one.bottom for one in rectangles),
+    )
+
+
+def describe(row: Row, shards: ShardMap, group: Sequence[DrawnShard]) -> str:
+    """Describe a rectangle: name, owner, indices, bytes and file; of several parts their owners and bytes."""
+    first, last = (shards.owners[group[i].owner] for i in (0, -1))
+    nbytes = format_bytes(sum(shard.nbytes for shard in group))
+    if len(group) > 1:
+        return f"{row.label}: {count(len(group), 'part')}, {first.name} to {last.name}, {nbytes}"
+    box = group[0].box
+    indices = ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True))
+    return f"{row.label}[{indices}]: {first.name}, {nbytes}, {group[0].path}"
+
+
+def shorten(name: str, letters: int) -> str:
+    """Return a name cut to so many letters: its start and its end."""
+    if len(name) <= letters:
+        return name
+    return f"{name[: letters // 3]}…{name[-(letters - letters // 3 - 1) :]}"

@@ -1,0 +1,113 @@
+"""Draw the shard map as text: characters and who owns each, for a terminal to color."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import ceil
+
+from ckptkit.cli.pictures.cuts import Rectangle
+from ckptkit.cli.pictures.shards import Owner, Row, ShardMap
+
+_FILLS = "░▒"  # by turns, so that cuts show without color
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+_TALLEST = 4  # lines of a tensor that is cut along two axes
+_NARROWEST = 3  # columns of a part that has its own place; thinner ones are only sampled
+
+
+@dataclass(frozen=True, slots=True)
+class TextSpan:
+    """Characters of a line that one owner has, by its position; None where several share them."""
+
+    text: str
+    owner: int | None
+
+
+Line = tuple[TextSpan, ...]
+
+
+def draw(row: Row, owners: Sequence[Owner], width: int) -> list[Line]:
+    """Draw a tensor as lines of `width` characters: one, or several where it is cut along two axes."""
+    rectangles = row.cut.rectangles
+    if not rectangles:
+        return [(TextSpan("(empty)".ljust(width), None),)]
+    heights = sorted({rectangle.top for rectangle in rectangles})
+    bounds = [*heights, 1.0]
+    levels = [(a + b) / 2 for a, b in zip(heights, bounds[1:], strict=True)]
+    if len(levels) > _TALLEST:
+        levels = [(i + 0.5) / _TALLEST for i in range(_TALLEST)]
+    return [draw_line(at_level(row, level), owners, width) for level in levels]
+
+
+def at_level(row: Row, level: float) -> list[tuple[Rectangle, int]]:
+    """Return the rectangles that a level line crosses, left to right, with their owners; neighbors of one joined."""
+    crossed = [
+        (rectangle, shard.owner)
+        for rectangle, shard in zip(row.cut.rectangles, row.shards, strict=True)
+        if rectangle.top <= level < rectangle.bottom
+    ]
+    crossed.sort(key=lambda pair: pair[0].left)
+    joined = [list(group) for _, group in groupby(crossed, key=lambda pair: pair[1])]
+    return [(Rectangle(group[0][0].left, group[-1][0].right), group[0][1]) for group in joined]
+
+
+def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
+    """Draw parts side by side, each with its owner's mark; of too many the first, the last and their number."""
+    if len(parts) * _NARROWEST > width:
+        return crowd(parts, owners, width)
+    ends = share_columns([part.right for part, _ in parts], width)
+    runs = []
+    for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        owner = parts[i][1]
+        mark = owners[owner].mark
+        runs.append(TextSpan((mark if len(mark) <= end - start else "").ljust(end - start, _FILLS[i % 2]), owner))
+    return tuple(runs)
+
+
+def share_columns(fractions: Sequence[float], width: int) -> list[int]:
+    """Return the columns where parts that end at these fractions of the width end; each has one at least."""
+    ends: list[int] = []
+    for i, fraction in enumerate(fractions):
+        least, most = (ends[-1] if ends else 0) + 1, width - (len(fractions) - 1 - i)
+        ends.append(min(max(round(fraction * width), least), most))
+    return ends
+
+
+def crowd(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
+    """Draw a column per sample, in its owner's color, with the first mark, the number of parts, and the last mark."""
+    first, last = (owners[parts[i][1]].mark for i in (0, -1))
+    middle = f" {len(parts)} parts ".center(width - len(first) - len(last), _FILLS[0])
+    shown = f"{first}{middle}{last}"[:width]
+    at, runs = 0, []
+    for column, character in enumerate(shown):
+        while at < len(parts) - 1 and parts[at][0].right <= (column + 0.5) / width:
+            at += 1
+        runs.append(TextSpan(character, parts[at][1]))
+    return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The bytes of one owner, or the least and the most of several consecutive ones, and a bar of the most."""
+
+    first: Owner
+    last: Owner
+    least: int
+    most: int
+    bar: str
+
+
+def bars(shards: ShardMap, width: int, most_bars: int = 16) -> Iterator[Bar]:
+    """Draw a bar for each owner, at most `most_bars`, each for several then. The longest has `width` characters."""
+    full = max((owner.nbytes for owner in shards.owners), default=0) or 1
+    together = ceil(len(shards.owners) / most_bars)
+    for at in range(0, len(shards.owners), max(1, together)):
+        group = shards.owners[at : at + together]
+        held = [owner.nbytes for owner in group]
+        yield Bar(group[0], group[-1], min(held), max(held), bar(max(held) / full, width))
+
+
+def bar(share: float, width: int) -> str:
+    eighths = round(share * width * 8)
+    return ("█" * (eighths // 8) + _BLOCKS[eighths % 8]).rstrip()

@@ -1,0 +1,116 @@
+"""See a checkpoint as `consolidate` would write it: its tensors by name, each in its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.conversion.convert import draft_of
+from ckptkit.errors import Mismatch, Unsupported, and_more
+from ckptkit.formats import locate
+from ckptkit.io.collector import collector_paused
+from ckptkit.io.path import to_model_path
+from ckptkit.layout import Layout, Spec, edits
+from ckptkit.layout.dtypes import DType
+from ckptkit.state.draft import Conversion, Draft
+from ckptkit.state.options import ConvertOptions, Keywords
+
+_SHOWN = 4  # names in a message
+_ADAPTER = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class ConsolidatedView:
+    """A checkpoint as `consolidate` would write it: its draft, and the tensors, located, by their final names."""
+
+    checkpoint: Checkpoint
+    conversion: Conversion
+    layout: Layout
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path
+
+    @property
+    def draft(self) -> Draft:
+        return self.conversion.drafts[0]
+
+
+@collector_paused()
+def as_consolidated(source: Source, options: Keywords, dst: Path) -> ConsolidatedView:
+    """Open a checkpoint as `consolidate` would write it with these options to `dst`.
+
+    Raises `Unsupported` for an adapter, and for weights that would be computed.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(to_model_path(source))
+    asked = ConvertOptions.of(options, to="hf")
+    conversion = draft_of([checkpoint.with_base(asked.base)], dst, asked)
+    draft = conversion.drafts[0]
+    if len(conversion.drafts) > 1 or any(file.name == _ADAPTER for file in draft.files):
+        hint = "copy the adapter itself: it is small, and each save contains all of it"
+        raise Unsupported("ckptkit does not write deltas of adapters", path=checkpoint.path, hint=hint)
+    if draft.recipes:
+        name = min(draft.recipes)
+        hint = f"run `ckptkit consolidate {checkpoint.path} OUT` first, and pass OUT"
+        raise Unsupported("the weights have to be computed first", path=checkpoint.path, tensor=name, hint=hint)
+    layout = replace(locate(draft.wanted), blobs={}, twins={}, keys={})
+    return ConsolidatedView(checkpoint, conversion, layout)
+
+
+def both_consolidated(
+    base: Source, new: Source, dtype: Sequence[str], dst: Path
+) -> tuple[ConsolidatedView, ConsolidatedView]:
+    """Open two checkpoints of one model as `consolidate` would write both, in the dtypes of the first.
+
+    One that has no config.json is named by that of the other. With `dtype` both are first cast so. Raises `Mismatch`
+    unless they have the same names, shapes and dtypes.
+    """
+    opened = [one if isinstance(one, Checkpoint) else Checkpoint.open(to_model_path(one)) for one in (base, new)]
+    found_in = [one.companions.found_in for one in opened]
+    sides = [
+        as_consolidated(one, asked_of(dtype, None if own else other), dst)
+        for one, own, other in zip(opened, found_in, found_in[::-1], strict=True)
+    ]
+    one, two = sides
+    two = replace(two, layout=locate(cast_to(two.layout, one.layout.specs)))
+    check_alike(one, two)
+    return one, replace(two, layout=in_order_of(two.layout, one.layout))
+
+
+def asked_of(dtype: Sequence[str], base: Path | None) -> Keywords:
+    """Return the options of `consolidate` with these dtypes, and with the config.json in `base`."""
+    asked: Keywords = {"dtype": dtype} if dtype else {}
+    return {**asked, "base": str(base)} if base is not None else asked
+
+
+def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
+    """Return the layout with its float tensors in the dtypes of others of the same names."""
+
+    def choose(name: str, spec: Spec) -> DType:
+        wanted = specs.get(name, spec).dtype
+        return wanted if spec.dtype.can_become(wanted) else spec.dtype
+
+    return edits.cast(layout, choose)
+
+
+def in_order_of(layout: Layout, other: Layout) -> Layout:
+    return replace(layout, tensors={name: layout.tensors[name] for name in other.tensors})
+
+
+def check_alike(one: ConsolidatedView, two: ConsolidatedView) -> None:
+    """Raise `Mismatch` unless two checkpoints have the same names, shapes and dtypes."""
+    before, after = one.layout.specs, two.layout.specs
+    for path, other, names in (
+        (one.path, two.path, sorted(before.keys() - after.keys())),
+        (two.path, one.path, sorted(after.keys() - before.keys())),
+    ):
+        if names:
+            shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+            message = f"expected the tensors of {other}, found others: {shown}{and_more(len(names) - _SHOWN)}"
+            hint = "pass two checkpoints of one model; `ckptkit diff` shows what both contain"
+            raise Mismatch(message, path=path, hint=hint)
+    for name, spec in before.items():
+        if after[name] != spec:
+            raise Mismatch(f"expected {spec} as in {one.path}, found {after[name]}", path=two.path, tensor=name)

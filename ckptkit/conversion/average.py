@@ -1,0 +1,97 @@
+"""Average the models in several checkpoints: their weighted mean, as one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import fsum, isclose, isfinite
+from pathlib import Path
+from typing import Unpack
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of
+from ckptkit.checkpoints.run import RunFolder
+from ckptkit.conversion.convert import run_conversion
+from ckptkit.errors import Usage
+from ckptkit.state.options import ConvertOptions, Keywords, spell_out
+from ckptkit.state.report import Converted
+from ckptkit.words import count
+
+_SLACK = 1e-6  # by which given weights may miss 1 before that is said
+
+
+@spell_out
+def average(
+    sources: Source | Sequence[Source],
+    dst: str | Path,
+    *,
+    weights: Sequence[float] = (),
+    last: int | None = None,
+    to: str = "hf",
+    **options: Unpack[Keywords],
+) -> Converted:
+    """Write the weighted mean of the models in several checkpoints to directory `dst`, in the format `to`.
+
+    With `last`, pass one run: the sources are its `last` newest complete checkpoints. Sources may have any formats,
+    world sizes and dtypes, but must have the same names and shapes. The result has the names and dtypes of the first
+    source, unless you pass `dtype`. "hf" writes the model's own names, with config and tokenizer. `weights` must be
+    positive and are divided by their sum; by default all are equal. ckptkit sums floats in float64, in the order of the
+    sources, and rounds at the end. Integers and booleans come from the last source. The result has no optimizer,
+    because a mean of optimizer states is useless. `include` and `exclude` are globs of the names in each checkpoint.
+    For the other options and the errors, see `convert`.
+    """
+    asked = ConvertOptions.of(options, to=to)
+    if asked.quantize:
+        raise Usage(
+            "ckptkit does not quantize an average",
+            hint="average first, then run `ckptkit consolidate MEAN OUT --quantize`",
+        )
+    chosen = choose_sources(sources, last)
+    if asked.changes_names and not asked.writer.is_model_only:
+        hint = "write a Hugging Face model first, then convert it"
+        raise Usage(f"a mean keeps names and rows as `{asked.to}`", hint=hint)
+    done = run_conversion(chosen, dst, replace(asked, weights=divide(weights, len(chosen))))
+    total = fsum(weights)
+    if not weights or isclose(total, 1, abs_tol=_SLACK):
+        return done
+    return replace(done, notes=[f"the weights add up to {total:g}, and were divided by that", *done.notes])
+
+
+def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list[Checkpoint]:
+    """Return the checkpoints to be averaged: those given, or the last ones of the run given, oldest first."""
+    given = list(sources) if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
+    if last is None:
+        if len(given) < 2:
+            hint = "pass another, or --last N for the last N of a run"
+            raise Usage(
+                "expected at least 2 checkpoints to average, found 1",
+                path=path_of(given[0]) if given else None,
+                hint=hint,
+            )
+        return [Checkpoint.open(source) for source in given]
+    if len(given) != 1:
+        raise Usage(f"--last: expected 1 run, found {count(len(given), 'path')}")
+    run = path_of(given[0])
+    complete = RunFolder(run).up_to_latest()
+    if not 0 < last <= len(complete):
+        hint = "`ckptkit ls` shows the checkpoints of a run"
+        raise Usage(
+            f"--last: expected at most {len(complete)} (complete checkpoints of the run), found {last}",
+            path=run,
+            hint=hint,
+        )
+    return list(complete[-last:])
+
+
+def divide(weights: Sequence[float], sources: int) -> tuple[float, ...]:
+    """Return weights of `sources` checkpoints that add up to 1. Raises `Usage` for any that are not positive."""
+    if not weights:
+        return (1 / sources,) * sources
+    if len(weights) != sources:
+        raise Usage(
+            f"expected {count(sources, 'weight')}, one for each checkpoint, found {len(weights)}",
+            hint="pass a weight for each, like --weights 2,1,1",
+        )
+    if not all(isfinite(weight) and weight > 0 for weight in weights):
+        raise Usage(f"expected positive weights, found {', '.join(map(str, weights))}")
+    total = fsum(weights)
+    return tuple(weight / total for weight in weights)

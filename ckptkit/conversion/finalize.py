@@ -1,0 +1,72 @@
+"""Finalize an output: check what several processes have made in parts, and let it appear."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ckptkit.checkpoints.several_disks import join_places
+from ckptkit.conversion.convert import report_on
+from ckptkit.errors import Corrupt, NotACheckpoint
+from ckptkit.io.destination import NOTES
+from ckptkit.io.destinations import require_shared, to_destination
+from ckptkit.io.exchange import staging_path
+from ckptkit.io.file import is_there, read_small
+from ckptkit.io.path import RemotePath, to_path
+from ckptkit.io.progress import Progress
+from ckptkit.io.staging import read_key
+from ckptkit.state.options import ConvertOptions
+from ckptkit.state.pipeline import write_rest
+from ckptkit.state.report import Converted
+from ckptkit.state.to_store import KEY
+
+_LIMIT = 1 << 20  # bytes
+
+
+def finalize(
+    dst: str | Path, *, jobs: int | None = None, sync: bool = True, progress: Progress | None = None
+) -> Converted:
+    """Finish `dst`, a directory or a place in a store, after calls with `part` have written every part.
+
+    Raises `NotACheckpoint` if no parts are there, `Occupied` if some are missing or still running, and `Corrupt` if a
+    checksum of the source differs.
+    """
+    place = to_destination(dst)
+    begun = find_note(place) if isinstance(place, RemotePath) else staging_path(place.absolute())
+    text = read_note(begun) if isinstance(begun, RemotePath) else read_key(begun)
+    if text is None:
+        raise NotACheckpoint(
+            "no parts of this output have been made",
+            path=place,
+            hint="run the conversion with --part 1/N to --part N/N first",
+        )
+    sources, options, count = parse_key(text, begun)
+    asked = replace(options, jobs=jobs, sync=sync, progress=progress)
+    return report_on(sources, place, asked, partial(write_rest, count=count))
+
+
+def find_note(place: RemotePath) -> RemotePath:
+    """Return where processes that write to a store say what they make."""
+    require_shared(place)
+    place.store.forget()
+    inside = place / NOTES / KEY
+    return inside if is_there(inside) else place.parent / f"{place.name}{NOTES}" / KEY
+
+
+def read_note(path: Path) -> bytes | None:
+    return read_small(path, _LIMIT) if is_there(path) else None
+
+
+def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]:
+    """Return the sources, the options and the number of parts that a key has, which lies in `path`.
+
+    Raises `Corrupt` for a key that no version like this one has written.
+    """
+    try:
+        words = json.loads(text)
+        sources = [join_places(to_path(first), others) for first, *others in words["sources"]]
+        return sources, ConvertOptions.of({}, **words["options"]), int(words["parts"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt("no file says which conversion this is", path=path, hint="remove it, and begin anew") from error

@@ -1,0 +1,59 @@
+"""Reshard a checkpoint: write it, optimizer and all, for another number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.conversion.convert import run_conversion
+from ckptkit.formats import writable_formats
+from ckptkit.io.path import RemotePath
+from ckptkit.state.options import ConvertOptions, Keywords, spell_out
+from ckptkit.state.report import Converted
+
+RUN = "run"  # where `ckptkit train` saves unless told otherwise
+
+
+@spell_out
+def reshard(
+    src: Source | None = None,
+    dst: str | Path | None = None,
+    *,
+    to: int,
+    optimizer_order: str | Path | None = None,
+    complete_optimizer: bool = False,
+    **options: Unpack[Keywords],
+) -> Converted:
+    """Write the checkpoint at `src` to directory `dst` for `to` ranks.
+
+    Files by rank keep their format; every other format becomes DCP. `src` may be a run, by default `run/` or else the
+    current directory; ckptkit reads its latest complete checkpoint. `dst` is by default `SRC-toN` next to it. Parts
+    that do not depend on the number of ranks, such as safetensors with an optimizer in shards, are copied unchanged.
+    With `complete_optimizer`, parameters without an optimizer state get zeros. For `optimizer_order`, the other
+    options and the errors, see `convert`.
+    """
+    own = {"world_size": to, "only_sharded": True, "complete_optimizer": complete_optimizer}
+    asked = ConvertOptions.of(options, to="dcp", optimizer_order=optimizer_order, **own)
+    source = Checkpoint.open(src if src is not None else default_source())
+    asked = replace(asked, to=own_format(source))
+    return run_conversion([source], dst if dst is not None else default_output(source.path, to), asked)
+
+
+def own_format(source: Checkpoint) -> str:
+    formats = {part.reader.name for part in source.components if part.reader.is_sharded}
+    return formats.pop() if len(formats) == 1 and formats <= set(writable_formats()) else "dcp"
+
+
+def default_source() -> Path:
+    """Return the run in the current directory, or that directory itself."""
+    return Path(RUN) if Path(RUN).is_dir() else Path()
+
+
+def default_output(source: Path, to: int) -> Path:
+    """Return the path of a directory beside the source, called like it; here, if that is remote."""
+    if isinstance(source, RemotePath):
+        return Path(f"{source.name}-to{to}")
+    there = source if source.name not in ("", "..") else source.resolve()
+    return there.with_name(f"{there.name}-to{to}")

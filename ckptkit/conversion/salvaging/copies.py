@@ -1,0 +1,89 @@
+"""Replace lost chunks by copies: replicas of the same bytes, and second copies of whole tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import add
+from pathlib import Path
+
+from ckptkit.conversion.salvaging.faults import Faults
+from ckptkit.errors import Corrupt
+from ckptkit.layout import Chunk, Fault, StoredTensor, axes, find_fault
+from ckptkit.layout.box import Box, find_outside, find_overlap, intersect, subtract, whole
+
+
+def complete(tensor: StoredTensor, root: Path, spares: Sequence[Chunk], why: Fault | None = None) -> StoredTensor:
+    """Return a tensor with spare chunks where others are lost or missing. Elements that no chunk covers are lost.
+
+    `why` is the reason why they are lost, if it is known.
+    """
+    broken = find_fault(root, tensor)
+    if broken is None and not tensor.is_lost:
+        return tensor
+    shape = tensor.shape_of_chunks
+    boxes = [chunk.box for chunk in tensor.chunks]
+    if find_outside(shape, boxes) is not None or find_overlap(boxes) is not None:
+        assert broken is not None
+        return replace(tensor, chunks=(Chunk.lost(whole(shape), tensor.spec.dtype, Fault.of(broken)),))
+    good = [chunk for chunk in tensor.chunks if not chunk.is_lost]
+    for spare in spares:
+        if not any(intersect(spare.box, chunk.box) for chunk in good):
+            good.append(spare)
+    held = [chunk.box for chunk in good]
+    gone = [chunk._replace(box=box) for chunk in tensor.chunks if chunk.is_lost for box in subtract(chunk.box, held)]
+    gaps = subtract(whole(shape), [*held, *(chunk.box for chunk in gone)])
+    fault = why or Fault.of(broken or Corrupt("no file contains it"))
+    gone += [Chunk.lost(box, tensor.spec.dtype, fault) for box in gaps]
+    return replace(tensor, chunks=(*good, *gone))
+
+
+def patch(tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: Faults, words: str) -> StoredTensor:
+    """Return a tensor in which parts of `other`, a tensor with the same numbers, replace the lost chunks.
+
+    The chunks of `other` get absolute paths. A chunk stays lost if `other` does not have all of it.
+    """
+    if other is None or not fits(tensor, other) or any(chunk.wrapper for chunk in other.chunks):
+        return tensor
+    chunks: list[Chunk] = []
+    for chunk in tensor.chunks:
+        parts = parts_in(other, chunk.box) if chunk.is_lost else ()
+        is_whole = sum(part.box.numel for part in parts) == chunk.box.numel
+        if parts and is_whole and not any(part.is_lost for part in parts):
+            taken = [elsewhere(part, root) for part in parts]
+            faults.note_filled(taken, words)
+            chunks += taken
+        else:
+            chunks.append(chunk)
+    return replace(tensor, chunks=tuple(chunks))
+
+
+def fits(tensor: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether parts of a tensor can be put in the place of parts of another."""
+    one, two = tensor.spec, other.spec
+    is_castable = one.dtype == two.dtype or two.dtype.can_become(one.dtype)
+    return one.shape == two.shape and is_castable and tensor.splits is None
+
+
+def parts_in(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
+    """Return the chunks of a tensor as far as they lie in a box of it."""
+    cut = tensor
+    for axis, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
+        cut = axes.cut(cut, axis, start, start + size)
+    return [chunk._replace(box=Box(tuple(map(add, chunk.start, box.start)), chunk.size)) for chunk in cut.chunks]
+
+
+def elsewhere(chunk: Chunk, root: Path) -> Chunk:
+    """Return a chunk of a file in directory `root` with its absolute path, to use it in other layouts."""
+    return chunk._replace(path=absolute(root, chunk.path)) if chunk.is_in_file else chunk
+
+
+def absolute(root: Path, name: str) -> str:
+    """Return the absolute path of a file in `root`, which may consist of several directories."""
+    return os.path.abspath(root / name)
+
+
+def names_repaired(before: Mapping[str, StoredTensor], after: Mapping[str, StoredTensor]) -> list[str]:
+    """Return the names of tensors that were damaged before and are whole now."""
+    return [name for name, one in before.items() if after[name] is not one and not after[name].is_lost]

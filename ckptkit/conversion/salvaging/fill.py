@@ -1,0 +1,145 @@
+"""Fill lost tensors from another checkpoint: an earlier step, or the model that the training began with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component
+from ckptkit.conversion.salvaging.copies import absolute, elsewhere, fits
+from ckptkit.conversion.salvaging.faults import Faults
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.io.path import RemotePath
+from ckptkit.layout import Blob, Layout, StoredTensor
+from ckptkit.models.names import HUB
+from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.models.names.weights import has_weights
+from ckptkit.state.matching import find_model, own_keys
+from ckptkit.state.quantized.require_plain import require_plain
+
+
+@dataclass(frozen=True, slots=True)
+class FillSource:
+    """Another checkpoint, with the names of its tensors and entries without the prefix of the model.
+
+    `weights` are the names of its model's tensors.
+    """
+
+    path: Path
+    layout: Layout
+    names: Mapping[str, str]
+    weights: frozenset[str]
+    remarks: tuple[str, ...] = ()
+
+    def tensor(self, own: str) -> StoredTensor | None:
+        """Return the tensor of a name with absolute paths, None if there is none."""
+        found = self.layout.tensors.get(self.names.get(own, ""))
+        if found is None:
+            return None
+        return replace(found, chunks=tuple(elsewhere(chunk, self.layout.root) for chunk in found.chunks))
+
+    def entry(self, own: str) -> Blob | None:
+        """Return the entry of a name that is not a tensor, with its absolute path."""
+        found = self.layout.blobs.get(self.names.get(own, ""))
+        return found and found._replace(path=absolute(self.layout.root, found.path))
+
+
+def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults) -> tuple[Checkpoint, list[str]]:
+    """Return a checkpoint in which tensors of another one replace those that are lost, wholly or in part.
+
+    Return remarks, too, on names and shapes that do not fit.
+    """
+    for path in (checkpoint.path, other.path):
+        if isinstance(path, RemotePath):
+            raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="copy it here")
+    fillers = {part.place: filler_of(part.layout, checkpoint, other) for part in other.components}
+    joined = filler_of(other.layout, checkpoint, other) if len(fillers) > 1 else next(iter(fillers.values()))
+    filled = [fill_part(part, fillers.get(part.place, joined), faults) for part in checkpoint.components]
+    remarks = [remark for filler in (*fillers.values(), joined) for remark in filler.remarks]
+    remarks += [remark for _, more in filled for remark in more]
+    return replace(checkpoint, components=tuple(part for part, _ in filled)), list(dict.fromkeys(remarks))
+
+
+def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint) -> FillSource:
+    """Return a layout of the other checkpoint as a source, its names translated to the family of this checkpoint."""
+    remarks: list[str] = []
+    if checkpoint.family is not other.family and has_weights(layout):
+        config = other.companions.config or checkpoint.companions.config
+        try:
+            wanted = checkpoint.family.name if checkpoint.family else HUB
+            asked = AskedNames(names=wanted, config=config, trainer=other.trainer, check=require_plain)
+            layout, remarks = name_training(layout, asked)
+        except (Mismatch, Unsupported) as error:
+            remarks = [f"the names in {other.path} stay as they are: {error.message}"]
+    own, found = own_names(layout), find_model(layout)
+    weights = frozenset(own[name] for name in found.came_from.values()) if found else frozenset()
+    return FillSource(other.path, layout, {new: name for name, new in own.items()}, weights, tuple(remarks))
+
+
+def own_names(layout: Layout) -> dict[str, str]:
+    """Return the name of each entry without the prefix of the model; the full name where that is ambiguous."""
+    found = find_model(layout)
+    names = {name: name for name in layout.names}
+    if found is None:
+        return names
+    own = {name: ".".join(map(str, key)) for name, key in own_keys(layout, found).items()}
+    return own if len(set(own.values())) == len(own) else names
+
+
+def fill_part(part: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
+    """Return a part with its lost tensors and entries taken from the other checkpoint, as far as that has them.
+
+    Return remarks, too, on tensors that do not fit.
+    """
+    remarks = []
+    layout = part.salvaged
+    assert layout is not None
+    own = own_names(layout)
+    tensors, blobs = dict(layout.tensors), dict(layout.blobs)
+    for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
+        found = filler.tensor(own[name])
+        if found is not None and not fits(replace(tensors[name], splits=None), found):
+            remarks.append(f"did not fill `{name}`: expected {tensors[name].spec}, found {found.spec} in {filler.path}")
+        elif found is not None:
+            faults.note_filled(found.chunks, str(filler.path))
+            tensors[name] = replace(found, spec=tensors[name].spec)
+    for name, blob in list(entries_in(own_of_lost(layout, faults.entries), filler)):
+        blobs[name] = blob
+        faults.filled_entries[name] = str(filler.path)
+        del faults.entries[name]
+    for name in absent_from(part, layout, filler, faults):
+        found = filler.tensor(name)
+        if found is not None:
+            faults.note_filled(found.chunks, str(filler.path))
+            tensors[name] = found
+            faults.unplaced.pop(name, None)
+    return replace(part, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks
+
+
+def absent_from(part: Component, layout: Layout, filler: FillSource, faults: Faults) -> list[str]:
+    """Return the names of tensors that a part should have but does not describe, not even by a shape.
+
+    If the contents of some of its files are unknown, these include all weights that only the other checkpoint has.
+    """
+    absent = [name for name in faults.unplaced if name not in layout.names]
+    if faults.unnamed and part.is_model and not layout.keys:
+        absent += sorted(filler.weights - set(layout.names) - set(absent))
+    return absent
+
+
+def own_of_lost(layout: Layout, names: Iterable[str]) -> dict[str, str]:
+    """Return the names that lost entries of a layout have without the prefix of the model."""
+    lost = {name: Blob("", 0, 0, b"") for name in names if name in layout.keys or not layout.keys}
+    return {
+        name: own for name, own in own_names(replace(layout, blobs={**layout.blobs, **lost})).items() if name in lost
+    }
+
+
+def entries_in(lost: Mapping[str, str], filler: FillSource) -> Iterator[tuple[str, Blob]]:
+    """Yield the lost entries that the other checkpoint has."""
+    for name, own in lost.items():
+        blob = filler.entry(own)
+        if blob is not None:
+            yield name, blob

@@ -1,1 +1,0 @@
-"""Where an output appears: whole, or not at all."""

@@ -1,0 +1,193 @@
+"""Say what will break when a checkpoint is loaded somewhere, and the command that fixes it. Reads no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ckptkit.adapters.empty import EMPTY
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
+from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.checkpoints.optimizers.masters import REMAINDERS, remainders_in
+from ckptkit.checks.verify import verify_part
+from ckptkit.diagnosis import KINDS
+from ckptkit.diagnosis.case import Case, TargetModel
+from ckptkit.diagnosis.choose_fixes import choose_fixes
+from ckptkit.diagnosis.damage import find_damage, look_for_damage
+from ckptkit.diagnosis.dry_run_fix import dry_run_fix, run_fix
+from ckptkit.diagnosis.exports import find_broken_export
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.fix import Fix
+from ckptkit.diagnosis.optimizer import list_missing_states
+from ckptkit.errors import CkptError, Usage, and_more
+from ckptkit.io.collector import collector_paused
+from ckptkit.io.path import remarks_on_id
+from ckptkit.models.companions import CONFIG
+from ckptkit.summary import Summarized, first_few
+from ckptkit.words import count
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis(Summarized):
+    """The checkpoint at `path`, and what will break when it is loaded. `notes` say what else there is to know.
+
+    `fixed_by` is the command that doctor ran to fix it, `fixed` the diagnosis of its output; None if it ran none.
+    """
+
+    path: Path
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+    fixed_by: Fix | None = None
+    fixed: Diagnosis | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        """Return whether nothing will break: in the fixed checkpoint if there is one, else in this one."""
+        return self.fixed.is_ok if self.fixed else not self.findings
+
+    @property
+    def verdict(self) -> str:
+        """Return the result in one line."""
+        what = (
+            count(len(self.findings), "finding") if self.findings else "no problem found in names, shapes and metadata"
+        )
+        return f"{self.path}: {what}"
+
+    @property
+    def not_read(self) -> str:
+        """Return what doctor did not look at, and the command that does."""
+        return f"not read: tensors (`ckptkit verify {self.path}`)"
+
+    def summary(self) -> Iterator[str]:
+        yield self.verdict
+        yield from first_few((f"{one.code}: {one.line}" for one in self.findings), len(self.findings))
+        yield from [f"fixed: {self.fixed.verdict}"] if self.fixed else []
+        yield self.not_read
+
+
+@collector_paused()
+def doctor(
+    ckpt: Source,
+    *,
+    model: str | Path | None = None,
+    like: Source | None = None,
+    world_size: int | None = None,
+    fix: str | Path | None = None,
+) -> Diagnosis:
+    """Find what will break when you load the checkpoint at `ckpt`, or the latest of the run there.
+
+    doctor checks the checkpoint alone, or against a target: the `model` in a directory, a config.json or a Hub
+    repository; a job of `world_size` ranks; or the checkpoint `like`, which loads there. It finds all that `verify`
+    finds with `fast`. It reads no tensors, except two that should be tied: `not_read` says so. With `fix`, doctor runs
+    the one command that is certain to help, writes its output to the directory `fix`, and diagnoses that output too.
+
+    Raises `NotACheckpoint` if there is no checkpoint, `Usage` if the model does not exist.
+    """
+    if world_size is not None and world_size < 1:
+        raise Usage(f"`world_size`: expected at least 1, found {world_size}")
+    checkpoint = Checkpoint.open(ckpt)
+    case, findings = open_case(checkpoint, model, like, world_size)
+    findings += [found for kind in KINDS for found in kind(case)] if case else []
+    chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
+    notes = (*remarks_on_id(model), *unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
+    found = Diagnosis(checkpoint.path, chosen.findings, notes)
+    if fix is None:
+        return found
+    if not chosen.findings:
+        return replace(found, notes=(*notes, f"nothing to fix: {fix} was not written"))
+    certain = certain_fixes(chosen.findings)
+    if len(certain) != 1:
+        many = f"{len(certain)} commands would each fix a part: run one, then `ckptkit doctor` on its output"
+        return replace(found, notes=(*notes, f"nothing was fixed: {many if certain else 'no fix is certain to help'}"))
+    made = run_fix(certain[0], checkpoint, fix)
+    fixed = doctor(fix, model=model, like=like, world_size=world_size)
+    left_out = [f"not in the output: `{one.name}`" for one in made.dropped] + describe_left(
+        made.left_behind, "not copied"
+    )
+    return replace(found, fixed_by=certain[0], fixed=replace(fixed, notes=(*made.notes, *left_out, *fixed.notes)))
+
+
+def certain_fixes(findings: Sequence[Finding]) -> list[Fix]:
+    """Return the commands that are certain to help with all findings that they are suggested for."""
+    fixes = dict.fromkeys(one.fixed_by for one in findings if one.fixed_by)
+    return [fix for fix in fixes if all(one.is_certain for one in findings if one.fixed_by == fix)]
+
+
+def open_case(
+    checkpoint: Checkpoint,
+    model: str | Path | None = None,
+    like: Source | None = None,
+    world_size: int | None = None,
+) -> tuple[Case | None, list[Finding]]:
+    """Open all that a checkpoint is compared with; None if its model cannot be read.
+
+    Returns what is damaged too.
+    """
+    if broken := find_broken_export(checkpoint):
+        return None, broken
+    damage = look_for_damage(checkpoint, check_part)
+    findings = list(find_damage(checkpoint, damage))
+    if checkpoint.model_component.path in damage:
+        return None, findings
+    whole = replace(checkpoint, components=tuple(part for part in checkpoint.components if part.path not in damage))
+    other = None if like is None else Checkpoint.open(like)
+    return Case(whole, open_model(whole, model), other, world_size), findings
+
+
+def check_part(path: Path) -> Sequence[CkptError]:
+    """Return the problems of a part, but for an empty adapter, of which a finding says more."""
+    return [problem for problem in verify_part(path, fast=True).problems if problem.code != EMPTY]
+
+
+def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel | None:
+    """Return the model that was named, or else that of the checkpoint's own config; None where there is none."""
+    if model is not None:
+        return TargetModel.open(str(model))
+    own = checkpoint.companions
+    if own.config is None or own.found_in is None:
+        return None
+    return TargetModel.of(str(own.found_in / CONFIG), own.config, {}, asked=False)
+
+
+def notes_on(case: Case | None) -> Iterator[str]:
+    """Yield what was not looked at, and what happens on purpose."""
+    if case is None:
+        yield "the checkpoint is damaged, so nothing else was checked"
+        return
+    states = [] if case.checkpoint.model_component.reader.is_sharded else list(list_missing_states(case))
+    if states:
+        what = f"`{states[0].tensor}`{and_more(len(states) - 1)}"
+        yield (
+            f"the optimizer has no state of {what}: the parameter is frozen, or never received a gradient. In the "
+            f"second case torch's `set_optimizer_state_dict` fails; to fix that: {states[0].fix}"
+        )
+    if case.weights and (found := remainders_in(case.layout, case.weights.layout.specs)):
+        yield (
+            f"the optimizer has remainders of the masters of {count(len(found), 'weight')} in {REMAINDERS}, such as "
+            f"`{found[0]}`: an optimizer without remainders loads them as numbers; `--weights-from master` adds them"
+        )
+    yield from (one.line for one in case.inconsistencies if one.certainty is Certainty.NOTE)
+    if case.model is None:
+        if case.like is None:
+            yield "no config.json is here: names and shapes were not compared (pass --model or --like)"
+        return
+    if case.model.reason is not None:
+        yield f"names and shapes were not compared with {case.model.name}: {case.model.reason}"
+    there = {spec.dtype for name, spec in case.model.specs.items() if name in case.shapes}
+    here = {spec.dtype for name, spec in case.weights.layout.specs.items()} if case.weights else set()
+    if there and here and there != here:
+        one, two = (", ".join(sorted(dtype.name for dtype in dtypes)) for dtypes in (here, there))
+        yield f"the weights are {one}, those of {case.model.name} {two}: a load converts them silently"
+
+
+def unfinished_in(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield that the run that was asked for has a later checkpoint that is not complete."""
+    if asked == checkpoint.path or not asked.is_dir():
+        return
+    named = [one for one in named_in(asked) if (one.own_step or 0) > (checkpoint.own_step or 0)]
+    later = [one.name for one in named if not one.is_complete]
+    if later:
+        yield f"later, and unfinished: {', '.join(later)}"

@@ -1,0 +1,53 @@
+"""Explain the error of a failed load by what is in the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.diagnosis.choose_fixes import choose_fixes
+from ckptkit.diagnosis.doctor import open_case
+from ckptkit.diagnosis.dry_run_fix import dry_run_fix
+from ckptkit.diagnosis.explanations import MatchedMessage
+from ckptkit.diagnosis.finding import Finding
+from ckptkit.diagnosis.messages import MESSAGES, Message
+
+_MOST = 1 << 20  # characters of a text that is searched: rank by rank it says the same
+# lines of code, in which messages stand as they are made
+_SOURCE = re.compile(r"^(\[rank\d+\]:\s?)?    .*$", re.MULTILINE)
+
+
+def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
+    """Return what the error of a failed load means, which part of the checkpoint it is about, and commands that fix it.
+
+    ckptkit knows the messages of torch, transformers and others, in `error` and in its causes. Returns () for any other
+    error. Raises a `CkptError` if there is no checkpoint at `ckpt`.
+    """
+    text = error if isinstance(error, str) else "\n".join(words_of(error))
+    text = _SOURCE.sub("", text[:_MOST])
+    checkpoint = Checkpoint.open(ckpt)
+    case, findings = open_case(checkpoint)
+    meanings: list[Finding] = []
+    for message in MESSAGES:
+        for parts in dict.fromkeys(found.groups() for found in message.pattern.finditer(text)):
+            findings += message.look(MatchedMessage(parts, text), case) if message.look and case else ()
+            meanings.append(meaning(message))
+    return choose_fixes(findings or meanings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint)).findings
+
+
+def meaning(message: Message) -> Finding:
+    """Return what a message means, where the checkpoint shows no more."""
+    return Finding(message.code, None, message.means)
+
+
+def words_of(error: BaseException) -> Iterator[str]:
+    """Yield what an error says, and what those say that led to it."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield f"{type(one).__name__}: {one}"
+        yield from getattr(one, "__notes__", ())
+        one = one.__cause__ or one.__context__

@@ -1,1 +1,0 @@
-"""Read and write bytes in files, local or behind a URL, whole or not at all."""

@@ -1,0 +1,364 @@
+"""Copy a checkpoint or a delta as it is, to a directory or a store, and compare every checksum on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+from ckptkit.checkpoints.account import NAME as ACCOUNT
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.find_components import LeftBehind, is_left, reason_to_leave
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.manifest import FileSum
+from ckptkit.checkpoints.marks import PlacedFiles, find_marks
+from ckptkit.checkpoints.other_kinds import other_kind_of
+from ckptkit.checkpoints.problems import Problems
+from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
+from ckptkit.checks.own_files import OwnFiles
+from ckptkit.checks.verify import compare_extents, compare_files, look_inside, sizes_of
+from ckptkit.engine.copy_files import copy_files
+from ckptkit.engine.scan import Scanned
+from ckptkit.errors import Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_os_errors
+from ckptkit.io import pieces
+from ckptkit.io.allocation import check_room, create_file, make_folder, missing_bytes
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.destinations import StorePieces, keeping, open_destination, to_destination
+from ckptkit.io.file import children, file_size, opening, read_at
+from ckptkit.io.joined import roots_of
+from ckptkit.io.local import is_strange_link
+from ckptkit.io.origin import Origin
+from ckptkit.io.path import RemotePath, to_path
+from ckptkit.io.pieces import LocalPieces, PieceSink, is_large
+from ckptkit.io.progress import Progress, Told, telling
+from ckptkit.io.staging import Stage
+from ckptkit.layout import Extent
+from ckptkit.state.directories import check_free, contains
+from ckptkit.summary import Summarized
+from ckptkit.trainers import step_of
+from ckptkit.version import __version__
+from ckptkit.words import count, format_bytes
+
+_JOURNAL = "pieces.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedFiles(Summarized):
+    """The files of a checkpoint that were copied, by name and bytes.
+
+    Of their bytes, `checked_bytes` had a CRC-32 that was compared, `unchecked_bytes` had none. `sent_bytes` were
+    written by this call; an interrupted call had written the others, or the store has them. `left_behind` are entries
+    of the source's directory that are not copied. After a `dry_run` nothing was read or written.
+    """
+
+    source: Path
+    output: Path
+    format: str
+    files: Mapping[str, int]
+    checked_bytes: int
+    unchecked_bytes: int
+    sent_bytes: int
+    left_behind: tuple[LeftBehind, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    dry_run: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(self.files.values())
+
+    def summary(self) -> Iterator[str]:
+        if self.dry_run:
+            yield f"would copy {self.source} to {self.output}"
+            yield f"{count(len(self.files), 'file')}, {format_bytes(self.nbytes)}"
+            return
+        yield f"copied {self.source} to {self.output}"
+        yield f"{count(len(self.files), 'file')}, {format_bytes(self.nbytes)} in {self.seconds:.2f} s"
+        unchecked = f"; {format_bytes(self.unchecked_bytes)} without a checksum" if self.unchecked_bytes else ""
+        yield f"{format_bytes(self.checked_bytes)} compared with a checksum of the source{unchecked}"
+        before = self.nbytes - self.sent_bytes
+        yield from [f"{format_bytes(before)} were there already"] if before else []
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """A part of the checkpoint: its files, the runs of bytes in them, and its directory as seen from the whole's."""
+
+    own: OwnFiles
+    extents: tuple[Extent, ...]
+    place: str
+
+    def name(self, file: str) -> str:
+        return f"{self.place}/{file}" if self.place else file
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that is copied of a checkpoint: files of directory `root` by name and bytes. `marks` are the last of them.
+
+    A delta has no parts; `sums` are those of its files.
+    """
+
+    root: Path
+    format: str
+    parts: tuple[OwnPart, ...]
+    sizes: Mapping[str, int]
+    marks: tuple[str, ...]
+    left: tuple[LeftBehind, ...] = ()
+    is_file: bool = False
+    sums: Mapping[str, FileSum] = field(default_factory=dict)
+
+    @property
+    def extents(self) -> Iterator[Extent]:
+        """Yield the runs of bytes of all parts, in files as they are named in `root`."""
+        for part in self.parts:
+            yield from (replace(extent, path=part.name(extent.path)) for extent in part.extents)
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What a destination tells of a copy."""
+
+    sent_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def cp(
+    source: Source,
+    dst: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    jobs: int | None = None,
+    sync: bool = True,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> CopiedFiles:
+    """Copy the files of a checkpoint or a delta unchanged to the local directory or the URL at `dst`.
+
+    Of a run, copies the latest complete checkpoint. If the checkpoint is one file, `dst` is the file or key. The copy
+    appears whole or not at all, and the same call continues an interrupted one. With `dry_run`, only returns what it
+    would copy. Raises `Corrupt` if a file is missing or differs from its checksum, `Occupied` if something is at `dst`,
+    `IOFailure` if the store refuses.
+    """
+    began = time.perf_counter()
+    path, look = open_source(source)
+    target = to_destination(dst)
+    check_outside(path, target)
+    origin = Origin.of(path)
+    contents = look()
+    if contents.is_file and path.suffix != target.suffix:
+        hint = f"name the copy like `{target}{path.suffix}`"
+        raise Usage(f"the source is a file that ends in `{path.suffix}`", path=path, hint=hint)
+    tell = telling(progress, sum(contents.sizes.values()))
+    send = partial(transfer, contents, jobs=jobs, progress=tell, origin=origin)
+    if dry_run:
+        check_free(target, overwrite=overwrite, is_file=contents.is_file)
+        done = Delivery()
+    elif isinstance(target, RemotePath):
+        done = copy_to_store(contents, target, send, overwrite=overwrite)
+    else:
+        done = copy_to_directory(contents, target, path, send, overwrite=overwrite, sync=sync)
+    known = sum(one.nbytes for one in contents.sums.values())
+    checked = 0 if dry_run else known + sum(map(checked_bytes, contents.parts))
+    total = 0 if dry_run else sum(contents.sizes.values())
+    return CopiedFiles(
+        source=path,
+        output=target,
+        format=contents.format,
+        files=contents.sizes,
+        checked_bytes=checked,
+        unchecked_bytes=total - checked,
+        sent_bytes=done.sent_bytes,
+        left_behind=contents.left,
+        notes=tuple(done.notes),
+        seconds=time.perf_counter() - began,
+        dry_run=dry_run,
+    )
+
+
+def open_source(source: Source) -> tuple[Path, Callable[[], Contents]]:
+    """Return where a checkpoint or a delta lies, and what looks through it."""
+    if not isinstance(source, Checkpoint):
+        kind = other_kind_of(path := to_path(source))
+        if kind and kind.is_complete(path):
+            return path, partial(kind.list_files, path)
+    checkpoint = Checkpoint.open(source)
+    return checkpoint.path, partial(look_through, checkpoint)
+
+
+def check_outside(path: Path, target: Path) -> None:
+    """Raise `Unsafe` if one of source and destination lies in the other."""
+    here, there = [root.resolve() for root in roots_of(path)], target.resolve()
+    if any(contains(root, there) or contains(there, root) for root in here):
+        hint = "choose another destination"
+        raise Unsafe("one of source and destination contains the other", path=target, hint=hint)
+
+
+def look_through(checkpoint: Checkpoint) -> Contents:
+    """Return what of a checkpoint is copied. Raises the first problem of its structure."""
+    root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    problems = Problems()
+    others = frozenset(part.path for part in checkpoint.components)
+    parts = [look_at(part, root, others - {part.path}, problems) for part in checkpoint.components]
+    for problem in problems.list():
+        raise problem
+    needed = {root / part.name(name) for part in parts for name in (*part.own.needed, *part.own.recorded)}
+    found = list(walk(root, needed)) if checkpoint.path.is_dir() else [(path, "") for path in sorted(needed)]
+    sizes = {str(path.relative_to(root)): file_size(path) for path, why in found if not why}
+    left = tuple(LeftBehind(path, why, str(path.relative_to(root))) for path, why in found if why)
+    described = [PlacedFiles(one.place, one.own.needed, one.own.layout.descriptions) for one in parts]
+    marks = find_marks(described, sizes, is_for_loaders=parts[0].own.reader.is_model_only)
+    ordered = {name: sizes[name] for name in (*sorted(sizes.keys() - set(marks)), *marks)}
+    is_file = not checkpoint.path.is_dir() and len(sizes) == 1
+    return Contents(root, parts[0].own.reader.name, tuple(parts), ordered, marks, left, is_file)
+
+
+def look_at(part: Component, root: Path, others: frozenset[Path], problems: Problems) -> OwnPart:
+    """Return a part of the checkpoint in directory `root`; what is wrong with it is among the problems."""
+    with translate_os_errors(part.path):
+        layout = part.reader.read(part.path, problems.add)
+        own = OwnFiles(part.reader, part.path, layout, part.manifest, others)
+        _, extents = look_inside(own, sizes_of(own, problems), problems, with_packed=False)
+    place = "" if own.root == root else str(own.root.relative_to(root))
+    return OwnPart(own, tuple(extents), place)
+
+
+def walk(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield each file in a directory, and in those below it, with the reason why it is not copied, "" if it is."""
+    there = children(folder)
+    names = {path.name for path in there}
+    for path in there:
+        if path in needed or path.name in (MANIFEST, ACCOUNT):
+            yield path, ""
+        elif path.is_dir() and not path.is_symlink():
+            is_apart = is_left(path.name, names) or step_of(path) is not None
+            if is_apart and not any(path in one.parents for one in needed):
+                yield path, reason_to_leave(path, names)
+            else:
+                yield from walk(path, needed)
+        elif is_left(path.name, names) or is_strange_link(path) or not path.is_file():
+            yield path, reason_to_leave(path, names)
+        else:
+            yield path, ""
+
+
+def checked_bytes(part: OwnPart) -> int:
+    """Return how many bytes of a part's files have a CRC-32: all of a file that a manifest lists, or runs of it."""
+    own = part.own
+    runs = {(one.path, one.offset): one.length for one in part.extents if own.expected(one) is not None}
+    inside = sum(length for (path, _), length in runs.items() if path not in own.recorded)
+    return inside + sum(one.nbytes for one in own.recorded.values())
+
+
+def transfer(
+    contents: Contents, sink: PieceSink, *, jobs: int | None, progress: Told | None, origin: Origin
+) -> Scanned:
+    """Copy every file into a sink, and compare what was read with the checksums of the source.
+
+    Raises `Corrupt` if a checksum differs, `IOFailure` if the source was replaced meanwhile.
+    """
+    problems = Problems()
+    root, sizes = contents.root, contents.sizes
+    found = copy_files(root, sizes, contents.extents, sink, problems.add, jobs=jobs, progress=progress)
+    for part in contents.parts:
+        own = part.own
+        sums = {(one.path, one.offset): found.extents.get((part.name(one.path), one.offset)) for one in part.extents}
+        compare_extents(own, part.extents, {k: crc for k, crc in sums.items() if crc is not None}, problems)
+        names = [name for name in own.recorded if part.name(name) in found.files]
+        compare_files(own, {n: FileSum(sizes[part.name(n)], found.files[part.name(n)]) for n in names}, problems)
+    for name, expected in contents.sums.items():
+        if FileSum(sizes[name], found.files[name]) != expected:
+            message = f"expected {expected.nbytes} bytes, CRC-32 {expected.crc32:08x} as in the manifest, found "
+            message += f"{sizes[name]}, {found.files[name]:08x}"
+            problems.add(Corrupt(message, path=root / name))
+    for first in problems.list():
+        hint = first.hint or "`ckptkit verify` lists all problems"
+        raise Corrupt(first.message, path=first.path, tensor=first.tensor, offset=first.offset, hint=hint)
+    origin.check()
+    return found
+
+
+Send = Callable[[PieceSink], Scanned]
+
+
+def copy_to_directory(
+    contents: Contents, dst: Path, source: Path, send: Send, *, overwrite: bool, sync: bool
+) -> Delivery:
+    """Copy the files to a local directory, or the one file to a local file."""
+    if overwrite and not contents.is_file:
+        check_replaceable(dst, contents.sizes)
+    key = make_key(contents, source)
+    with staged(Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)) as stage:
+        check_room(stage.dst, missing_bytes(stage.path, contents.sizes))
+        for name, size in contents.sizes.items():
+            make_folder((stage.path / name).parent)
+            create_file(stage.path / name, size, (), anew=False)
+        sink = LocalPieces(stage.path, stage.work / _JOURNAL)
+        send(sink)
+        stage.commit()
+    return Delivery(sum(contents.sizes.values()) - sink.resumed_bytes)
+
+
+def make_key(contents: Contents, source: Path) -> bytes:
+    """Return the key of an attempt: a later one with the same key continues it."""
+    with translate_os_errors(source):
+        files = {name: [size, (contents.root / name).stat().st_mtime_ns] for name, size in contents.sizes.items()}
+    words = {"command": "cp", "ckptkit": __version__, "source": str(source.absolute()), "files": files}
+    return json.dumps(words, indent=1).encode()
+
+
+@contextmanager
+def staged(stage: Stage) -> Iterator[Stage]:
+    """Open the stage. After an interruption, or if the source cannot be reached, it is kept for the next attempt."""
+    try:
+        yield stage.open()
+    except BaseException as error:
+        is_passing = not isinstance(error, Exception) or (
+            isinstance(error, IOFailure) and not isinstance(error, NoRoom)
+        )
+        if is_passing and (stage.work / _JOURNAL).exists():
+            stage.leave()
+            error.add_note(f"the same command continues with the files in {stage.path}")
+        else:
+            stage.discard()
+        raise
+
+
+def copy_to_store(contents: Contents, dst: RemotePath, send: Send, *, overwrite: bool) -> Delivery:
+    """Copy the files to a directory in a store, or the one file to a file there. The marks come last."""
+    sizes, marks = contents.sizes, contents.marks
+    there = open_destination(dst, sizes, marks, plan=name_upload(contents), is_file=contents.is_file)
+    there.claim(overwrite=overwrite, check=partial(marks_in, dst, sizes))
+    with keeping(there):
+        found = send(StorePieces(there, marks)).files
+        for name in (*(name for name in sizes if name not in marks), *marks):
+            if is_large(sizes[name]) or name not in marks:
+                there.complete(name, found[name])
+            else:
+                there.mark(name, read_again(contents.root / name, sizes[name], found[name]), found[name])
+        there.commit()
+    dst.store.forget()
+    return Delivery(there.sent_bytes, there.remarks())
+
+
+def name_upload(contents: Contents) -> str:
+    """Return what tells an upload from others: the names of the files and their sizes."""
+    words = [pieces.PART_BYTES, *sorted(contents.sizes.items())]
+    return blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
+
+
+def read_again(path: Path, size: int, crc: int) -> bytearray:
+    """Return the content of a small file. Raises `Corrupt` if it is not what was read and compared before."""
+    with opening(path) as file:
+        content = read_at(file, size, 0)
+    if crc32(content) != crc:
+        raise Corrupt("the file changed while it was being copied", path=path, hint="run the same command again")
+    return bytearray(content)

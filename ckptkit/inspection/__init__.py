@@ -1,1 +1,0 @@
-"""Describe a checkpoint: its groups, ties and modules."""

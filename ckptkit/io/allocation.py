@@ -1,0 +1,95 @@
+"""Make files with the size they will have and the bytes known beforehand, before any data."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ckptkit.errors import NoRoom, translate_os_errors
+from ckptkit.io.file import OpenFiles
+from ckptkit.io.local import LocalFile
+from ckptkit.io.system import NOT_HERE, again
+
+
+def check_room(path: Path, nbytes: int) -> None:
+    """Raise `NoRoom` if the file system of `path` (or of its nearest parent) has fewer than `nbytes` bytes free."""
+    free = free_bytes(path)
+    if free < nbytes:
+        raise NoRoom(
+            f"{nbytes} bytes are needed and {free} are free", path=path, hint="free some space, or write elsewhere"
+        )
+
+
+def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
+    """Return the bytes that files of these sizes still need on the disk, by their names in directory `root`."""
+    missing = 0
+    for name, nbytes in sizes.items():
+        try:
+            reserved = 512 * (root / name).stat().st_blocks
+        except OSError:
+            reserved = 0
+        missing += max(0, nbytes - reserved)
+    return missing
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes free for us on the file system that `path` is or will be on."""
+    there = path.absolute()
+    with translate_os_errors(path):
+        while not there.exists():
+            there = there.parent
+        return shutil.disk_usage(there).free
+
+
+def create_file(
+    path: Path, size: int, parts: Iterable[tuple[int, bytes]], *, anew: bool = True, is_sparse: bool = False
+) -> None:
+    """Create a file of `size` bytes with `parts` at their offsets; the disk's room for the rest is reserved only.
+
+    If `is_sparse`, not even that. With `anew` false it may be there already, whole or not, with whatever lies between
+    the parts: that stays.
+    """
+    with translate_os_errors(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        file = LocalFile(path, fd)
+        try:
+            there = file.size
+            if there < size and not is_sparse:
+                reserve(fd, size)
+            elif there != size:
+                os.ftruncate(fd, size)
+            for offset, content in parts:
+                file.write_at(memoryview(content), offset)
+        finally:
+            file.close()
+
+
+def write_file(path: Path, content: bytes, *, anew: bool = True) -> None:
+    """Create a file of these bytes; with `anew` false it may be there already."""
+    create_file(path, len(content), [(0, content)], anew=anew)
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory, and those that it lies in, unless they are there."""
+    with translate_os_errors(path):
+        again(path.mkdir, parents=True, exist_ok=True)
+
+
+def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:
+    """Write parts, each the name of a file that is there, an offset and bytes; file by file."""
+    with OpenFiles(root, writable=True) as files:
+        for name, (offset, content) in sorted(parts):
+            files[name].write_at(memoryview(content), offset)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Extend a file to its size, with its blocks where the file system can: running out of disk then shows at once."""
+    try:
+        if size:
+            os.posix_fallocate(fd, 0, size)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in NOT_HERE:
+            raise
+        os.ftruncate(fd, size)

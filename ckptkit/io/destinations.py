@@ -1,0 +1,108 @@
+"""Find the destination that a URL means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from ckptkit.entry_points import load
+from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Unsupported, Usage
+from ckptkit.io.destination import CLAIM, Destination
+from ckptkit.io.path import RemotePath, is_url, parse_url
+from ckptkit.io.pieces import FilePiece
+from ckptkit.io.stores import STORES
+
+_HUB = "hf"
+
+
+@dataclass(frozen=True, slots=True)
+class StorePieces:
+    """The `PieceSink` of a destination in a store. A small file among the `marks` is not sent: `mark` does that."""
+
+    there: Destination
+    marks: Collection[str]
+
+    def recall(self, piece: FilePiece, data: memoryview) -> bool:  # noqa: ARG002
+        """Return False: what a store has is compared by its checksum, and not read."""
+        return False
+
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
+        """Send a piece."""
+        if piece.count > 1 or piece.name not in self.marks:
+            self.there.put(piece, data, crc)
+
+    def stop(self, error: BaseException) -> None:
+        self.there.stop(error)
+
+
+def to_destination(place: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means by `place`, to be written to: a local one, or one in a store.
+
+    Raises `Usage` for a URL that ckptkit does not write to.
+    """
+    path = parse_url(place) if isinstance(place, str) and is_url(place) else place
+    if not isinstance(path, RemotePath):
+        return Path(path)
+    if not path.known.destination:
+        written = [name for name, known in STORES.items() if known.destination]
+        schemes = dict.fromkeys(f"{name.partition('://')[0]}://" for name in written)
+        hint = f"write to a local directory, or to {', '.join(schemes)}"
+        raise Usage(f"ckptkit does not write to `{place}`", hint=hint)
+    if path == path.top and not keeps_others(path):
+        raise Usage(f"`{place}` is a whole bucket", hint=f"write it like {place}/run/ckpt-5")
+    return path
+
+
+def open_destination(
+    path: RemotePath, sizes: Mapping[str, int], marks: Sequence[str], *, plan: str, is_file: bool = False
+) -> Destination:
+    """Return the destination at a path that `to_destination` gave; see `Destination` for the other arguments."""
+    kind = load(path.known.destination)
+    return cast(Destination, kind(path, sizes, marks, plan=plan, is_file=is_file))
+
+
+def require_shared(path: RemotePath) -> None:
+    """Raise `Unsupported` if only one process can write to a place, whose files become visible at once."""
+    if is_on_hub(path):
+        message = "several processes cannot write to hf:// together"
+        hint = "write to a local directory or to s3://, then `ckptkit cp` it there"
+        raise Unsupported(message, path=path, hint=hint)
+
+
+def check_absent(dst: RemotePath) -> None:
+    """Raise `Occupied` if something is at a destination in a store. Where an upload began the claim decides."""
+    dst.store.forget()
+    claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
+    with suppress(NotACheckpoint):  # there is no such bucket yet
+        if dst.exists() and not any(claim.exists() for claim in claims):
+            raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
+
+
+def keeps_others(path: RemotePath) -> bool:
+    """Return whether other files may stay where a checkpoint appears, as in a repository with its history."""
+    return path.known is STORES[_HUB]
+
+
+def is_on_hub(path: Path | None) -> bool:
+    """Return whether a path is in a repository or bucket of the Hugging Face Hub."""
+    return isinstance(path, RemotePath) and path.parts[0] == f"{_HUB}:"
+
+
+@contextmanager
+def keeping(there: Destination) -> Iterator[None]:
+    """Say of an error inside the block, which ends an upload, that the store keeps what was sent."""
+    words = f"the store keeps the parts that were sent to {there.path}: the same command continues the upload"
+    try:
+        yield
+    except CkptError as error:
+        there.stop(error)
+        error.hint = f"{error.hint}; {words}" if error.hint else words
+        raise
+    except BaseException as error:
+        there.stop(error)
+        error.add_note(words)
+        raise

@@ -1,0 +1,85 @@
+"""Lock files, for as long as a process lives and has them open."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ckptkit.errors import Occupied
+from ckptkit.io.system import NOT_HERE, again, warn_of_loss
+
+_PAUSE = 0.05  # seconds between two attempts
+_WITHOUT_LOCKS = (*NOT_HERE, errno.ENOLCK)
+
+
+def acquire(path: Path, *, patience: float = 0) -> int:
+    """Lock file `path`, which its owner removes when done. Raises `Occupied` if it is not free in `patience` s."""
+    last = time.monotonic() + patience
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            is_free = try_lock(lock, path)
+            if is_free and is_same_file(lock, path):
+                return lock
+        except BaseException:
+            close(lock)
+            raise
+        close(lock)  # it is somebody's, or its owner removed it between our two calls
+        if not is_free:
+            if time.monotonic() >= last:
+                raise Occupied("another run is writing this destination", path=path, hint="wait for it to end")
+            time.sleep(_PAUSE)
+
+
+def try_lock(fd: int, path: Path, *, shared: bool = False) -> bool:
+    """Lock the file open as `fd` until it is closed. Returns False if somebody has a lock that forbids this.
+
+    Where the file system has no locks all are free, and there is a warning.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        warn_of_loss(path, "this file system cannot lock files: two commands that write here would not see each other")
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether somebody has the lock on a file; False where there is none."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(lock, path)
+    finally:
+        close(lock)
+
+
+def is_same_file(fd: int, path: Path) -> bool:
+    """Return True if `path` still is the file open as `fd`."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def release(lock: int, path: Path) -> None:
+    """Remove a lock's file and let go of it. One that cannot be removed is the next owner's."""
+    with suppress(OSError):
+        again(path.unlink)
+    close(lock)
+
+
+def close(fd: int | None) -> None:
+    """Close a descriptor, if there is one."""
+    if fd is not None:
+        with suppress(OSError):
+            os.close(fd)

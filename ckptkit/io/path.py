@@ -1,0 +1,286 @@
+"""Make paths of the sources that a user names: local files and directories, and those behind a URL.
+
+A remote path is a path like any other as long as it is looked at, listed and put together. What needs a local one,
+such as `open`, refuses it: nothing local is ever read in its place.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path, PosixPath
+from typing import NoReturn, Self, TypeVar
+from urllib.parse import quote, unquote
+
+from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage
+from ckptkit.io.stores import (
+    CachedStore,
+    KeepsSums,
+    KnownStore,
+    StoredSum,
+    StoreEntry,
+    known_store,
+    open_store,
+    reaching,
+)
+
+T = TypeVar("T")
+U = TypeVar("U")
+REMOTE_JOBS = 16  # threads: they wait most of the time
+
+_URL = re.compile(r"(?:[A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]*://")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[^/\s]+)?", re.ASCII)
+_SPECIAL_REVISION = re.compile(r"@(refs/[^/]+/[^/]+)")
+_KINDS = ("datasets", "spaces", "buckets")  # on the Hub, apart from models
+_LEVELS_AHEAD = 2  # of directories that are listed ahead
+
+
+class RemotePath(PosixPath):
+    """A file or directory behind a URL, whose scheme is the first part of the path.
+
+    What is there is asked once and known from then on.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        scheme, colon, rest = text.partition(":/")
+        return f"{scheme}://{rest}" if colon else f"{text}//" if text.endswith(":") else text
+
+    def __fspath__(self) -> NoReturn:
+        raise Unsupported("this is remote, but only a local file or directory is accepted here", path=self)
+
+    @property
+    def parent(self) -> Self:
+        """Return the directory that this is in. A bucket or repository is in none, and is its own parent."""
+        return self if len(self.parts) <= self._depth else super().parent
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
+        """Return True for a directory, or for a prefix of keys where there are only keys with slashes."""
+        entry = self.entry()
+        return entry is not None and entry.is_dir
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
+        entry = self.entry()
+        return entry is not None and not entry.is_dir
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:  # noqa: ARG002
+        """Return True if anything is there."""
+        return self.entry() is not None
+
+    def is_symlink(self) -> bool:
+        """Return False: a store follows its links, if it has any."""
+        return False
+
+    def absolute(self) -> Self:
+        return self
+
+    def resolve(self, strict: bool = False) -> Self:  # noqa: ARG002
+        return self
+
+    def iterdir(self) -> Generator[Self, None, None]:
+        """Yield what is in the directory."""
+        store, key = self._place
+        with reaching(self, store.store):
+            names = list(store.entries(key))
+        yield from (self / name for name in names)
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:  # noqa: ARG002
+        """Return kind, size and time of change. In place of the inode, a number that changes with the content."""
+        from hashlib import blake2b
+
+        entry = self.entry()
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        mode = stat.S_IFDIR | 0o555 if entry.is_dir else stat.S_IFREG | 0o444
+        inode = int.from_bytes(blake2b(entry.tag.encode(), digest_size=8).digest())
+        when = int(entry.changed)
+        times = {f"st_{kind}time{unit}": when * scale for kind in "amc" for unit, scale in (("", 1), ("_ns", 10**9))}
+        return os.stat_result((mode, inode, 0, 1, 0, 0, entry.size, when, when, when), times)
+
+    def lstat(self) -> os.stat_result:
+        """Return the same as `stat`."""
+        return self.stat()
+
+    def entry(self) -> StoreEntry | None:
+        """Return what the store tells of it, None if there is nothing."""
+        store, key = self._place
+        with reaching(self, store.store):
+            return store.find(key)
+
+    def stored_sum(self) -> StoredSum | None:
+        """Return what the store knows of the content of this file; None if it keeps no checksums of files."""
+        store, key = self._place
+        if not isinstance(store.store, KeepsSums):
+            return None
+        with reaching(self, store.store):
+            return store.store.stored_sum(key)
+
+    def find_change(self) -> RemotePath | None:
+        """Ask the store anew. Returns something here that is not what it was, or None."""
+        store, key = self._place
+        with reaching(self, store.store):
+            changed = store.find_change(key)
+        return None if changed is None else RemotePath(*self.top.parts, changed)
+
+    @property
+    def top(self) -> RemotePath:
+        """Return the bucket, host or repository that this is in."""
+        return RemotePath(*self.parts[: self._depth])
+
+    @property
+    def known(self) -> KnownStore:
+        """Return what ckptkit can do in its store."""
+        return known_store(str(self))
+
+    @property
+    def store(self) -> CachedStore:
+        return self._place[0]
+
+    @property
+    def key(self) -> str:
+        return self._place[1]
+
+    @property
+    def _place(self) -> tuple[CachedStore, str]:
+        if not self.parts or not self.parts[0].endswith(":"):
+            raise Unsafe("the path leaves its store", path=Path(*self.parts))
+        depth = self._depth
+        try:
+            store = open_store(str(self.top))
+        except CkptError as error:
+            raise error.blame(path=self) from error.__cause__
+        return store, "/".join(self.parts[depth:])
+
+    @property
+    def _depth(self) -> int:
+        """How many parts name the store: the scheme, and a bucket, host or repository."""
+        if self.parts[:1] == ("memory:",):
+            return 1
+        if self.parts[:1] == ("hf:",):
+            return 4 if self.parts[1:2] and self.parts[1] in _KINDS else 3
+        return 2
+
+
+def to_path(place: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means by `place`: a local one or a URL.
+
+    While HF_HUB_OFFLINE is set, an `hf://` URL is the snapshot in the Hub's cache, if the cache has one.
+    """
+    if not isinstance(place, str):
+        return place if isinstance(place, Path) else Path(place)
+    path = parse_url(place) if is_url(place) else Path(place)
+    return (find_offline(path) or path) if isinstance(path, RemotePath) and path.parts[0] == "hf:" else path
+
+
+def to_model_path(place: str | os.PathLike[str]) -> Path:
+    """Return the path of the model that a user means by `place`: as `to_path`, or of a model id on the Hub."""
+    return to_path(f"hf://{place}" if is_model_id(place) else place)
+
+
+def is_model_id(place: str | os.PathLike[str]) -> bool:
+    """Return whether `place` is like `org/name`, and nothing here is called that or `org`.
+
+    Only options that take a model id ask this: the name of a local file never goes to the Hub.
+    """
+    if not isinstance(place, str) or not has_form_of_id(place):
+        return False
+    return not os.path.lexists(place) and not os.path.lexists(Path(place).parent)
+
+
+def has_form_of_id(place: str) -> bool:
+    """Return whether `place` is written like the id of a model, `org/name` or `org/name@revision`."""
+    return _HUB_ID.fullmatch(place) is not None and not place.endswith(".json")
+
+
+def hint_on_id(place: str) -> str | None:
+    """Return a hint on a path that does not exist and that may be meant for the Hub; None for any other."""
+    if os.path.lexists(place) or not has_form_of_id(place):
+        return None
+    return f"write hf://{place} for a repository on the Hub: ckptkit only looked on this disk"
+
+
+def remarks_on_id(place: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    """Return the remark that a model came from the Hub because nothing here is called `place`; () for any other."""
+    if place is None or not is_model_id(place):
+        return ()
+    return (f"`{place}` is not a path here: ckptkit took it for the id of a model on the Hub",)
+
+
+def find_offline(path: RemotePath) -> Path | None:
+    """Return where the Hub's cache has what lies at an `hf://` URL; None where the Hub may be asked."""
+    from ckptkit.io.stores.hub import find_snapshot
+
+    depth = path._depth
+    snapshot = find_snapshot("/".join(path.parts[1:depth]))
+    return None if snapshot is None else snapshot.joinpath(*path.parts[depth:])
+
+
+def list_ahead(paths: Iterable[Path]) -> None:
+    """List those of the directories that are remote, and those below, many at a time: from then on it is known.
+
+    One that cannot be listed is left to its reader, who then gets the error.
+    """
+    waiting = [path for path in paths if isinstance(path, RemotePath)]
+    if not waiting:
+        return
+
+    def folders_in(path: RemotePath) -> list[RemotePath]:
+        with suppress(OSError):
+            return [child for child in path.iterdir() if child.is_dir()]
+        return []
+
+    for _ in range(_LEVELS_AHEAD):
+        waiting = list(chain.from_iterable(at_once(folders_in, waiting)))
+
+
+def at_once(ask: Callable[[T], U], things: Iterable[T]) -> list[U]:
+    """Return what `ask` gives for each of the things, in order; many are asked about at the same time."""
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, and few need it
+
+    with ThreadPoolExecutor(REMOTE_JOBS) as pool:
+        return list(pool.map(ask, things))
+
+
+def is_url(place: str) -> bool:
+    return _URL.match(place) is not None
+
+
+def parse_url(url: str) -> Path:
+    """Return the path that a URL means, a local one for a local file. Raises `Usage` for a URL that means nothing."""
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    if scheme in ("file", "local"):
+        return Path(unquote(rest.removeprefix("localhost") if rest.startswith("localhost/") else rest))
+    if scheme == "hf":
+        rest = _SPECIAL_REVISION.sub(lambda found: "@" + quote(found[1], safe=""), rest)
+    parts = rest.rstrip("/").split("/")
+    if scheme == "memory":
+        parts = [part for part in parts if part]
+    path = RemotePath(f"{scheme}:", *parts)
+    if "://" in rest or not {"", ".", ".."}.isdisjoint(parts) or len(path.parts) < path._depth:
+        hint = "write it like s3://bucket/run/ckpt-5 or hf://org/name"
+        raise Usage(f"`{url}` cannot be the location of a checkpoint", hint=hint)
+    return path
+
+
+def to_place(place: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means by `place`, to be changed: a local one or a URL, never a copy in a cache."""
+    if isinstance(place, str) and is_url(place):
+        return parse_url(place)
+    return place if isinstance(place, Path) else Path(place)
+
+
+def to_local(place: str | os.PathLike[str]) -> Path:
+    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
+    path = parse_url(place) if isinstance(place, str) and is_url(place) else place
+    if isinstance(path, RemotePath):
+        hint = "write to a local directory; `ckptkit push` takes it to the Hub"
+        raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
+    return Path(path)

@@ -1,0 +1,125 @@
+"""Cut files into the pieces in which they are copied, and remember which of them an interrupted copy wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from pathlib import Path
+from threading import Lock
+from typing import Protocol
+
+from ckptkit.errors import translate_os_errors
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.file import open_file
+
+PART_BYTES = 1 << 24  # of a piece, at least; all but the last are equal, as some stores want the parts of an object
+_MOST_PARTS = 9_000  # of an object; a store takes 10,000
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FilePiece:
+    """Bytes of file `name` that are copied at once: the `number`-th piece of it, counted from 1, of `count`."""
+
+    name: str
+    number: int
+    count: int
+    start: int
+    length: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Return what tells it from all others."""
+        return self.name, self.number
+
+
+class PieceTaker(Protocol):
+    """Where pieces of files go, in any order and from several threads.
+
+    A taker may want the pieces of a file in order. So threads begin them in order, one after the other.
+    """
+
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
+        """Write a piece, whose CRC-32 is `crc`. It may wait for the pieces before it, and keep `data`."""
+
+    def stop(self, error: BaseException) -> None:
+        """Raise an error, with which a thread ended, to those that wait in `put`."""
+
+
+class PieceSink(PieceTaker, Protocol):
+    """Where pieces of files go that may be there already."""
+
+    def recall(self, piece: FilePiece, data: memoryview) -> bool:
+        """Fill `data` with a piece that is there already, if one is. Returns whether it is."""
+
+
+@dataclass(slots=True)
+class LocalPieces:
+    """Files in directory `root`, which are there in their sizes; `journal` is the file that names finished pieces."""
+
+    root: Path
+    journal: Path
+    resumed_bytes: int = 0
+    _done: dict[tuple[str, int], int] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        with translate_os_errors(self.journal):
+            lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        for line in lines:
+            try:
+                name, number, crc = json.loads(line)
+            except ValueError:  # what a dying process left
+                continue
+            self._done[name, number] = crc
+
+    def recall(self, piece: FilePiece, data: memoryview) -> bool:
+        """Fill `data` with what an interrupted copy wrote, if it finished the piece and the disk still has it."""
+        crc = self._done.get((piece.name, piece.number))
+        if crc is None:
+            return False
+        with closing(open_file(self.root / piece.name)) as file:
+            file.read_into(data, piece.start)
+        is_whole = crc32(data) == crc
+        with self._lock:
+            self.resumed_bytes += len(data) if is_whole else 0
+        return is_whole
+
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
+        """Write a piece, and note it."""
+        with closing(open_file(self.root / piece.name, writable=True)) as file:
+            file.write_at(data, piece.start)
+        with self._lock, translate_os_errors(self.journal), self.journal.open("a") as journal:
+            journal.write(json.dumps([piece.name, piece.number, crc]) + "\n")
+
+    def stop(self, error: BaseException) -> None:
+        """Do nothing: no piece waits for another."""
+
+
+def new_piece(nbytes: int) -> memoryview:
+    """Return zeroed memory of `nbytes` bytes, which the system has back as soon as nobody refers to it.
+
+    The C library's `free` would keep up to 32 MiB for each thread that asks for memory of this size.
+    """
+    return memoryview(mmap(-1, max(nbytes, 1), flags=MAP_PRIVATE | MAP_ANONYMOUS))[:nbytes]
+
+
+def is_large(nbytes: int) -> bool:
+    """Return whether a file of this size is sent in several pieces."""
+    return nbytes > PART_BYTES
+
+
+def piece_bytes(size: int) -> int:
+    """Return the bytes in a piece of a file of `size` bytes: all are equal but for the last."""
+    return max(PART_BYTES, -(-size // (_MOST_PARTS * _MIB)) * _MIB)
+
+
+def cut_file(name: str, size: int) -> Iterator[FilePiece]:
+    """Yield the pieces of a file of `size` bytes: one of a small or empty file, else equal ones but for the last."""
+    length = piece_bytes(size)
+    starts = range(0, max(size, 1), length)
+    for number, start in enumerate(starts, 1):
+        yield FilePiece(name, number, len(starts), start, min(length, size - start))

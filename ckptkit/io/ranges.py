@@ -1,0 +1,190 @@
+"""Read ranges of remote files with few requests. Small reads are answered from pages that were read before.
+
+A small read brings the bytes around it; ranges that will be needed can be named beforehand, and are then fetched in few
+large ones at once. Large reads are a request each, and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from ckptkit.errors import Corrupt, Incomplete, IOFailure, Unsafe, Unsupported
+from ckptkit.io.path import RemotePath, at_once
+from ckptkit.io.stores import Read, reaching
+
+T = TypeVar("T")
+Range = tuple[str, int, int]  # a file's name, and the offsets of the first byte and after the last
+PageKey = tuple[str, str, int]  # a file, its tag, and the number of the page in it
+
+_PAGE = 1 << 14  # bytes
+_WINDOW = 1 << 18  # bytes that a small read brings, and the largest that is small
+_CACHE = 1 << 26  # bytes of pages that are kept
+_GAP = 1 << 19  # bytes that are rather read in vain than asked around: what a connection brings in a round trip
+_RUN = 1 << 22  # the most bytes in a request that answers several reads
+_BATCH = 512  # things whose ranges are fetched at once, so that none is dropped before it is used
+
+
+class Pages:
+    """The pages that were read last, up to a limit. Safe for all threads."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit // _PAGE
+        self._kept: OrderedDict[PageKey, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self._busy = [threading.Lock() for _ in range(256)]
+
+    def get(self, key: PageKey) -> bytes | None:
+        """Return a page, if it is still there."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def put(self, key: PageKey, content: bytes) -> None:
+        """Keep a page, and drop the one that nobody wanted for longest."""
+        with self._lock:
+            self._kept[key] = content
+            while len(self._kept) > self._limit:
+                self._kept.popitem(last=False)
+
+    def busy(self, *key: object) -> threading.Lock:
+        """Return the lock to hold while fetching what is called so: others who want it wait, and then find it here."""
+        return self._busy[hash(key) % len(self._busy)]
+
+
+PAGES = Pages(_CACHE)
+
+
+class RemoteFile:
+    """A remote file at `path`, of `size` bytes. Belongs to one thread."""
+
+    __slots__ = ("_entry", "_read", "path", "size")
+
+    def __init__(self, path: RemotePath) -> None:
+        entry = path.entry()
+        if entry is None:
+            raise Incomplete("the file is missing", path=path, hint="copy the file here; it was lost or never copied")
+        if entry.is_dir:
+            raise Unsafe("not a regular file", path=path)
+        self.path = path
+        self.size = entry.size
+        self._entry = entry
+        self._read: Read | None = None
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`. Raises `Corrupt` if the file ends before, `IOFailure` if it cannot be read."""
+        stop = offset + len(buffer)
+        if stop > self.size:
+            message = f"expected at least {stop} bytes, found {self.size}: the file is truncated"
+            raise Corrupt(message, path=self.path)
+        if not buffer:
+            return
+        if len(buffer) > _WINDOW:
+            buffer[:] = self.fetch(offset, stop)
+            return
+        for start in range(offset - offset % _PAGE, stop, _PAGE):
+            page = self._page(start // _PAGE)
+            first, last = max(offset, start), min(stop, start + _PAGE)
+            buffer[first - offset : last - offset] = page[first - start : last - start]
+
+    def write_at(self, buffer: memoryview, offset: int) -> None:  # noqa: ARG002
+        """Raise `Unsupported`: remote files are read only."""
+        raise Unsupported("a remote file cannot be written", path=self.path)
+
+    def announce_order(self, *, in_order: bool) -> None:
+        """Do nothing: a large read is a request of its own, in whatever order they come."""
+
+    def close(self) -> None:
+        """Do nothing: no connection is kept."""
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Return the bytes from one offset up to another, by a request of their own."""
+        store = self.path.store.store
+        with reaching(self.path, store):
+            try:
+                self._read = self._read or store.open(self.path.key, self._entry)
+                data = self._read(start, stop)
+            except FileNotFoundError as error:
+                hint = "run the command again: another process deletes this file"
+                raise IOFailure("the file vanished while it was being read", path=self.path, hint=hint) from error
+        if len(data) != stop - start:
+            message = f"expected {stop - start} bytes at {start} from the store, found {len(data)}"
+            raise IOFailure(message, path=self.path, hint="run the same command again")
+        return data
+
+    def bring(self, numbers: Sequence[int]) -> None:
+        """Fetch pages, given by their numbers in order, in one request with whatever lies between them."""
+        start, stop = numbers[0] * _PAGE, min(self.size, (numbers[-1] + 1) * _PAGE)
+        data = self.fetch(start, stop)
+        for number in numbers:
+            at = number * _PAGE - start
+            PAGES.put(self._key(number), data[at : at + _PAGE])
+
+    def pages(self, ranges: Iterable[Range]) -> list[int]:
+        """Return the numbers of the pages that hold `ranges`, in order, but for those that are here."""
+        spans = ((start, min(stop, self.size)) for _, start, stop in ranges if 0 <= start < self.size)
+        numbers = {number for start, stop in spans for number in range(start // _PAGE, -(-stop // _PAGE))}
+        return sorted(number for number in numbers if PAGES.get(self._key(number)) is None)
+
+    def _page(self, number: int) -> bytes:
+        found = PAGES.get(self._key(number))
+        if found is not None:
+            return found
+        first = number - number % (_WINDOW // _PAGE)
+        with PAGES.busy(str(self.path), first):
+            found = PAGES.get(self._key(number))  # another thread may have fetched it meanwhile
+            if found is None:
+                start, stop = first * _PAGE, min(self.size, first * _PAGE + _WINDOW)
+                data = self.fetch(start, stop)
+                for at in range(0, len(data), _PAGE):
+                    PAGES.put(self._key(first + at // _PAGE), data[at : at + _PAGE])
+                at = (number - first) * _PAGE
+                found = data[at : at + _PAGE]
+        return found
+
+    def _key(self, number: int) -> PageKey:
+        return str(self.path), self._entry.tag, number
+
+
+def read_ahead(root: Path, things: Iterable[T], ranges: Callable[[T], Iterable[Range]]) -> Iterator[T]:
+    """Yield things, in order; of a remote directory, once the ranges of files are here that are needed for each.
+
+    Small reads for each thing would otherwise be a request each, one after the other.
+    """
+    if not isinstance(root, RemotePath):
+        yield from things
+        return
+    waiting = iter(things)
+    while batch := list(islice(waiting, _BATCH)):
+        prefetch(root, [wanted for thing in batch for wanted in ranges(thing)])
+        yield from batch
+
+
+def prefetch(root: RemotePath, ranges: Iterable[Range]) -> None:
+    """Fetch the pages that hold `ranges` of files in directory `root`: close ones in one request, and all in parallel.
+
+    Leaves out what is not there.
+    """
+    by_file: dict[str, list[Range]] = {}
+    for wanted in ranges:
+        by_file.setdefault(wanted[0], []).append(wanted)
+    files = [(path, found) for name, found in by_file.items() if (path := root / name).is_file()]
+    runs = [(path, run) for path, found in files for run in coalesce(RemoteFile(path).pages(found))]
+    at_once(lambda run: RemoteFile(run[0]).bring(run[1]), runs)
+
+
+def coalesce(numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Yield numbers of pages, given in order, as runs that are worth one request each."""
+    run: list[int] = []
+    for number in numbers:
+        if run and ((number - run[-1]) * _PAGE > _GAP or (number - run[0]) * _PAGE >= _RUN):
+            yield run
+            run = []
+        run.append(number)
+    if run:
+        yield run

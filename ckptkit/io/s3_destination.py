@@ -1,0 +1,432 @@
+"""Write a directory of files, or one file, to S3: it appears whole or not at all, and an upload can be resumed.
+
+The claim is an object that only one upload can create. The store compares every part and every object with the CRC-32
+that is sent along.
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
+"""
+
+from __future__ import annotations
+
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import md5
+from threading import Lock
+from typing import Any
+
+from ckptkit.errors import IOFailure, Occupied
+from ckptkit.io.claims import StoreClaim
+from ckptkit.io.crc32 import crc32
+from ckptkit.io.destination import Check
+from ckptkit.io.path import RemotePath, at_once
+from ckptkit.io.pieces import FilePiece, is_large
+from ckptkit.io.place import UploadPlace
+from ckptkit.io.stores.s3_calls import S3Bucket, crc_of
+from ckptkit.io.stores.s3_errors import ABSENT as _ABSENT
+from ckptkit.io.stores.s3_errors import TAKEN as _TAKEN
+from ckptkit.io.stores.s3_errors import find_code
+from ckptkit.io.stores.s3_objects import abort_upload, list_objects, list_uploads, read_object
+
+_PATIENCE = 300  # seconds in which the process that claimed an upload begins it
+_ONLY_NEW = {"IfNoneMatch": "*"}
+_CONFLICT = ("409", "ConditionalRequestConflict")  # S3: make the request again
+_TRIES = 3
+_NO_LISTS = ("403", "AccessDenied", "405", "MethodNotAllowed", "501", "NotImplemented")
+_NO_CHECKSUMS = ("400", "501", "InvalidArgument", "InvalidRequest", "NotImplemented", "SignatureDoesNotMatch")
+
+
+@dataclass(frozen=True, slots=True)
+class SentPart:
+    """A part of an object that the store has. `crc32` is None if the store does not compute checksums."""
+
+    etag: str
+    nbytes: int
+    crc32: int | None
+
+
+@dataclass(slots=True)
+class S3Destination:
+    """A prefix of a bucket, or a single key: a `Destination`.
+
+    After `claim`, `has_conditions` and `has_checksums` say what the store can do, `resumed` whether an
+    earlier upload of the same files goes on, and `whole` has the CRC-32 of the large objects that are complete.
+    """
+
+    path: RemotePath
+    sizes: Mapping[str, int]
+    marks: Sequence[str]
+    plan: str
+    is_file: bool = False
+    has_conditions: bool = True
+    has_checksums: bool = True
+    lists_uploads: bool = True
+    resumed: bool = False
+    sent_bytes: int = 0
+    kept_bytes: int = 0
+    whole: dict[str, int] = field(default_factory=dict)
+    _bucket: S3Bucket = field(init=False)
+    _place: UploadPlace = field(init=False)
+    _uploads: dict[str, str] = field(default_factory=dict)
+    _parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
+    _there: dict[str, int] = field(default_factory=dict)
+    _tag: str = ""  # of the claim as we wrote it
+    _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self._bucket = S3Bucket(self.path.top)
+        self._place = UploadPlace(self.path, self.is_file)
+
+    def claim(self, *, overwrite: bool, check: Check) -> None:
+        """Take the prefix for this upload; see `Destination`."""
+        begun = self._read_claim()
+        if begun is not None and begun.plan != self.plan:
+            if not overwrite:
+                raise self._place.is_held(begun)
+            self._uploads = dict(begun.uploads or {})
+            self.abandon()
+        self.resumed = begun is not None and begun.plan == self.plan
+        if begun is None or not self.resumed or begun.uploads is None:
+            self._begin(overwrite=overwrite, first=check() if begun is None and overwrite and self._list() else ())
+        else:
+            self._resume(begun)
+
+    def join(self) -> None:
+        """Take part in an upload that another process has claimed; see `Destination`."""
+        for _ in range(_PATIENCE):
+            begun = self._read_claim()
+            if begun is None or begun.plan != self.plan:
+                raise self._place.is_not_begun()
+            if begun.uploads is not None:
+                self._resume(begun)
+                return
+            time.sleep(1)
+        hint = "delete this object, then start all processes again"
+        raise Occupied("no process began the upload that is claimed", path=self._place.claim_path, hint=hint)
+
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
+        """Send a piece of a file."""
+        if piece.count > 1:
+            self.put_part(piece, data, crc)
+        else:
+            self.put_small(piece.name, data, crc)
+
+    def stop(self, error: BaseException) -> None:
+        """Do nothing: no part waits for another, and the store keeps all of them."""
+
+    def put_part(self, piece: FilePiece, data: memoryview, crc: int) -> None:
+        """Send a part of a large file, unless the store has it."""
+        if piece.name in self.whole:
+            self._count(kept=len(data))
+            return
+        parts = self._parts.setdefault(piece.name, {})
+        there = parts.get(piece.number)
+        if there is not None and there.nbytes == len(data) and is_same(there, data, crc):
+            parts[piece.number] = SentPart(there.etag, len(data), crc)
+            self._count(kept=len(data))
+            return
+        more = {"UploadId": self._uploads[piece.name], "PartNumber": piece.number}
+        answer = self._call("upload_part", piece.name, Body=data, **more, **self._compared(crc))
+        parts[piece.number] = SentPart(answer["ETag"], len(data), crc)
+        self._count(sent=len(data))
+
+    def complete(self, name: str, crc: int) -> None:
+        """Make the parts of a large file one object, whose CRC-32 the store compares.
+
+        A mark replaces no object that is there. Raises `Occupied` if it differs.
+        """
+        if not is_large(self.sizes[name]):
+            return
+        if name not in self.whole:
+            parts = sorted(self._parts[name].items())
+            listed = [{"PartNumber": n, "ETag": one.etag, **self._checksum(one.crc32)} for n, one in parts]
+            kind = {"ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
+            more = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": listed}}
+            condition = _ONLY_NEW if name in self.marks else {}
+            try:
+                self._call("complete_multipart_upload", name, **more, **self._checksum(crc), **kind, **condition)
+            except IOFailure as error:
+                if find_code(error) not in (*_ABSENT, *_TAKEN):
+                    raise
+                self._require_same(name, self.sizes[name], crc, error)
+                return
+        self._require_same(name, self.sizes[name], crc)
+
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
+        """Send a whole file, unless the store has it. Raises `Occupied` if another upload has sent one by now."""
+        if self._has(name, len(data), crc):
+            self._count(kept=len(data))
+            return
+        condition = _ONLY_NEW if self.has_conditions and name not in self._there else {}
+        try:
+            again(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **condition))
+            self._count(sent=len(data))
+        except IOFailure as error:
+            if find_code(error) not in _TAKEN:
+                raise
+            self._require_same(name, len(data), crc, error)
+
+    def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
+        """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
+        if self._has(name, len(data), crc):
+            self._count(kept=len(data))
+            return
+        self._require_claim()
+        try:
+            again(lambda: self._call("put_object", name, Body=data, **self._compared(crc), **_ONLY_NEW))
+            self._count(sent=len(data))
+        except IOFailure as error:
+            if find_code(error) not in _TAKEN:
+                raise
+            self._require_same(name, len(data), crc, error)
+
+    def remarks(self) -> list[str]:
+        """Return what the store could not do, once the claim was made."""
+        can_not = [
+            *([] if self.has_conditions else ["refuse to replace an object: two uploads could collide"]),
+            *([] if self.has_checksums else ["compute CRC-32: it did not compare the bytes that it received"]),
+            *([] if self.lists_uploads else ["list unfinished uploads: some may be left that ckptkit could not abort"]),
+        ]
+        return [f"this store does not {what}" for what in can_not]
+
+    def note(self, name: str, data: bytes) -> None:
+        """Keep a note beside the claim."""
+        key = f"{self._place.notes_prefix}{name}"
+        self._bucket.call("put_object", key, Body=data, **self._compared(crc32(data)))
+
+    def notes(self) -> dict[str, bytes]:
+        """Return the notes beside the claim."""
+        base = self._place.notes_prefix
+        return {key.removeprefix(base): self._bucket.read(key) for key in list_objects(self._bucket, base)}
+
+    def commit(self) -> None:
+        """Delete the notes and the claim: the upload is done."""
+        self._abort_strays()
+        for key in (*list_objects(self._bucket, self._place.notes_prefix), self._place.claim_key):
+            self._bucket.call("delete_object", key)
+
+    def abandon(self) -> None:
+        """Abort the uploads of large files and delete the claim."""
+        self._abort_uploads()
+        self.commit()
+
+    def _abort_uploads(self) -> None:
+        for name, upload in self._uploads.items():
+            abort_upload(self._bucket, self._place.key(name), upload)
+        self._uploads = {}
+
+    def _abort_strays(self) -> None:
+        """Abort uploads of our files that no claim names: the answer was lost with which the store began them."""
+        keys = {self._place.key(name) for name, size in self.sizes.items() if is_large(size)}
+        try:
+            found = list_uploads(self._bucket, self._place.key("")) if keys else []
+        except IOFailure as error:
+            if find_code(error) not in _NO_LISTS:
+                raise
+            self.lists_uploads = False
+            return
+        for one in found:
+            if one.key in keys:
+                abort_upload(self._bucket, one.key, one.upload)
+
+    def _begin_again(self, name: str) -> None:
+        """Send a large file anew, whose upload the store has forgotten."""
+        self._create(name)
+        self._put_claim(self._uploads, {})
+
+    def _count(self, *, sent: int = 0, kept: int = 0) -> None:
+        with self._lock:
+            self.sent_bytes += sent
+            self.kept_bytes += kept
+
+    def _begin(self, *, overwrite: bool, first: Iterable[str]) -> None:
+        there = self._list()
+        if there and not overwrite:
+            raise self._place.exists()
+        if not self.resumed:
+            self._create_claim()
+        self._probe()
+        self._delete([*(name for name in (*first, *self.marks) if name in there), *there])
+        self._uploads = {}
+        try:
+            at_once(self._create, [name for name, size in self.sizes.items() if is_large(size)])
+            is_ours = self._tell_uploads()
+        except BaseException:
+            with suppress(IOFailure):
+                self._abort_uploads()  # nobody else knows of them
+            raise
+        if not is_ours:
+            self._abort_uploads()
+            self.join()
+
+    def _tell_uploads(self) -> bool:
+        """Put the ids of our uploads into the claim, unless another process of the same plan was faster."""
+        condition = {"IfMatch": self._tag} if self.has_conditions else {}
+        try:
+            again(lambda: self._put_claim(self._uploads, condition))
+        except IOFailure as error:
+            if find_code(error) not in _TAKEN:
+                raise
+            begun = self._read_claim()
+            if begun is None or begun.uploads is None:
+                raise
+            return begun.uploads == self._uploads  # then only the answer to a first attempt was lost
+        return True
+
+    def _resume(self, begun: StoreClaim) -> None:
+        """Go on with an upload, of our files, that the claim tells of."""
+        self.has_conditions, self.has_checksums = begun.conditions, begun.checksums
+        self._uploads = dict(begun.uploads or {})
+        self._there = self._list()
+        for name, upload in tuple(self._uploads.items()):
+            if name not in self.sizes:
+                continue
+            try:
+                self._parts[name] = self._list_parts(name, upload)
+            except IOFailure as error:
+                if find_code(error) not in _ABSENT:
+                    raise
+                crc = self._find_crc(name, self.sizes[name]) if name in self._there else None
+                if crc is None:
+                    self._begin_again(name)
+                else:
+                    self.whole[name] = crc
+
+    def _create(self, name: str) -> None:
+        """Begin the upload of a large file."""
+        how = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if self.has_checksums else {}
+        self._uploads[name] = str(self._call("create_multipart_upload", name, **how)["UploadId"])
+
+    def _list_parts(self, name: str, upload: str) -> dict[int, SentPart]:
+        found: dict[int, SentPart] = {}
+        after = 0
+        while True:
+            page = self._call("list_parts", name, UploadId=upload, PartNumberMarker=after)
+            for one in page.get("Parts", ()):
+                after = int(one["PartNumber"])
+                found[after] = SentPart(one["ETag"], int(one["Size"]), crc_of(one))
+            if not page.get("IsTruncated"):
+                return found
+
+    def _has(self, name: str, nbytes: int, crc: int) -> bool:
+        """Return whether an earlier attempt has sent a small file, as far as the store says its CRC-32."""
+        return self._there.get(name) == nbytes and self._find_crc(name, nbytes) == crc
+
+    def _find_crc(self, name: str, nbytes: int) -> int | None:
+        """Return the CRC-32 of an object of this size, None if it is missing or the store does not say one."""
+        try:
+            found = self._call("head_object", name, ChecksumMode="ENABLED")
+        except IOFailure as error:
+            if find_code(error) not in _ABSENT:
+                raise
+            return None
+        return crc_of(found) if int(found["ContentLength"]) == nbytes else None
+
+    def _require_same(self, name: str, nbytes: int, crc: int, refusal: IOFailure | None = None) -> None:
+        """Raise `Occupied` unless the object is of this size and CRC-32, as far as the store says one.
+
+        If there is none, raises the `refusal` with which the store did not make it.
+        """
+        try:
+            found = self._call("head_object", name, ChecksumMode="ENABLED")
+        except IOFailure as error:
+            raise refusal if refusal and find_code(error) in _ABSENT else error from None
+        size, known = int(found["ContentLength"]), crc_of(found)
+        if size != nbytes or known not in (None, crc):
+            there = "no CRC-32" if known is None else f"CRC-32 {known:08x}"
+            message = f"another object is there: expected {nbytes} bytes, CRC-32 {crc:08x}; found {size}, {there}"
+            hint = "delete this object, then run the same command again"
+            raise Occupied(message, path=self.path / name, hint=hint)
+
+    def _require_claim(self) -> None:
+        """Raise `Occupied` if another upload has taken the place from us."""
+        begun = self._read_claim()
+        if begun is None or begun.plan != self.plan:
+            raise self._place.was_lost()
+
+    def _read_claim(self) -> StoreClaim | None:
+        content = read_object(self._bucket, self._place.claim_key)
+        return None if content is None else self._place.parse_claim(content)
+
+    def _create_claim(self) -> None:
+        try:
+            again(lambda: self._put_claim(None, _ONLY_NEW))
+        except IOFailure as error:
+            if find_code(error) in _TAKEN:
+                begun = self._read_claim()
+                if begun is not None and begun.plan == self.plan:
+                    return  # ours: the answer to a first attempt was lost, and the library made another
+                raise self._place.was_taken() from error
+            if find_code(error) not in _NO_CHECKSUMS:
+                raise
+            self.has_checksums = False
+            self._put_claim(None, _ONLY_NEW)
+
+    def _probe(self) -> None:
+        """Find out what the store can do: whether it refuses a second claim, and computes checksums."""
+        try:
+            self._put_claim(None, _ONLY_NEW)
+            self.has_conditions = False
+        except IOFailure as error:
+            if find_code(error) not in _TAKEN:
+                raise
+        asked = self._bucket.call("head_object", self._place.claim_key, ChecksumMode="ENABLED")
+        unasked = self._bucket.call("head_object", self._place.claim_key)  # some only repeat every header that they got
+        self._tag = str(unasked["ETag"])
+        self.has_checksums = self.has_checksums and crc_of(asked) is not None and crc_of(unasked) is None
+
+    def _put_claim(self, uploads: Mapping[str, str] | None, condition: Mapping[str, str]) -> None:
+        known = {"conditions": self.has_conditions, "checksums": self.has_checksums}
+        data = StoreClaim.begin(self.plan, uploads=uploads, **known).to_bytes()
+        key, compared = self._place.claim_key, self._compared(crc32(data))
+        answer = self._bucket.call("put_object", key, Body=data, **compared, **condition)
+        self._tag = str(answer["ETag"])
+
+    def _delete(self, names: Sequence[str]) -> None:
+        """Delete files, the marks before all others."""
+        for name in dict.fromkeys(names):
+            self._call("delete_object", name)
+
+    def _list(self) -> dict[str, int]:
+        """Return the size of each file that is there, by name, but for the claim."""
+        base = self._place.key("")
+        found = {key: one.nbytes for key, one in list_objects(self._bucket, base).items()}
+        if self.is_file:
+            (name,) = self.sizes
+            return {name: found[base]} if base in found else {}
+        return {key.removeprefix(base): size for key, size in found.items() if not self._place.is_own(key)}
+
+    def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
+        return self._bucket.call(operation, self._place.key(name), **arguments)
+
+    def _compared(self, crc: int) -> dict[str, str]:
+        """Return what makes the store compare a body with its CRC-32."""
+        found = self._checksum(crc)
+        return {"ChecksumAlgorithm": "CRC32", **found} if found else {}
+
+    def _checksum(self, crc: int | None) -> dict[str, str]:
+        return {} if crc is None or not self.has_checksums else {"ChecksumCRC32": encode_crc(crc)}
+
+
+def is_same(part: SentPart, data: memoryview, crc: int) -> bool:
+    """Return whether a part that the store has is made of these bytes, by its CRC-32, or else by its MD5."""
+    if part.crc32 is not None:
+        return part.crc32 == crc
+    return part.etag.strip('"') == md5(data, usedforsecurity=False).hexdigest()
+
+
+def again(ask: Callable[[], object]) -> None:
+    """Make a request that has a condition, a few times while others are made for the same object."""
+    for left in reversed(range(_TRIES)):
+        try:
+            ask()
+        except IOFailure as error:
+            if not left or find_code(error) not in _CONFLICT:
+                raise
+        else:
+            return
+
+
+def encode_crc(crc: int) -> str:
+    return b64encode(crc.to_bytes(4)).decode()

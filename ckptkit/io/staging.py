@@ -1,0 +1,257 @@
+"""Stage output in a hidden directory beside its destination, and rename it into place when whole.
+
+At every moment the destination is absent, old and whole, or new and whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from ckptkit.errors import Occupied, Unsafe, translate_os_errors
+from ckptkit.io.allocation import write_file
+from ckptkit.io.exchange import (
+    HIDDEN,
+    aside_path,
+    lock_path,
+    move_file_into_place,
+    move_into_place,
+    staging_path,
+)
+from ckptkit.io.file import opening, read_at
+from ckptkit.io.locks import acquire, close, release, try_lock
+from ckptkit.io.system import again
+from ckptkit.io.trees import make_directories, remove, sync_path, sync_tree
+
+WORK = ".ckptkit-work"
+_KEY = "key"
+_PATIENCE = 60.0  # seconds that a part waits for a run that seems to make something else
+
+
+class Stage:
+    """An output directory in the making: `open` it, write into `path`, then `commit` or `discard`.
+
+    Holds a lock beside the destination from one to the other: a second run on the same destination is `Occupied`
+    while the first is alive, and clears its leavings away when it is not.
+
+    With a `key`, which says what is being made, a directory that was begun under the same key is resumed, and
+    `leave` leaves one for later. Several processes that are each to make a `part` have it open at the same time, from
+    when each lets the others in.
+
+    `check_other`, called with the key of what was begun there under another one and with its notes, may raise an error
+    to keep that.
+
+    With `is_file` the destination becomes the one file that was made in the directory.
+    """
+
+    def __init__(
+        self,
+        dst: Path,
+        *,
+        overwrite: bool = False,
+        sync: bool = True,
+        key: bytes | None = None,
+        is_part: bool = False,
+        is_file: bool = False,
+        check_other: Callable[[bytes, Path], None] | None = None,
+    ) -> None:
+        self.dst = dst.absolute()
+        self.path = staging_path(self.dst)
+        self.overwrite = overwrite
+        self.sync = sync
+        self.key = key
+        self.is_part = is_part
+        self.is_file = is_file
+        self.check_other = check_other
+        self._lock: int | None = None
+        self._claim: int | None = None  # on what is being made under a key; shared among parts
+        self._is_ours = False  # what lies in `path`
+
+    @property
+    def work(self) -> Path:
+        """Return the directory in `path` for notes on what has been done; it is not part of the output."""
+        return self.path / WORK
+
+    def open(self) -> Self:
+        """Lock the destination and make `path`, empty unless there is something to resume.
+
+        Apart from `__init__`, so that there is something to discard whenever a signal comes. The maker of a part waits
+        until others have let it in, and has the directory to itself until it lets them in.
+        """
+        check_destination(self.dst, self.overwrite, is_file=self.is_file)
+        with translate_os_errors(self.dst):
+            make_directories(self.dst.parent, sync=self.sync)
+            self._lock = self._acquire()
+            recover(self.dst)
+            check_destination(self.dst, self.overwrite, is_file=self.is_file)  # a run before us may have made it
+            begun = read_key(self.path)
+            if self.key is None or begun != self.key:
+                if begun is not None and self.check_other is not None:
+                    self.check_other(begun, self.work)
+                close(claim(self.path))
+                self._is_ours = True
+                make_empty(self.path)
+                if self.key is not None:
+                    write_key(self.path, self.key)
+            if self.key is not None:
+                self._claim = claim(self.path, shared=self.is_part)
+            self._is_ours = True
+        return self
+
+    def _acquire(self) -> int:
+        while True:
+            try:
+                return acquire(lock_path(self.dst), patience=_PATIENCE if self.is_part else 0)
+            except Occupied:
+                if not self.is_part or read_key(self.path) != self.key:
+                    raise
+
+    def let_others_in(self) -> None:
+        """Let other processes open it too, to make other parts of the same."""
+        self._release()
+
+    def commit(self) -> None:
+        """Put what `path` holds in the destination, durably. A failed fsync is never tried again."""
+        with translate_os_errors(self.path):
+            remove(self.work)
+            if self.sync:
+                sync_tree(self.path)
+            self._show()
+            if self.sync:
+                sync_path(self.dst.parent)
+        # what is at `path` now was at the destination before; should it not go away, the next run removes it
+        with suppress(OSError):
+            remove(self.path)
+        self.leave()
+
+    def _show(self) -> None:
+        self._is_ours = False  # whatever is at `path` afterwards, until the disk has its new name too
+        try:
+            if self.is_file:
+                (made,) = self.path.iterdir()
+                move_file_into_place(made, self.dst, self.overwrite)
+            else:
+                move_into_place(self.path, self.dst, self.overwrite)
+        except Exception:
+            self._is_ours = True
+            raise
+
+    def discard(self) -> None:
+        """Remove what was made, if anything was. The destination is as it was."""
+        if self._is_ours and self._lock is not None:
+            with suppress(OSError):
+                if not self.path.is_symlink():
+                    remove(self.path)
+        self.leave()
+
+    def leave(self) -> None:
+        """Let go of what was made, for others to resume."""
+        claimed, self._claim = self._claim, None
+        close(claimed)
+        self._release()
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            release(lock, lock_path(self.dst))
+
+
+def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> None:
+    """Raise `Occupied` if something is at `dst` that may not be replaced; an empty directory may, by a directory."""
+    with translate_os_errors(dst):
+        if dst.is_symlink():
+            raise Unsafe("the destination is a symbolic link", path=dst, hint="pass the directory that it points to")
+        if not dst.exists():
+            return
+        if dst.is_dir() == is_file:
+            raise Occupied(f"the destination is a {'directory' if is_file else 'file'}", path=dst)
+        if not overwrite and (is_file or any(dst.iterdir())):
+            raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
+
+
+def claim(path: Path, *, shared: bool = False) -> int | None:
+    """Lock what is being made in directory `path`. Returns None if it is nothing that others may resume."""
+    try:
+        fd = os.open(path / WORK / _KEY, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        if not try_lock(fd, path, shared=shared):
+            hint = "wait for them to end"
+            raise Occupied("parts of this destination, or of another one, are still being made", path=path, hint=hint)
+    except BaseException:
+        close(fd)
+        raise
+    return fd
+
+
+def read_key(path: Path) -> bytes | None:
+    """Return the key under which directory `path` was begun; None if there is no such directory, or it has none."""
+    file = path / WORK / _KEY
+    with translate_os_errors(file):
+        if path.is_symlink() or not file.is_file():
+            return None
+        with opening(file) as opened:
+            return read_at(opened, opened.size, 0)
+
+
+def write_key(path: Path, key: bytes) -> None:
+    """Begin directory `path` under a key, which is absent or whole at every moment."""
+    written = path / WORK / f"{_KEY}.new"
+    with translate_os_errors(path):
+        again((path / WORK).mkdir)
+        write_file(written, key)
+        again(written.rename, path / WORK / _KEY)
+
+
+def make_empty(path: Path) -> None:
+    """Make directory `path`, in the place of what a dead run left there."""
+    with translate_os_errors(path):
+        if path.is_symlink():
+            raise Unsafe("refusing to follow a symbolic link in place of the output", path=path, hint="remove it")
+        if path.exists():
+            sync_path(path.parent)  # else it may be what a power cut brings back to the destination
+            remove(path)
+        again(path.mkdir)
+
+
+def clear_dead(root: Path) -> None:
+    """Remove what runs that died have left hidden in directory `root`, but for what can be resumed."""
+    with translate_os_errors(root):
+        names = {match[1] for path in root.iterdir() if (match := HIDDEN.fullmatch(path.name))}
+        for dst in (root / name for name in sorted(names)):
+            lock = lock_path(dst)
+            with suppress(Occupied):
+                owned = acquire(lock)
+                try:
+                    recover(dst)
+                    if read_key(staging_path(dst)) is None:
+                        remove(staging_path(dst))
+                finally:
+                    release(owned, lock)
+
+
+def recover(dst: Path) -> None:
+    """Put back, or remove, an old `dst` that was put aside by a run that died before it had swapped two directories."""
+    aside = aside_path(dst)
+    if dst.exists():
+        remove(aside)
+    elif aside.exists():
+        again(os.rename, aside, dst)
+
+
+def publish(dst: Path, content: bytes, *, overwrite: bool = False) -> None:
+    """Write `content` to the file `dst`, which is absent or whole at every moment.
+
+    Raises `Occupied` if there is one, unless it is to be replaced.
+    """
+    stage = Stage(dst, overwrite=overwrite, is_file=True)
+    try:
+        write_file(stage.open().path / dst.name, content)
+        stage.commit()
+    except BaseException:
+        stage.discard()
+        raise

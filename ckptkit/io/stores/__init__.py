@@ -1,0 +1,247 @@
+"""Open stores, in which remote checkpoints lie: trees of entries and their bytes.
+
+What a store was once asked is kept for the process, so that all who look see one state of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+
+from ckptkit.entry_points import PluginTable, load
+from ckptkit.errors import CkptError, IOFailure
+
+T = TypeVar("T")
+Read = Callable[[int, int], bytes]  # the bytes of a file from one offset up to another, in one request
+
+
+class KnownStore(NamedTuple):
+    """A store of the table, as names `module:attribute`, which are imported when first needed.
+
+    `store` makes a `Store` of the URL of its root. The others are "" where ckptkit cannot do that: `destination` makes
+    a `Destination`, `small_files` the `SmallFiles`, `keeper` the `Keeper` of the run at a path. `describe` says in
+    words, before the user consents, what would be written to a path; `uploads` is the module with `find_uploads` and
+    `abort` for uploads that were not finished.
+    """
+
+    store: str
+    destination: str = ""
+    small_files: str = ""
+    keeper: str = ""
+    describe: str = ""
+    uploads: str = ""
+
+
+_S3 = KnownStore(
+    "ckptkit.io.stores.s3:S3Store",
+    destination="ckptkit.io.s3_destination:S3Destination",
+    small_files="ckptkit.plugins.s3_runs.small_files:S3SmallFiles",
+    keeper="ckptkit.plugins.s3_runs.keeper:S3Keeper",
+    uploads="ckptkit.plugins.s3_runs.uploads",
+)
+_OBJECTS = KnownStore(
+    "ckptkit.plugins.object_stores.store:open_objects",
+    destination="ckptkit.plugins.object_stores.destination:ObjectDestination",
+)
+_DESCRIBE_HUB = "ckptkit.plugins.hub_writing.places:describe_place"
+
+# by the scheme of a URL, or its beginning
+STORES = PluginTable(
+    "ckptkit.stores",
+    KnownStore,
+    {
+        "hf": KnownStore(
+            "ckptkit.io.stores.hub:HubStore",
+            destination="ckptkit.plugins.hub_writing.repo_destination:HubRepoDestination",
+            describe=_DESCRIBE_HUB,
+        ),
+        "hf://buckets": KnownStore(
+            "ckptkit.plugins.hub_writing.bucket_store:HubBucketStore",
+            destination="ckptkit.plugins.hub_writing.bucket_destination:HubBucketDestination",
+            describe=_DESCRIBE_HUB,
+        ),
+        "az": _OBJECTS,
+        "gs": _OBJECTS,
+        "s3": _S3,
+        "s3a": KnownStore(_S3.store),
+    },
+)
+OTHERS = KnownStore("ckptkit.io.stores.generic:FileSystem")  # fsspec knows all others
+_PAUSES = (0.2, 1.0, 3.0)  # seconds before a request that got no answer is made again
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """A file or directory of a store. Of a file its bytes, and its change (seconds since 1970, 0 if nobody tells).
+
+    Whatever changes with the content of a file, such as an ETag, is its `tag`.
+    """
+
+    name: str
+    is_dir: bool
+    size: int = 0
+    changed: float = 0.0
+    tag: str = ""
+
+
+class Store(Protocol):
+    """A place that holds files. A `key` is a path in it, with slashes; the root's is empty.
+
+    Each method may raise `FileNotFoundError`, `PermissionError` or an error of a library's own. `hint` says what to
+    look at when it does not answer.
+    """
+
+    hint: str
+
+    def find(self, key: str) -> StoreEntry | None:
+        """Return the entry at `key`, or None."""
+
+    def entries(self, key: str) -> list[StoreEntry]:
+        """Return the entries in the directory at `key`."""
+
+    def open(self, key: str, entry: StoreEntry) -> Read:
+        """Return a function, for one thread, that reads from the file at `key` as long as it is what `entry` says."""
+
+    def forget(self) -> None:
+        """Forget every answer: ask again from now on."""
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A store that says in our words why a method failed."""
+
+    def refusal(self, error: Exception, path: Path) -> CkptError:
+        """Return our error for one that a method raised, asked for what lies at `path`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSum:
+    """What a store knows of the content of a file, without reading it.
+
+    That is its size in bytes, and the names of the checksums that are kept. `parts` has, in order, the CRC-32 and the
+    bytes of each part of the file, or of the whole; it is empty if the store does not tell any.
+    """
+
+    nbytes: int
+    parts: tuple[tuple[int, int], ...] = ()
+    kinds: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class KeepsSums(Protocol):
+    """A store that keeps checksums of files, which it computed itself when they were written."""
+
+    def stored_sum(self, key: str) -> StoredSum:
+        """Return what it knows of the file at `key`, in one or two requests."""
+
+
+@dataclass(slots=True)
+class CachedStore:
+    """A store and its answers so far: entries by key, and listings by key of their directory.
+
+    `reopen` gives the same store as it is by then, if another state of it is known.
+    """
+
+    store: Store
+    reopen: Callable[[], Store] | None = None
+    found: dict[str, StoreEntry | None] = field(default_factory=dict)
+    listed: dict[str, dict[str, StoreEntry]] = field(default_factory=dict)
+
+    def find(self, key: str) -> StoreEntry | None:
+        """Return the entry at `key`, or None."""
+        folder, _, name = key.rpartition("/")
+        if key and folder in self.listed:
+            return self.listed[folder].get(name)
+        if key not in self.found:
+            self.found[key] = None if self._rules_out(folder) else self.store.find(key)
+        return self.found[key]
+
+    def entries(self, key: str) -> dict[str, StoreEntry]:
+        """Return the entries in the directory at `key`, by name. Raises `FileNotFoundError` or `NotADirectoryError`."""
+        if key not in self.listed:
+            entry = self.find(key)
+            if entry is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            if not entry.is_dir:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            self.listed[key] = {found.name: found for found in self.store.entries(key)}
+        return self.listed[key]
+
+    def find_change(self, key: str) -> str | None:
+        """Return the key of something at or below `key` that is not what it was when first asked for, or None."""
+        self.store.forget()
+        fresh = CachedStore(self.store)
+        below = f"{key}/" if key else ""
+        for folder, before in self.listed.items():
+            if folder == key or folder.startswith(below):
+                after = fresh.entries(folder) if fresh.find(folder) else {}
+                changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+                if changed:
+                    return f"{folder}/{changed[0]}".lstrip("/")
+        seen = self.found.get(key)
+        return key if seen is not None and fresh.find(key) != seen else None
+
+    def forget(self) -> None:
+        """Forget every answer: the store was written to."""
+        self.store.forget()
+        self.store = self.reopen() if self.reopen else self.store
+        self.found.clear()
+        self.listed.clear()
+
+    def _rules_out(self, folder: str) -> bool:
+        """Return True if there is no such directory, as far as can be told without asking."""
+        above, _, name = folder.rpartition("/")
+        if folder and above in self.listed:
+            entry = self.listed[above].get(name)
+            return entry is None or not entry.is_dir
+        return bool(folder) and self._rules_out(above)
+
+
+def known_store(url: str) -> KnownStore:
+    """Return what is known of the store that a URL names, at its root or below."""
+    scheme, _, place = url.partition("://")
+    return STORES.get(f"{scheme}://{place.partition('/')[0]}") or STORES.get(scheme, OTHERS)
+
+
+@cache
+def open_store(url: str) -> CachedStore:
+    """Return the store whose root is `url`, one for all callers. Raises `Usage` if nothing here knows such URLs."""
+    reopen = partial(load(known_store(url).store), url)
+    return CachedStore(cast(Store, reopen()), reopen)
+
+
+@contextmanager
+def reaching(path: Path, store: Store) -> Iterator[None]:
+    """Turn any error that a store or its library raises inside the block into an `IOFailure` that names `path`.
+
+    That nothing is there is no failure.
+    """
+    try:
+        yield
+    except CkptError as error:
+        raise error.blame(path=path) from error.__cause__
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # every library has its own, and those of what it is built on
+        if isinstance(store, Explains):
+            raise store.refusal(error, path) from error
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        what = "access denied" if isinstance(error, PermissionError) else "the store does not answer"
+        raise IOFailure(f"{what}: {reason}", path=path, hint=store.hint) from error
+
+
+def patiently(request: Callable[[], T], dropped: tuple[type[Exception], ...]) -> T:
+    """Return what `request` gives, which is made again, after a pause, a few times when the connection is `dropped`."""
+    for pause in _PAUSES:
+        try:
+            return request()
+        except dropped:
+            time.sleep(pause)
+    return request()

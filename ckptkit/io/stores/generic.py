@@ -1,0 +1,127 @@
+"""Open stores of every kind that fsspec knows: Google Cloud, Azure, HTTP, SFTP, and so on. Keeps no bytes.
+
+Credentials, endpoints and retries are those of fsspec and of the library behind it, from the environment and from their
+own files.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from ckptkit.errors import IOFailure, Usage
+from ckptkit.io.stores import Read, StoreEntry, patiently
+
+_EXTRAS = {
+    "s3": "ckptkit-fsdp[s3]",
+    "s3a": "ckptkit-fsdp[s3]",
+    "gs": "ckptkit-fsdp[gs]",
+    "az": "ckptkit-fsdp[az]",
+}
+_TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "generation", "checksum", "sha256", "oid")
+_TIMES = ("LastModified", "mtime", "updated", "last_modified", "created", "modified")
+_ONE_BY_ONE = threading.Lock()  # of libraries that are not asynchronous few are safe in threads
+
+
+class FileSystem:
+    """A tree of files as fsspec has it; `url` is its root, and `settings` are those of fsspec."""
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        scheme = url.partition("://")[0].rpartition("::")[2]
+        self.hint = f"set up what `{scheme}://` needs as fsspec documents it"
+        try:
+            import fsspec
+
+            self._files, base = fsspec.url_to_fs(url, **settings)
+        except ImportError as error:
+            package = _EXTRAS.get(scheme)
+            hint = f"pip install '{package}'" if package else str(error)
+            raise Usage(f"reading `{scheme}://` needs a package that is not installed", hint=hint) from error
+        except (TypeError, ValueError) as error:
+            raise Usage(f"{error}", hint="use hf://, s3:// or a scheme that fsspec knows") from error
+        self._base = base.rstrip("/")
+
+    def find(self, key: str) -> StoreEntry | None:
+        """Return the entry at `key`, or None. The root is a directory if it can be listed, whatever else it is."""
+        try:
+            if key:
+                return entry_of(self._files.info(self._path(key)))
+            self._list(key)
+        except FileNotFoundError as error:
+            if self._is_absent(error):
+                return None
+            raise LookupError(str(error)) from error
+        return StoreEntry("", is_dir=True)
+
+    def entries(self, key: str) -> list[StoreEntry]:
+        """Return the entries in the directory at `key`, but for empty objects that some tools put in its place."""
+        place = self._path(key).strip("/")
+        return [entry_of(info) for info in self._list(key) if info["name"].strip("/") != place]
+
+    def open(self, key: str, entry: StoreEntry) -> Read:
+        """Return a function that reads from the file at `key`. S3 is asked for the object that was listed, by ETag."""
+        path = self._path(key)
+        if not self._files.async_impl:
+            return lambda start, stop: self._read_alone(path, start, stop)
+        file = self._files.open(path, "rb", cache_type="none")
+        if entry_of(file.details) != entry:
+            raise IOFailure("the file was replaced while it was being read", hint="run the same command again")
+
+        def read(start: int, stop: int) -> bytes:
+            file.seek(start)
+            data: bytes = file.read(stop - start)
+            return data
+
+        return lambda start, stop: patiently(lambda: read(start, stop), dropped_connections())
+
+    def forget(self) -> None:
+        """Drop the listings that fsspec has."""
+        self._files.invalidate_cache()
+
+    def _is_absent(self, error: FileNotFoundError) -> bool:  # noqa: ARG002
+        """Return whether an error says that a file is missing, and not all that it would lie in."""
+        return True
+
+    def _path(self, key: str) -> str:
+        return f"{self._base}/{key}" if key else self._base
+
+    def _list(self, key: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._files.ls(self._path(key), detail=True)
+        return found
+
+    def _read_alone(self, path: str, start: int, stop: int) -> bytes:
+        with _ONE_BY_ONE:
+            data: bytes = self._files.cat_file(path, start=start, end=stop)
+        return data
+
+
+def entry_of(info: Mapping[str, Any]) -> StoreEntry:
+    """Return an entry as fsspec describes it. The tag is the store's own for the content, or else the time."""
+    times = [info[name] for name in _TIMES if info.get(name)]
+    changed = seconds(times[0]) if times else 0.0
+    tags = [str(info[name]).strip('"') for name in _TAGS if info.get(name)]
+    name = info["name"].rstrip("/").rpartition("/")[2]
+    if info["type"] == "directory":
+        return StoreEntry(name, is_dir=True)
+    return StoreEntry(name, False, int(info["size"] or 0), changed, tags[0] if tags else str(changed or ""))
+
+
+def seconds(time: Any) -> float:
+    """Return a time in seconds since 1970, however a library gives it; whole, as a store may tell it in two ways."""
+    if isinstance(time, str):
+        try:
+            time = datetime.fromisoformat(time)
+        except ValueError:
+            return 0.0
+    return float(int(time.timestamp() if isinstance(time, datetime) else time))
+
+
+def dropped_connections() -> tuple[type[Exception], ...]:
+    """Return the errors by which a connection is lost where the library does not try again by itself."""
+    try:
+        from aiohttp import ClientConnectionError, ClientPayloadError
+    except ImportError:
+        return (ConnectionError, TimeoutError)
+    return (ConnectionError, TimeoutError, ClientConnectionError, ClientPayloadError)

@@ -1,0 +1,192 @@
+"""Read from repositories of the Hugging Face Hub, each at one commit, so that all reads see one state. Keeps no bytes.
+
+Files are read by range from where the Hub redirects, for large ones to a CDN: asked once a file, not for every range.
+The token, the endpoint and other settings are those of `huggingface_hub`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from ckptkit.errors import IOFailure, NotACheckpoint, Usage
+from ckptkit.io.stores import Read, StoreEntry
+from ckptkit.version import __version__
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_KINDS = {"datasets": "dataset", "spaces": "space"}
+_TRIES = 3
+_MOST = 300  # characters of an error that are repeated
+_TIMEOUT = 30  # seconds without a byte
+
+
+class HubStore:
+    """The repository that `hf://[datasets/]org/name[@revision]` means."""
+
+    hint = "run `hf auth login` or set HF_TOKEN if the repository is private or gated; no local path has this name"
+
+    def __init__(self, url: str) -> None:
+        self._kind, self._id, self._revision = parse_repository(url.partition("://")[2])
+        self._api = connect()
+        self._sources: dict[str, HubDownload] = {}
+
+    @cached_property
+    def commit(self) -> str:
+        """Return the commit of the revision, the same from now on. Raises `NotACheckpoint` if there is none."""
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        try:
+            found = self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind)
+        except RevisionNotFoundError as error:
+            raise NotACheckpoint(f"the repository does not have revision `{self._revision}`") from error
+        except RepositoryNotFoundError as error:
+            raise NotACheckpoint("the Hub has no such repository, or you may not see it", hint=self.hint) from error
+        return str(found.sha)
+
+    def find(self, key: str) -> StoreEntry | None:
+        """Return the entry at `key`, or None."""
+        if not key:
+            return StoreEntry("", is_dir=bool(self.commit))
+        folder, _, name = key.rpartition("/")
+        try:
+            return next((entry for entry in self.entries(folder) if entry.name == name), None)
+        except FileNotFoundError:
+            return None
+
+    def entries(self, key: str) -> list[StoreEntry]:
+        """Return the entries of the directory at `key`."""
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            tree = self._api.list_repo_tree(self._id, key or None, revision=self.commit, repo_type=self._kind)
+            return [entry_of(found) for found in tree]
+        except EntryNotFoundError as error:
+            raise FileNotFoundError(key) from error
+
+    def open(self, key: str, entry: StoreEntry) -> Read:
+        """Return a function that reads from the file at `key`; a commit never changes."""
+        from huggingface_hub import hf_hub_url
+
+        url = hf_hub_url(self._id, key, revision=self.commit, repo_type=self._kind, endpoint=self._api.endpoint)
+        return self._sources.setdefault(key, HubDownload(url, entry.size)).read
+
+    def forget(self) -> None:
+        """Keep all: a commit never changes."""
+
+
+class HubDownload:
+    """A file of `size` bytes that the Hub has at `url`, and the address it redirects to. Safe for all threads."""
+
+    def __init__(self, url: str, size: int) -> None:
+        self._url = url
+        self._size = size
+        self._location: str | None = None
+        self._lock = threading.Lock()
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes from one offset up to another."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            return self._ask(start, stop)
+        except HfHubHTTPError as error:
+            if error.response.status_code not in (401, 403, 404, 410):
+                raise
+            self._location = None  # its signature has expired, after an hour or so
+            return self._ask(start, stop)
+
+    def _ask(self, start: int, stop: int) -> bytes:
+        from huggingface_hub.utils import hf_raise_for_status, http_backoff
+
+        with self._lock:
+            location = self._location = self._location or self._locate()
+        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", **self._credentials(location)}
+        answer = http_backoff(
+            "GET", location, headers=headers, timeout=_TIMEOUT, max_retries=_TRIES, base_wait_time=0.5
+        )
+        hf_raise_for_status(answer)
+        if answer.status_code != 206 and stop - start != self._size:
+            raise IOFailure("the server ignores range requests and sends the whole file")
+        return bytes(answer.content)
+
+    def _locate(self) -> str:
+        """Return the address of the content."""
+        from huggingface_hub import get_hf_file_metadata
+
+        return get_hf_file_metadata(self._url, token=None, headers=our_headers(), retry_on_errors=True).location
+
+    def _credentials(self, location: str) -> dict[str, str]:
+        """Return the headers for an address: the token is sent to the Hub alone."""
+        is_hub = urlsplit(location)[:2] == urlsplit(self._url)[:2]
+        return our_headers() if is_hub else {}
+
+
+def parse_repository(place: str) -> tuple[str, str, str | None]:
+    """Return kind, id and revision of `[datasets/]org/name[@revision]`."""
+    parts = place.split("/")
+    owner, name = parts[-2:]
+    name, _, revision = name.partition("@")
+    return _KINDS.get(parts[0], "model"), f"{owner}/{name}", unquote(revision) or None
+
+
+def find_snapshot(place: str) -> Path | None:
+    """Return the snapshot of `[datasets/]org/name[@revision]` in the Hub's cache, if HF_HUB_OFFLINE is set; else None.
+
+    Of a repository that was fetched in part the snapshot has only these files.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    if not constants.HF_HUB_OFFLINE:
+        return None
+    kind, name, revision = parse_repository(place)
+    try:
+        return Path(snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or no name that the Hub allows
+        return None
+
+
+@contextmanager
+def downloading(model: str) -> Iterator[None]:
+    """Turn any error of the Hub's client inside the block into a `Usage` of one line about `model`."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        yield
+    except Exception as error:  # the Hub raises its own, its HTTP client's and the system's
+        reason = " ".join(str(error).split())[:_MOST] or type(error).__name__
+        if constants.HF_HUB_OFFLINE:
+            reason = "HF_HUB_OFFLINE is set, and the Hub's cache does not contain it"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = "there is no such repository, or it is not visible to you"
+        hint = f"check the id, or pass a local directory; `{model.partition('/')[0]}` is not a directory here"
+        raise Usage(f"could not get `{model}` from the Hub: {reason}", hint=hint) from error
+
+
+def connect() -> HfApi:
+    """Return the Hub's own client."""
+    from huggingface_hub import HfApi
+
+    return HfApi(library_name="ckptkit", library_version=__version__)
+
+
+def our_headers() -> dict[str, str]:
+    """Return the headers of every request to the Hub, such as the user's token."""
+    from huggingface_hub.utils import build_hf_headers
+
+    return build_hf_headers(library_name="ckptkit", library_version=__version__)
+
+
+def entry_of(found: Any) -> StoreEntry:
+    """Return the entry for a file or directory as huggingface_hub lists it."""
+    name = found.path.rpartition("/")[2]
+    if not hasattr(found, "blob_id"):
+        return StoreEntry(name, is_dir=True)
+    return StoreEntry(name, False, found.size, tag=found.lfs.sha256 if found.lfs else found.blob_id)

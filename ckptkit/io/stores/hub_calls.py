@@ -1,0 +1,245 @@
+"""Call the Hub: list and change repositories and buckets. Sends only the content of small files.
+
+A token is never asked for, kept or shown: `huggingface_hub` finds it where `hf auth login` or `HF_TOKEN` put it.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from logging import ERROR
+from typing import Any
+from urllib.parse import quote
+
+from huggingface_hub import constants, get_token
+from huggingface_hub.utils import get_session, hf_raise_for_status, http_backoff, logging
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
+from ckptkit.io.stores.hub import connect, our_headers
+from ckptkit.io.stores.hub_errors import AGAIN, MAIN, page_of, redact, talking
+
+MODEL, BUCKET = "models", "buckets"  # kinds of places, as the Hub's calls name them
+_SAMPLE = 512  # bytes of a file by which the Hub tells text from data
+_NDJSON = {"Content-Type": "application/x-ndjson"}
+
+Line = dict[str, Any]  # of a request that changes several files
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file on the Hub: its size, git's id of it, and if it is large its SHA-256, since the id is a pointer's then."""
+
+    nbytes: int
+    oid: str
+    sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HubRepository:
+    """A repository at one commit."""
+
+    repo_id: str
+    commit: str
+    is_private: bool
+    files: Mapping[str, HubFile]
+
+    @property
+    def url(self) -> str:
+        return page_of(self.repo_id)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file in a bucket: its size, and the hash that the Hub's storage gives its content."""
+
+    nbytes: int
+    xet_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class XetAccess:
+    """The right to write to the Hub's storage, for a while: `refresh_url` gives it anew.
+
+    https://huggingface.co/docs/xet/auth
+    """
+
+    endpoint: str
+    token: str = field(repr=False)
+    expires: int
+    refresh_url: str
+    headers: Mapping[str, str] = field(repr=False)
+
+
+def find(repo_id: str, revision: str) -> HubRepository | None:
+    """Return a repository as it is now, None if there is no such repository or revision."""
+    try:
+        return look_up(repo_id, revision)
+    except NotACheckpoint:
+        return None
+
+
+def look_up(repo_id: str, revision: str) -> HubRepository:
+    """Return a repository as it is now. Raises `NotACheckpoint` if there is none, or none that we may see."""
+    with talking(repo_id, revision):
+        found = connect().model_info(repo_id, revision=revision, files_metadata=True)
+    files = {}
+    for file in found.siblings or ():
+        if file.size is None or file.blob_id is None:
+            raise Corrupt(f"the Hub does not say what `{file.rfilename!a}` is", path=found.id)
+        files[file.rfilename] = HubFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
+    if found.sha is None:
+        raise Corrupt("the Hub does not say which commit this is", path=found.id)
+    return HubRepository(found.id, found.sha, bool(found.private), files)
+
+
+def require_token() -> None:
+    """Raise `IOFailure` if there is nothing that says who we are."""
+    if get_token() is None:
+        raise IOFailure("there is no token for the Hub", hint="run `hf auth login`, or set HF_TOKEN")
+
+
+def create_repository(repo_id: str, *, private: bool) -> HubRepository:
+    """Make a repository. Raises `Unsafe` if the Hub made it public and it was to be private."""
+    with talking(repo_id):
+        connect().create_repo(repo_id, private=private)
+    made = look_up(repo_id, MAIN)
+    if private and not made.is_private:
+        raise Unsafe("the Hub made the repository public; nothing was sent", path=repo_id)
+    return made
+
+
+def create_branch(repo_id: str, branch: str, commit: str) -> None:
+    """Make a branch of a repository that begins at a commit."""
+    with talking(repo_id):
+        connect().create_branch(repo_id, branch=branch, revision=commit)
+
+
+def is_kept_as_data(repo_id: str, revision: str, name: str, data: bytes) -> bool:
+    """Return whether the Hub wants a small file in its storage, and not in git itself.
+
+    Raises `Unsupported` if the .gitignore of the repository names the file.
+    """
+    asked = {"path": name, "size": len(data), "sample": b64encode(data[:_SAMPLE]).decode()}
+    with talking(repo_id, revision):
+        address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/preupload/{quote(revision, safe='')}"
+        answer = http_backoff("POST", address, json={"files": [asked]}, headers=our_headers())
+        hf_raise_for_status(answer)
+        (found,) = answer.json()["files"]
+    if found.get("shouldIgnore"):
+        hint = "take the line out of .gitignore, or write to another repository"
+        raise Unsupported(f"the .gitignore of the repository excludes `{name}`", hint=hint)
+    return bool(found["uploadMode"] == "lfs" and data)  # storage takes no empty files
+
+
+def ask_access(kind: str, place_id: str, revision: str | None = None) -> XetAccess:
+    """Return the right to write to the storage of a repository at a revision, or of a bucket."""
+    at = "" if revision is None else f"/{quote(revision, safe='')}"
+    address = f"{constants.ENDPOINT}/api/{kind}/{place_id}/xet-write-token{at}"
+    headers = our_headers()
+    with talking(place_id, revision or MAIN):
+        answer = http_backoff("GET", address, headers=headers)
+        hf_raise_for_status(answer)
+        found = answer.json()
+        return XetAccess(found["casUrl"], found["accessToken"], int(found["exp"]), address, headers)
+
+
+def commit_files(repo_id: str, revision: str, message: str, parent: str, lines: Iterable[Line]) -> str:
+    """Change files of a branch in one commit behind `parent`. Returns its id.
+
+    Asked once only: whether a request that got no answer has made the commit, its caller has to find out. Raises
+    `Occupied` if the branch is not at `parent`.
+    """
+    header = {"key": "header", "value": {"summary": message, "description": "", "parentCommit": parent}}
+    address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/commit/{quote(revision, safe='')}"
+    with talking(repo_id, revision):
+        answer = get_session().post(address, headers=our_headers() | _NDJSON, content=pack([header, *lines]))
+        hf_raise_for_status(answer)
+        return str(answer.json()["commitOid"])
+
+
+def inline_line(name: str, data: bytes) -> Line:
+    """Return the line of a commit for a small file, which it contains."""
+    return {"key": "file", "value": {"path": name, "content": b64encode(data).decode(), "encoding": "base64"}}
+
+
+def data_line(name: str, nbytes: int, sha256: str) -> Line:
+    """Return the line of a commit for a file whose content is in storage."""
+    return {"key": "lfsFile", "value": {"path": name, "algo": "sha256", "oid": sha256, "size": nbytes}}
+
+
+def deletion_line(name: str) -> Line:
+    return {"key": "deletedFile", "value": {"path": name}}
+
+
+def is_private_bucket(bucket_id: str) -> bool | None:
+    """Return whether a bucket is private, None if there is none, or none that we may see."""
+    try:
+        with talking(bucket_id):
+            return bool(connect().bucket_info(bucket_id).private)
+    except NotACheckpoint:
+        return None
+
+
+def create_bucket(bucket_id: str) -> None:
+    """Make a private bucket."""
+    with talking(bucket_id):
+        connect().create_bucket(bucket_id, private=True)
+
+
+def list_bucket(bucket_id: str, folder: str) -> dict[str, StoredFile]:
+    """Return the files anywhere below a folder of a bucket, by their names in it."""
+    base = f"{folder}/"
+    with talking(bucket_id):
+        tree = connect().list_bucket_tree(bucket_id, prefix=folder, recursive=True)
+        files = [item for item in tree if item.type == "file"]
+    return {
+        file.path.removeprefix(base): StoredFile(file.size, file.xet_hash)
+        for file in files
+        if file.path.startswith(base)
+    }
+
+
+def describe_paths(bucket_id: str, paths: Iterable[str]) -> dict[str, StoredFile]:
+    """Return those of some files that are in a bucket, by path."""
+    with talking(bucket_id):
+        found = list(connect().get_bucket_paths_info(bucket_id, list(paths)))
+    return {file.path: StoredFile(file.size, file.xet_hash) for file in found}
+
+
+def change_bucket(bucket_id: str, lines: Sequence[Line]) -> None:
+    """Add and delete files of a bucket; a file is changed or not, and some may be. Raises `IOFailure` if not all are.
+
+    https://huggingface.co/docs/hub/storage-buckets
+    """
+    with talking(bucket_id):
+        address = f"{constants.ENDPOINT}/api/{BUCKET}/{bucket_id}/batch"
+        answer = http_backoff("POST", address, headers=our_headers() | _NDJSON, content=pack(lines))
+        failed = answer.json().get("failed") if answer.status_code in (200, 422) else None
+        if failed:
+            first = failed[0]
+            message = f"the Hub did not change {len(failed)} of {len(lines)} files: {redact(str(first.get('error')))}"
+            raise IOFailure(message, path=f"hf://{BUCKET}/{bucket_id}/{first.get('path')}", hint=AGAIN)
+        hf_raise_for_status(answer)
+
+
+def pack(lines: Iterable[Line]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Keep `huggingface_hub` from showing bars and from logging its retries inside the block."""
+    level, had_bars = logging.get_verbosity(), not are_progress_bars_disabled()
+    logging.set_verbosity(ERROR)
+    if had_bars:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            enable_progress_bars()

@@ -1,0 +1,167 @@
+"""List the objects and the multipart uploads of a bucket with their times, and delete many objects at once.
+
+https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from itertools import islice
+
+from ckptkit.errors import IOFailure
+from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.stores.s3_errors import ABSENT, StoreRefused, find_code, refusal
+
+BATCH = 1000  # objects that one request deletes
+_BUSY = ("InternalError", "ServiceUnavailable", "SlowDown")  # of one key; the library repeats only whole requests
+_THREADS = 16  # where each object takes a request
+_PAUSES = (0.2, 1.0, 3.0)  # seconds before what was busy is asked for again
+_NO_BATCHES = ("405", "501", "MethodNotAllowed", "MissingContentMD5", "NotImplemented")  # some stores say this
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object: its bytes, and when it was written, in seconds since 1970 by the clock of the store."""
+
+    nbytes: int
+    changed: float
+
+
+@dataclass(frozen=True, slots=True)
+class MultipartUpload:
+    """An upload of the object at `key` in parts, which began at a time by the clock of the store."""
+
+    key: str
+    upload: str
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class SentParts:
+    """The bytes of the parts that a store has, and when the last came; 0 if there are none."""
+
+    nbytes: int
+    changed: float
+
+
+def list_objects(bucket: S3Bucket, prefix: str) -> dict[str, StoredObject]:
+    """Return each object whose key begins with `prefix`."""
+    found: dict[str, StoredObject] = {}
+    more: dict[str, str] = {}
+    while True:
+        page = bucket.call("list_objects_v2", Prefix=prefix, **more)
+        for one in page.get("Contents", ()):
+            found[one["Key"]] = StoredObject(int(one["Size"]), to_seconds(one["LastModified"]))
+        if not page.get("IsTruncated"):
+            return found
+        more = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+def read_object(bucket: S3Bucket, key: str) -> bytes | None:
+    """Return the content of a small object, None if there is none."""
+    try:
+        return bucket.read(key)
+    except IOFailure as error:
+        if find_code(error) not in ABSENT:
+            raise
+        return None
+
+
+def list_uploads(bucket: S3Bucket, prefix: str) -> list[MultipartUpload]:
+    """Return the multipart uploads under way of keys that begin with `prefix`."""
+    found: list[MultipartUpload] = []
+    more: dict[str, str] = {}
+    while True:
+        page = bucket.call("list_multipart_uploads", Prefix=prefix, **more)
+        uploads = page.get("Uploads", ())
+        found += [MultipartUpload(one["Key"], one["UploadId"], to_seconds(one["Initiated"])) for one in uploads]
+        if not page.get("IsTruncated"):
+            return found
+        more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def measure_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None:
+    """Return what the store has of an upload; None if there is no such upload any more."""
+    after, nbytes, changed = 0, 0, 0.0
+    while True:
+        try:
+            page = bucket.call("list_parts", upload.key, UploadId=upload.upload, PartNumberMarker=after)
+        except IOFailure as error:
+            if find_code(error) not in ABSENT:
+                raise
+            return None
+        for one in page.get("Parts", ()):
+            after = int(one["PartNumber"])
+            nbytes += int(one["Size"])
+            changed = max(changed, to_seconds(one["LastModified"]))
+        if not page.get("IsTruncated"):
+            return SentParts(nbytes, changed)
+
+
+def abort_upload(bucket: S3Bucket, key: str, upload: str) -> None:
+    """Abort the upload of an object: the store deletes its parts. Nothing changes if there is no such upload any more.
+
+    `upload` is the id that the store gave it.
+    """
+    try:
+        bucket.call("abort_multipart_upload", key, UploadId=upload)
+    except IOFailure as error:
+        if find_code(error) not in ABSENT:
+            raise
+
+
+def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
+    """Delete up to 1,000 objects in one request, or one by one where the store does not know that.
+
+    Raises `IOFailure` for the first that the store does not delete. One that does not exist counts as deleted.
+    """
+    waiting = list(keys)
+    for pause in (*_PAUSES, None):
+        try:
+            refused = ask_to_delete(bucket, waiting)
+        except IOFailure as error:
+            if find_code(error) not in _NO_BATCHES:
+                raise
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(partial(bucket.call, "delete_object"), waiting))
+            return
+        waiting = [key for key in waiting if key in refused]
+        if not waiting:
+            return
+        lasting = next((key for key in waiting if pause is None or refused[key].code not in _BUSY), None)
+        if lasting is not None:
+            raise refusal(refused[lasting], bucket.root / lasting) from refused[lasting]
+        time.sleep(pause or 0)
+
+
+def ask_to_delete(bucket: S3Bucket, keys: Sequence[str]) -> dict[str, StoreRefused]:
+    """Ask once for the deletion of objects; return those that the store did not delete, each with its reason."""
+    answer = bucket.call("delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
+    return {
+        str(one["Key"]): StoreRefused(str(one.get("Code", "")), str(one.get("Message", "")))
+        for one in answer.get("Errors", ())
+    }
+
+
+def in_batches(keys: Sequence[str]) -> Iterator[list[str]]:
+    """Yield keys in lists, each for one request."""
+    rest = iter(keys)
+    while batch := list(islice(rest, BATCH)):
+        yield batch
+
+
+def read_clock(bucket: S3Bucket) -> float:
+    """Return the time in seconds since 1970 by the clock of the store."""
+    answer = bucket.call("list_objects_v2", MaxKeys=1)
+    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    return parsedate_to_datetime(date).timestamp() if date else time.time()
+
+
+def to_seconds(time_of: datetime) -> float:
+    return time_of.timestamp()

@@ -1,0 +1,56 @@
+"""Make numpy arrays and torch tensors of stored elements."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.errors import Unsupported
+from ckptkit.layout.box import Shape
+from ckptkit.layout.casting import widener
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.small_floats import SMALL_FLOATS
+
+if TYPE_CHECKING:
+    import torch
+
+Array = NDArray[Any]
+
+
+def to_numpy(data: bytearray, dtype: DType, shape: Shape) -> Array:
+    """Return the elements in `data` as an array, which shares its memory where numpy has the dtype.
+
+    What numpy lacks becomes the next dtype that holds every number of it: float32 for bfloat16 and floats of 8 bits,
+    complex64 for complex32. Raises `Unsupported` for elements that are two numbers, or have scales that are not here.
+    """
+    if dtype.name == "bfloat16":
+        return _widened(data, "bfloat16").reshape(shape)
+    if dtype.name == "complex32":
+        return _widened(data, "float16").view(np.complex64).reshape(shape)
+    if dtype.name.endswith("_x2") or dtype.kind == "quantized":
+        raise Unsupported(f"numpy does not have dtype {dtype}", hint="`.torch()` knows some that numpy does not")
+    if dtype.kind == "small_float":
+        numbers = np.array(SMALL_FLOATS[dtype.name].numbers, np.float32)
+        return numbers[np.frombuffer(data, np.uint8)].reshape(shape)
+    return np.ndarray(shape, dtype.name, data)
+
+
+def _widened(data: bytearray, name: str) -> Array:
+    return widener(DTYPES[name])(np.frombuffer(data, np.uint16))
+
+
+def to_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
+    """Return the elements in `data` as a tensor on the CPU, which shares its memory.
+
+    Raises `Unsupported` for quantized dtypes, whose scales are not here.
+    """
+    import torch
+
+    if dtype.kind == "quantized":
+        raise Unsupported(f"cannot read {dtype} without its scales")
+    torchs = getattr(torch, dtype.name)
+    if not data:
+        return torch.empty(shape, dtype=torchs)
+    return torch.frombuffer(data, dtype=torch.uint8).view(torchs).reshape(shape)

@@ -1,0 +1,208 @@
+"""Count the kinds of numbers among stored elements, and take their moments.
+
+Floats are told apart by their bits, which order like integers within a sign
+(https://en.wikipedia.org/wiki/IEEE_754-1985#Comparing_floating-point_numbers): the extremes of the bits, read as signed
+and as unsigned, say of a part at once that all of it is ordinary. Only one that is not is looked at element by element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.layout.casting import widener
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.moments import Moments, measure, measure_often
+from ckptkit.layout.small_floats import SMALL_FLOATS, SmallFloat
+
+Array = NDArray[Any]
+Number = int | float
+
+_PART_BYTES = 1 << 20  # at a time, as in `casting`
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """The kinds of some numbers: how many are NaN, infinite, zero, denormal; the lowest and highest that is not NaN.
+
+    A complex element is two numbers, and so is a byte that holds two of 4 bits. `low` and `high` are None where all are
+    NaN. The `moments` are those of the finite ones.
+    """
+
+    numbers: int = 0
+    nan: int = 0
+    inf: int = 0
+    zero: int = 0
+    denormal: int = 0
+    low: Number | None = None
+    high: Number | None = None
+    moments: Moments = field(default_factory=Moments)
+
+    @property
+    def is_all_zero(self) -> bool:
+        """Return True if there are numbers, and all are zero."""
+        return 0 < self.zero == self.numbers
+
+    @property
+    def is_constant(self) -> bool:
+        """Return True if there are several numbers, and all are the same."""
+        return self.numbers > 1 and not self.nan and self.low == self.high
+
+    @property
+    def sparsity(self) -> float:
+        return self.zero / self.numbers if self.numbers else 0.0
+
+    def merge(self, other: Count) -> Count:
+        """Return the statistics of both together."""
+        return Count(
+            self.numbers + other.numbers,
+            self.nan + other.nan,
+            self.inf + other.inf,
+            self.zero + other.zero,
+            self.denormal + other.denormal,
+            min((low for low in (self.low, other.low) if low is not None), default=None),
+            max((high for high in (self.high, other.high) if high is not None), default=None),
+            self.moments.merge(other.moments),
+        )
+
+
+def count(data: memoryview, dtype: DType) -> Count:
+    """Return the statistics of stored elements of a dtype; no integer or boolean is NaN, infinite or denormal."""
+    found = Count()
+    for start in range(0, len(data), _PART_BYTES):
+        found = found.merge(_count_part(data[start : start + _PART_BYTES], dtype))
+    return found
+
+
+def _count_part(data: memoryview, dtype: DType) -> Count:
+    if dtype.kind == "small_float":
+        return _count_small(np.frombuffer(data, np.uint8), SMALL_FLOATS[dtype.name])
+    if dtype.kind in ("float", "complex"):
+        name = _COMPONENTS.get(dtype.name, dtype.name)
+        kind = _FLOATS[name]
+        bits = np.frombuffer(data, f"u{kind.nbytes}")
+        return replace(_count_floats(bits, kind), moments=measure(bits, widener(DTYPES[name])))
+    return _count_integers(np.frombuffer(data, _INTEGERS.get(dtype.name, dtype.name)))
+
+
+# Integers
+
+_INTEGERS = {"bool": "uint8", "quint8": "uint8", "qint8": "int8", "qint32": "int32"}  # the others have numpy's names
+
+
+def _count_integers(values: Array) -> Count:
+    zero = len(values) - int(np.count_nonzero(values))
+    low, high = values.min().item(), values.max().item()
+    return Count(len(values), zero=zero, low=low, high=high, moments=measure(values, _as_they_are))
+
+
+def _as_they_are(values: Array) -> Array:
+    return values
+
+
+# Floats of 16 bits and more, by their bits
+
+
+@dataclass(frozen=True, slots=True)
+class _Float:
+    """A float dtype: its bytes, and those of numpy's float that it is the upper part of.
+
+    Then two magnitudes, as bits: of the least number that is not denormal, and of infinity. What is above is NaN.
+    """
+
+    nbytes: int
+    numpy_nbytes: int
+    normal: int
+    infinity: int
+
+    @property
+    def sign(self) -> int:
+        """Return the bit that negative numbers have, and magnitudes have not."""
+        return 1 << (8 * self.nbytes - 1)
+
+    def decode(self, bits: int) -> float:
+        """Return the number that these bits are."""
+        raw = bits.to_bytes(self.nbytes, "little").rjust(self.numpy_nbytes, b"\0")
+        return float(np.frombuffer(raw, f"<f{self.numpy_nbytes}")[0])
+
+
+_FLOATS = {
+    "float64": _Float(8, 8, 1 << 52, 0x7FF << 52),
+    "float32": _Float(4, 4, 1 << 23, 0xFF << 23),
+    "float16": _Float(2, 2, 1 << 10, 0x1F << 10),
+    "bfloat16": _Float(2, 4, 1 << 7, 0xFF << 7),
+}
+_COMPONENTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+
+
+def _count_floats(bits: Array, kind: _Float) -> Count:
+    """Return the statistics of floats, given as unsigned integers."""
+    seen = _Extremes.of(bits, kind)
+    if kind.normal <= seen.least and seen.most < kind.infinity:
+        return Count(len(bits), low=kind.decode(seen.low), high=kind.decode(seen.high))
+    magnitudes = bits & bits.dtype.type(kind.sign - 1)
+    found = Count(
+        len(bits),
+        nan=int(np.count_nonzero(magnitudes > kind.infinity)),
+        inf=int(np.count_nonzero(magnitudes == kind.infinity)),
+        zero=int(np.count_nonzero(magnitudes == 0)),
+        denormal=int(np.count_nonzero((magnitudes > 0) & (magnitudes < kind.normal))),
+    )
+    if found.nan == found.numbers:
+        return found
+    if found.nan:
+        seen = _Extremes.of(bits[magnitudes <= kind.infinity], kind)
+    return replace(found, low=kind.decode(seen.low), high=kind.decode(seen.high))
+
+
+@dataclass(frozen=True, slots=True)
+class _Extremes:
+    """Return the least and the greatest magnitude, and the lowest and the highest number, all as bits."""
+
+    least: int
+    most: int
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, bits: Array, kind: _Float) -> Self:
+        """Return the extremes of some floats, at least of one.
+
+        Read as unsigned, negative numbers come after the others, and as signed, before them; within a sign, bits grow
+        with the magnitude.
+        """
+        signed = bits.view(f"i{kind.nbytes}")
+        first, last = int(bits.min()), int(bits.max())
+        first_signed, last_signed = (int(at) % (2 * kind.sign) for at in (signed.min(), signed.max()))
+        return cls(
+            least=min(first % kind.sign, first_signed % kind.sign),
+            most=max(last % kind.sign, last_signed % kind.sign),
+            low=last if last >= kind.sign else first,
+            high=last_signed if last_signed < kind.sign else first,
+        )
+
+
+# Floats of 8 bits and fewer, by how often each byte occurs
+
+
+def _count_small(codes: Array, kind: SmallFloat) -> Count:
+    """Return the statistics of small floats, given as bytes."""
+    often = np.bincount(codes, minlength=256)
+    if kind.nbits == 4:
+        pairs = often.reshape(16, 16)
+        often = pairs.sum(axis=0) + pairs.sum(axis=1)
+    values = np.array(kind.numbers)
+    numbers = values[(often > 0) & ~np.isnan(values)]
+    return Count(
+        int(often.sum()),
+        nan=int(often[np.isnan(values)].sum()),
+        inf=int(often[np.isinf(values)].sum()),
+        zero=int(often[values == 0].sum()),
+        denormal=int(often[(values != 0) & (np.abs(values) < kind.normal)].sum()),
+        low=numbers.min().item() if len(numbers) else None,
+        high=numbers.max().item() if len(numbers) else None,
+        moments=measure_often(values, often),
+    )

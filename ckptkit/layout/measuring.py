@@ -1,0 +1,183 @@
+"""Measure how far stored elements are from others, of any two dtypes."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.layout.box import Box
+from ckptkit.layout.casting import widen_into
+from ckptkit.layout.distance import Distance, Index, Tolerance
+from ckptkit.layout.dtypes import DType
+from ckptkit.layout.moments import sum_of_squares
+from ckptkit.layout.small_floats import SMALL_FLOATS
+
+Array = NDArray[Any]
+Elements = tuple[memoryview, DType]  # as they are stored
+
+_PART = 1 << 17  # elements at a time: as many as in `casting` would take 8 MiB more a thread
+_NUMPY = {  # the dtypes that numpy knows by another name, or has the bits of
+    "bool": "uint8",
+    "quint8": "uint8",
+    "qint8": "int8",
+    "qint32": "int32",
+    "bfloat16": "uint16",
+    "complex32": "float16",
+    **dict.fromkeys(SMALL_FLOATS, "uint8"),
+}
+
+
+@np.errstate(all="ignore")
+def measure(a: Elements, b: Elements, box: Box, tolerance: Tolerance | None = None) -> Distance:
+    """Return how far the elements of `box` are from each other, row-major in both, in dtypes that compare.
+
+    Without a tolerance elements of one dtype are different if any bit is, and those of two dtypes if the numbers are;
+    NaN is NaN then.
+    """
+    found, rows = Distance(), _Rows()
+    for start in range(0, box.numel, _PART):
+        part = slice(start, min(start + _PART, box.numel))
+        found = found.merge(_measure_part(_cut(a, part), _cut(b, part), box, start, tolerance, rows))
+    return found
+
+
+@np.errstate(all="ignore")
+def size_of(elements: Elements) -> float:
+    """Return the sum of squares of the finite ones among the numbers of some elements."""
+    data, dtype = elements
+    numel = len(data) // dtype.itemsize
+    parts = (slice(start, min(start + _PART, numel)) for start in range(0, numel, _PART))
+    rows = _Rows()
+    return sum(_squares(_widen(_numbers(_cut(elements, part), rows.narrow[0]))) for part in parts)
+
+
+def _cut(elements: Elements, part: slice) -> Elements:
+    data, dtype = elements
+    return data[part.start * dtype.itemsize : part.stop * dtype.itemsize], dtype
+
+
+class _Rows:
+    """Memory for the numbers of a part: to get it anew each time costs more than the arithmetic.
+
+    `narrow` is for those of each side as float32, `row` for them and for their gaps in double precision.
+    """
+
+    def __init__(self) -> None:
+        self._rows = np.empty((3, 2 * _PART))  # pages that nothing touches cost nothing
+        self.narrow = np.empty((2, _PART), np.float32)
+
+    def row(self, number: int, shape: tuple[int, ...]) -> Array:
+        return self._rows[number, : prod(shape)].reshape(shape)
+
+
+def _measure_part(a: Elements, b: Elements, box: Box, start: int, tolerance: Tolerance | None, rows: _Rows) -> Distance:
+    x, y = _alike(_numbers(a, rows.narrow[0]), _numbers(b, rows.narrow[1]), rows)
+    gaps = _gaps(x, y, rows)
+    if tolerance is None and a[1] == b[1]:
+        is_different = _bits_differ(a, b)
+    else:
+        is_different = np.logical_not(_are_close(x, y, gaps, tolerance or Tolerance()))
+    wide = gaps.astype(np.float64, copy=False)
+    gap, strange = _dot(wide), 0
+    if not np.isfinite(gap):
+        is_finite = np.isfinite(x) & np.isfinite(y)
+        strange = int(np.count_nonzero(is_different & ~is_finite))
+        gaps = gaps[is_finite]
+        gap = _dot(gaps)
+    if is_different.ndim == 2:
+        is_different = _any_in_row(is_different)
+    at = int(is_different.argmax())
+    return Distance(
+        elements=len(is_different),
+        different=int(np.count_nonzero(is_different)),
+        strange=strange,
+        max_abs=gaps.max(initial=0).item(),
+        gap=gap,
+        size_a=_squares(_widen(x)),
+        size_b=_squares(_widen(y)),
+        first=index_in(box, start + at) if is_different[at] else None,
+    )
+
+
+def index_in(box: Box, at: int) -> Index:
+    index = np.unravel_index(at, box.size) if box.size else ()
+    return tuple(low + int(i) for low, i in zip(box.start, index, strict=True))
+
+
+def _numbers(elements: Elements, memory: Array) -> Array:
+    """The numbers, in a type of numpy's that holds each exactly; two in a row where an element has two.
+
+    `memory` is of float32, for the numbers that are not stored in a type of numpy's.
+    """
+    data, dtype = elements
+    stored: Array = np.frombuffer(data, _NUMPY.get(dtype.name, dtype.name))
+    if dtype.name == "bfloat16":
+        return widen_into(memory[: len(stored)], stored, dtype)
+    if dtype.name == "complex32":
+        return stored.astype(np.float32).view(np.complex64)
+    if dtype.kind == "small_float":
+        kind = SMALL_FLOATS[dtype.name]
+        codes = stored if kind.nbits == 8 else np.stack([stored & 15, stored >> 4], axis=1)
+        return np.array(kind.numbers)[codes]
+    return stored
+
+
+def _alike(x: Array, y: Array, rows: _Rows) -> tuple[Array, Array]:
+    """Both in a type that holds the numbers of each: integers stay integers, all else has double precision."""
+    kind = np.promote_types(x.dtype, y.dtype)
+    if kind.kind == "f":
+        wide = rows.row(0, x.shape), rows.row(1, y.shape)
+        np.copyto(wide[0], x)
+        np.copyto(wide[1], y)
+        return wide
+    if kind.kind == "c":
+        kind = np.promote_types(kind, np.float64)
+    return x.astype(kind, copy=False), y.astype(kind, copy=False)
+
+
+def _gaps(x: Array, y: Array, rows: _Rows) -> Array:
+    """|x - y|; of integers as unsigned ones, which hold it."""
+    gaps: Array
+    if x.dtype == np.float64:
+        gaps = np.subtract(x, y, out=rows.row(2, x.shape))
+        return np.abs(gaps, out=gaps)
+    if x.dtype.kind in "iu":
+        unsigned = f"u{x.dtype.itemsize}"
+        gaps = np.subtract(np.maximum(x, y).view(unsigned), np.minimum(x, y).view(unsigned))
+    else:
+        gaps = np.abs(x - y)
+    return gaps
+
+
+def _bits_differ(a: Elements, b: Elements) -> Array:
+    itemsize = a[1].itemsize
+    raw = f"u{min(itemsize, 8)}"
+    differ: Array = np.not_equal(np.frombuffer(a[0], raw), np.frombuffer(b[0], raw))
+    return differ if itemsize <= 8 else _any_in_row(differ.reshape(-1, itemsize // 8))
+
+
+def _any_in_row(table: Array) -> Array:
+    found: Array = np.logical_or.reduce(table, axis=1)
+    return found
+
+
+def _are_close(x: Array, y: Array, gaps: Array, tolerance: Tolerance) -> Array:
+    room = tolerance.atol + tolerance.rtol * np.abs(_widen(y))
+    close: Array = (x == y) | (np.isfinite(gaps) & (gaps <= room)) | (np.isnan(x) & np.isnan(y))
+    return close
+
+
+def _widen(numbers: Array) -> Array:
+    return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64, copy=False)
+
+
+def _squares(numbers: Array) -> float:
+    total = _dot(numbers)
+    return total if np.isfinite(total) else _dot(numbers[np.isfinite(numbers)])
+
+
+def _dot(numbers: Array) -> float:
+    return sum_of_squares(np.ascontiguousarray(numbers).reshape(-1).view(np.float64))

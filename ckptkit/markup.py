@@ -1,0 +1,66 @@
+"""Make elements of SVG and HTML. A string that is not `Markup` is text and is escaped: names are not trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from ckptkit.words import visible
+
+_ALONE = frozenset({"rect", "line", "circle", "path"})  # of SVG, without an end where nothing is in them
+
+
+class Markup(str):
+    """Text that is markup, made by `element` or by hand."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        """Return it as it is; a template escapes everything without this method."""
+        return self
+
+
+Child = str | Iterable["Child"] | None
+
+
+def element(name: str, /, *children: Child, **attributes: object) -> Markup:
+    """Return an element. `class_` is the attribute `class`, `stroke_width` is `stroke-width`; None is left out."""
+    given = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{text(format_value(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    inside = join(children)
+    return Markup(f"<{name}{given}/>" if name in _ALONE and not inside else f"<{name}{given}>{inside}</{name}>")
+
+
+def picture(title: str, view: str, *children: Child) -> Markup:
+    """Return an SVG image called `title` that shows the rectangle `view`: left, top, width, height."""
+    return element(
+        "svg",
+        element("title", title),
+        *children,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=view,
+        role="img",
+        aria_label=title,
+    )
+
+
+def join(children: Iterable[Child]) -> Markup:
+    """Return children one after the other; None is nothing."""
+    return Markup(
+        "".join(text(child) if isinstance(child, str) else join(child) for child in children if child is not None)
+    )
+
+
+def text(content: str) -> Markup:
+    """Return text as markup: escaped, with characters that cannot be seen, or not be in XML at all, spelled out."""
+    if isinstance(content, Markup):
+        return content
+    return Markup(escape(visible(content)))
+
+
+def format_value(value: object) -> str:
+    """Return the value of an attribute; a float with two digits after the point."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -1,0 +1,118 @@
+"""The known families of names, one file for each, and how to recognize them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from ckptkit.entry_points import PluginTable, load
+from ckptkit.errors import Usage
+from ckptkit.layout.box import Shape
+from ckptkit.models.names.outline import outline_of
+
+if TYPE_CHECKING:
+    from ckptkit.models.names.family import Family
+
+HUB, KEEP = "hub", "keep"
+
+
+class KnownFamily(NamedTuple):
+    """A family of the table: where its rules are, and the pattern `tells` of names that are its own.
+
+    In these names there is `#` for every number. The family is imported when it is asked for, to tell whose a
+    checkpoint is no sooner than such a name is in it.
+    """
+
+    where: str
+    tells: str
+
+
+# by the word that users type; of several that have the same names the first is meant
+FAMILIES = PluginTable(
+    "ckptkit.families",
+    KnownFamily,
+    {
+        "torchtitan": KnownFamily(
+            "ckptkit.models.names.torchtitan:TORCHTITAN",
+            r"layers\.#\.attention\.qkv_linear\..*|layers\.#\.moe\.(routed_experts|experts)\..*_E[A-Z]+",
+        ),
+        "torchtitan-0.2": KnownFamily(
+            "ckptkit.models.names.torchtitan:BEFORE_0_3", r"layers\.#\.attention\.w([qkv]|kv_a)\.weight"
+        ),
+        "megatron": KnownFamily(
+            "ckptkit.plugins.megatron.names:MEGATRON",
+            r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*|decoder\.layers\.#\.mixer\.A_log",
+        ),
+        "meta": KnownFamily("ckptkit.plugins.meta.names:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
+        "torchtune": KnownFamily(
+            "ckptkit.plugins.torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"
+        ),
+        "litgpt": KnownFamily("ckptkit.plugins.litgpt:LITGPT", r"transformer\.h\.#\.attn\.(qkv|attn)\.weight"),
+        "olmo": KnownFamily("ckptkit.plugins.olmo:OLMO", r"blocks\.#\.attention\.w_[qkv]\.weight"),
+        "maxtext": KnownFamily(
+            "ckptkit.plugins.orbax.maxtext:MAXTEXT",
+            r"decoder\.(layers|layers_remainder)([._](#|[0-9]+))?(\.layers_[0-9]+)?"
+            r"\.self_attention(_local|_global)?\.query\.kernel(\.value)?",
+        ),
+        "nanogpt": KnownFamily("ckptkit.plugins.nanogpt:NANOGPT", r"transformer\.h\.#\.attn\.c_attn\.weight"),
+        "transformers": KnownFamily(
+            "ckptkit.models.names.transformers:TRANSFORMERS",
+            r"(.*\.)?experts\.(gate_up_proj|down_proj)|"
+            r"model\.(language_model|visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\..*",
+        ),
+    },
+)
+
+
+def family_of(
+    shapes: Mapping[str, Shape],
+    trainer: str | None = None,
+    model_type: str = "",
+    lies_beside: Callable[[str], bool] = lambda _: False,
+) -> Family | None:
+    """Return the family that tensors of these names are of, None for those of the Hub and others that are not known.
+
+    Of several that share names it is the one whose trainer wrote them, or whose file with sizes lies beside them, or
+    else one that has such a type of model. Their tables say the same of the types that they share.
+    """
+    told = families_with(shapes)
+    fitting = (
+        *(family for family in told if trainer and family.trainer == trainer),
+        *(family for family in told if family.sizes_file and lies_beside(family.sizes_file)),
+        *(family for family in told if model_type in family.types),
+        *told,
+    )
+    return next(iter(fitting), None)
+
+
+def families_with(shapes: Mapping[str, Shape]) -> list[Family]:
+    """Return every family that has names of its own, with the shapes that go with them, among these."""
+    outlines = {outline_of(name)[0]: shape for name, shape in shapes.items()}
+    told = []
+    for name, known in FAMILIES.items():
+        own = [shape for outline, shape in outlines.items() if re.fullmatch(known.tells, outline)]
+        if own and any(map((family := load_family(name)).tells_shape, own)):
+            told.append(family)
+    return told
+
+
+def load_family(name: str) -> Family:
+    return cast("Family", load(FAMILIES[name].where))
+
+
+def get_family(name: str) -> Family | None:
+    """Return a family by its name, None for the Hub. Raises `Usage` if there is none."""
+    if name not in (HUB, *FAMILIES):
+        raise Usage(f"unknown family of names `{name}`", hint=f"use one of {', '.join((HUB, KEEP, *FAMILIES))}")
+    return None if name == HUB else load_family(name)
+
+
+def check_names(name: str | None, table: Family | None = None) -> None:
+    """Raise `Usage` for a name that is neither a family's, nor `HUB` or `KEEP`, nor that of a table of one's own."""
+    if table is not None and name == KEEP:
+        raise Usage(
+            "--map renames tensors, but --names keep keeps their names", hint="drop --names keep, or drop --map"
+        )
+    if name not in (None, KEEP) and (table is None or name != table.name):
+        get_family(str(name))

@@ -1,0 +1,96 @@
+"""Check that a model under the Hub's names has exactly the layers and experts of its config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from ckptkit.errors import Mismatch
+from ckptkit.layout.box import Shape
+from ckptkit.models.expected import Form, form_or_reason
+from ckptkit.models.names.sizes import Sizes
+
+Shapes = Mapping[str, Shape]
+
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
+_EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
+_OF_EXPERTS = re.compile(r"\.experts\.|_moe\.")
+_MORE = "num_nextn_predict_layers"  # behind the others: they predict further tokens
+_ZERO = "zero_expert_num"  # LongCat's experts without weights: transformers saves a gate and an up for each
+_HINT = "check that config.json belongs to this model"
+
+
+def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
+    """Raise `Mismatch` for a layer or an expert that is missing, or that the config knows nothing of."""
+    layers: dict[int, set[str]] = {}
+    experts: dict[tuple[str, str], set[int]] = {}
+    has_experts = False
+    for name in names:
+        layer, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
+        has_experts |= bool(_OF_EXPERTS.search(name))
+        if layer:
+            layers.setdefault(int(layer[1]), set()).add(layer[2])
+        if expert:
+            experts.setdefault((expert[1], expert[3]), set()).add(int(expert[2]))
+    find_shapes = cache(lambda: shapes_of(names, sizes))
+    count, wanted = sizes.find("layers"), sizes.find("experts")
+    if layers and count is not None:
+        check_numbers(layers, count, further(sizes, _MORE), "model.layers.{}", path)
+    if wanted is not None:
+        if layers and not has_experts and calls_for_experts(find_shapes()):
+            raise Mismatch(f"expected {wanted} experts (config.json), found none", path=path, hint=_HINT)
+        for (above, below), numbers in experts.items():
+            check_numbers(numbers, wanted, further(sizes, _ZERO), f"{above}.{{}}.{below}", path)
+    if layers and count is not None:
+        check_alike({number: layers[number] for number in range(count)}, find_shapes, path)
+
+
+def further(sizes: Sizes, key: str) -> int:
+    """Return a number of config.json, 0 without it."""
+    number = sizes.text.get(key)
+    return number if type(number) is int else 0
+
+
+def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:
+    """Raise `Mismatch` unless numbers are those below `wanted`, and up to so many `more`."""
+    numbers = set(found)
+    missing = next((number for number in range(wanted) if number not in numbers), None)
+    if missing is not None:
+        message = f"missing: expected {wanted} of them (config.json), found {len(numbers)}"
+        raise Mismatch(message, path=path, tensor=name.format(missing))
+    if max(numbers) >= wanted + more:
+        message = f"expected only {wanted} of them (config.json), found this one too"
+        raise Mismatch(message, path=path, tensor=name.format(max(numbers)), hint=_HINT)
+
+
+def check_alike(layers: Mapping[int, set[str]], find_shapes: Callable[[], Shapes | None], path: Path) -> None:
+    """Raise `Mismatch` for a layer that has what another has, but for something that is missing.
+
+    `find_shapes` gives what the model calls for, where that is known: what a layer has more may be something else.
+    """
+    kinds: dict[frozenset[str], int] = {}
+    for number, held in layers.items():
+        kinds.setdefault(frozenset(held), number)
+    for kind, number in kinds.items():
+        for other, whole in kinds.items():
+            if kind < other:
+                missing, shapes = (f"model.layers.{number}.{name}" for name in sorted(other - kind)), find_shapes()
+                lost = next((name for name in missing if shapes is None or name in shapes), None)
+                if lost is not None:
+                    message = (
+                        f"missing: layer {whole} has this tensor, and otherwise the same tensors as layer {number}"
+                    )
+                    raise Mismatch(message, path=path, tensor=lost)
+
+
+def calls_for_experts(shapes: Shapes | None) -> bool:
+    """Return whether a model whose config counts experts has layers with them, for all that is known of it."""
+    return shapes is None or any(map(_OF_EXPERTS.search, shapes))
+
+
+def shapes_of(names: Collection[str], sizes: Sizes) -> Shapes | None:
+    """Return the tensors that config.json calls for, None where nothing is known of the model."""
+    form = form_or_reason(names, sizes.config, sizes.ask_base)
+    return form.shapes if isinstance(form, Form) else None

@@ -1,0 +1,264 @@
+"""Read a table of rules from a TOML file. Errors name the line and the key.
+
+A step is a word, or a table of a word with what belongs to it.
+
+name = "mine"
+
+[[rule]]
+own = "blocks.{layer}.attn.q.weight"
+hub = "model.layers.{layer}.self_attn.q_proj.weight"
+step = {rotary = "heads"}
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.errors import Usage, translate_os_errors
+from ckptkit.io.file import is_there, read_small
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.rule import Rule, patterns_of
+from ckptkit.models.names.sizes import SYMBOLS
+from ckptkit.models.names.steps import (
+    Alternating,
+    Chain,
+    Concatenated,
+    Each,
+    FlatFront,
+    Grouped,
+    Reversed,
+    Rotary,
+    Same,
+    SwappedAxes,
+    TensorStep,
+)
+from ckptkit.words import count
+
+_LIMIT = 1 << 20  # bytes
+_HEADER = re.compile(r"[ \t]*\[\[[ \t]*rule[ \t]*\]\]")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_TEXT = re.compile(r"(\{[a-z]+\}|\[[^\[\]{}]*(\{[a-z]+\})?[^\[\]{}]*\]|[^\[\]{}])+")
+_KEYS = ("own", "hub", "step", "flat")
+_EXTENTS = ("heads", "key_heads")
+_MOST = 64  # axes, or tensors that one becomes
+
+
+def read_table(path: Path) -> Family:
+    """Return the family that a file describes. Raises `Usage` for one that is not understood."""
+    if not is_there(path):
+        raise Usage("no such file: --map takes a table of names", path=path)
+    with translate_os_errors(path):
+        data = read_small(path, _LIMIT)
+    try:
+        text = data.decode()
+        parsed = tomllib.loads(text)
+    except ValueError as error:  # tomllib's own are ValueErrors, and say the line
+        raise Usage(f"not valid TOML: {error}", path=path) from None
+    try:
+        return family_in(parsed, path.stem, text)
+    except Usage as error:
+        raise error.blame(path=path) from None
+
+
+def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
+    """Return the family that a parsed file describes; `name` is what it is called if it does not say."""
+    require_keys(parsed, ("name", "drop", "rule"), "the file")
+    name = parsed.get("name", name)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise Usage(f"`name`: expected a plain name, found {name!r}", hint="use letters, digits, `-` and `_` in a name")
+    entries = parsed.get("rule")
+    if not isinstance(entries, list) or not entries:
+        raise Usage("the table does not contain a `[[rule]]`")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if _HEADER.match(line)]
+    rules = []
+    for i, entry in enumerate(entries):
+        where = f"line {lines[i]}" if len(lines) == len(entries) else f"rule {i + 1}"
+        try:
+            rules.append(rule_in(entry))
+        except Usage as error:
+            raise Usage(f"{where}: {error.message}", hint=error.hint) from None
+    drops = tuple(re.escape(p.outline) for one in texts_in(parsed, "drop", ()) for p in patterns_of(one))
+    return Family(name=name, rules=lambda _: tuple(rules), drops=drops)
+
+
+def rule_in(entry: object) -> Rule:
+    """Return the rule that an entry of the file describes."""
+    if not isinstance(entry, dict):
+        raise Usage("a rule must be a table", hint="begin the rule with [[rule]]")
+    require_keys(entry, _KEYS, "a rule")
+    own, hub = texts_in(entry, "own"), texts_in(entry, "hub")
+    flat = entry.get("flat", "")
+    if flat and flat not in SYMBOLS:
+        raise Usage(f"`flat`: unknown symbol {flat!r}", hint=f"use one of {', '.join(SYMBOLS)}")
+    step = step_in(entry.get("step", "same"))
+    check_numbers("own", own)
+    check_numbers("hub", hub)
+    check_counts(step, len(own), len(hub))
+    return Rule(own, hub, step, flat)
+
+
+def texts_in(found: Mapping[str, Any], key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """Return the names under a key, which may be one alone. Raises `Usage` for what is none."""
+    if key not in found and default is not None:
+        return default
+    value = found.get(key)
+    texts = tuple(value) if isinstance(value, list) else (value,)
+    for text in texts:
+        if not isinstance(text, str) or not _TEXT.fullmatch(text):
+            hint = "write a name like `layers.{layer}.wq.weight`: numbers in braces, optional parts in brackets"
+            raise Usage(f"`{key}`: expected a name, found {value!r}", hint=hint)
+        if outline_of(text)[1]:
+            raise Usage(
+                f"`{key}` has a number in {text!r}", hint="write {layer} or a similar placeholder instead of the number"
+            )
+    return texts
+
+
+def check_numbers(key: str, texts: tuple[str, ...]) -> None:
+    """Raise `Usage` unless the names of one side have the same numbers, each of them once, where they are written."""
+    first, *others = (next(patterns_of(text)).captures for text in texts)
+    other = next((captures for captures in others if set(captures) != set(first)), None)
+    if other is not None or len(set(first)) != len(first):
+        raise Usage(f"the names in `{key}` must have the same numbers, each once")
+
+
+def check_counts(step: TensorStep, own: int, hub: int) -> None:
+    """Raise `Usage` if a step is not one from so many tensors to so many."""
+    if counts_of(step, own) != hub:
+        message = f"`step` does not make {count(hub, 'tensor')} of {own}"
+        raise Usage(message, hint="joined splits one tensor into several, {reversed = {joined = 2}} joins two tensors")
+
+
+def in_front(table: Family, family: Family | None) -> Family:
+    """Return a table of one's own in front of that of a family: what it has no rule for, this may have one for."""
+    if family is None or type(family) is not Family:  # what has no rules of its own has none to add
+        return table
+    drops = (*table.drops, *family.drops)
+    return replace(
+        family, name=table.name, drops=drops, rules=lambda sizes: (*table.rules(sizes), *family.rules(sizes))
+    )
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def step_in(value: object) -> TensorStep:
+    """Return the step that a value describes: its name, a table with its name as key, or a list of several in turn."""
+    if isinstance(value, list):
+        return Chain(tuple(map(step_in, value)))
+    table = {value: None} if isinstance(value, str) else value
+    if not isinstance(table, dict) or not table:
+        raise Usage(f"`step`: expected the name of a step, found {value!r}", hint=f"use one of {', '.join(_STEPS)}")
+    name, argument = next(iter(table.items()))
+    if name not in _STEPS:
+        raise Usage(f"`step`: unknown step `{name}`", hint=f"use one of {', '.join(_STEPS)}")
+    more = {key: one for key, one in table.items() if key != name}
+    make, keys = _STEPS[name]
+    require_keys(more, keys, f"`step`: {name}")
+    return make(argument, more)
+
+
+def number_in(value: object, what: str, least: int = 0) -> int:
+    """Return a number. Raises `Usage` for anything else."""
+    if type(value) is not int or not least <= value <= _MOST:
+        raise Usage(
+            f"`step`: {what}: expected a number from {least} to {_MOST}, found {value!r}",
+            hint=f"use a number from {least} to {_MOST}",
+        )
+    return value
+
+
+def joined(argument: object, more: Mapping[str, Any]) -> TensorStep:
+    """Return the step for tensors that follow each other."""
+    count, axis = number_in(argument, "joined", 1), number_in(more.get("axis", 0), "axis")
+    parts = more.get("parts", [])
+    if not isinstance(parts, list) or (parts and len(parts) != count) or any(one not in _EXTENTS for one in parts):
+        raise Usage(
+            f"`step`: parts: expected {count} sizes, found {parts!r}", hint=f"use {count} of {', '.join(_EXTENTS)}"
+        )
+    return Concatenated(count, axis, tuple(parts))
+
+
+def alternating(argument: object, more: Mapping[str, Any]) -> TensorStep:
+    return Alternating(number_in(argument, "alternating", 1), number_in(more.get("axis", 0), "axis"))
+
+
+def transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
+    """Return the step for axes that are exchanged."""
+    axes = [0, 1] if argument is None else argument
+    if not isinstance(axes, list) or len(axes) != 2:
+        raise Usage(
+            f"`step`: transposed: expected two axes, found {argument!r}",
+            hint="use the numbers of two axes, like [0, 1]",
+        )
+    one, other = (number_in(axis, "transposed") for axis in axes)
+    return SwappedAxes((one, other))
+
+
+def symbolic(make: Callable[[str], TensorStep], name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
+    """Return the function for a step that a symbol for a number belongs to."""
+
+    def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
+        if argument not in SYMBOLS:
+            raise Usage(f"`step`: {name} is {argument!r}", hint=f"use one of {', '.join(SYMBOLS)}")
+        return make(str(argument))
+
+    return of
+
+
+def plain(step: TensorStep, name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
+    """Return the function for a step that nothing belongs to."""
+
+    def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
+        if argument not in (None, True):
+            raise Usage(f"`step`: {name} is {argument!r}", hint=f'write "{name}"')
+        return step
+
+    return of
+
+
+_STEPS: dict[str, tuple[Callable[[object, Mapping[str, Any]], TensorStep], tuple[str, ...]]] = {
+    "same": (plain(Same(), "same"), ()),
+    "rotary": (symbolic(Rotary, "rotary"), ()),
+    "grouped": (plain(Grouped(), "grouped"), ()),
+    "joined": (joined, ("axis", "parts")),
+    "alternating": (alternating, ("axis",)),
+    "transposed": (transposed, ()),
+    "flat": (symbolic(FlatFront, "flat"), ()),
+    "each": (lambda argument, _: Each(tuple(map(step_in, argument if isinstance(argument, list) else [argument]))), ()),
+    "reversed": (lambda argument, _: Reversed(step_in(argument)), ()),
+}
+
+
+def require_keys(found: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    """Raise `Usage` for a key that there is not."""
+    strange = next((key for key in found if key not in known), None)
+    if strange is not None:
+        raise Usage(
+            f"{what} does not have a key `{strange}`",
+            hint=f"use one of {', '.join(known)}" if known else "remove the key",
+        )
+
+
+def counts_of(step: TensorStep, count: int) -> int | None:
+    """Return how many tensors a step makes of so many, None if it takes another number."""
+    made: int | None = count
+    match step:
+        case Chain(steps):
+            for one in steps:
+                made = None if made is None else counts_of(one, made)
+        case Each(steps):
+            made = count if len(steps) == count and all(counts_of(one, 1) == 1 for one in steps) else None
+        case Reversed(inner):
+            made = next((n for n in range(1, _MOST + 1) if counts_of(inner, n) == count), None)
+        case Grouped():
+            made = 3 if count == 1 else None
+        case Concatenated(parts) | Alternating(parts):
+            made = parts if count == 1 else None
+    return made

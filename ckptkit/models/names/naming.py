@@ -1,0 +1,258 @@
+"""Give a model's tensors the requested names: the Hub's, a family's, or their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported
+from ckptkit.formats import locate, unpack
+from ckptkit.formats.json_text import parse_json
+from ckptkit.io.file import is_there, read_small
+from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor, edits
+from ckptkit.models.computation import describe_differences, find_contradictions
+from ckptkit.models.expected import AskBase
+from ckptkit.models.names import KEEP, family_of, get_family
+from ckptkit.models.names.between_families import choose_family, turn_between
+from ckptkit.models.names.complete import check_complete
+from ckptkit.models.names.custom import in_front
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.training import translate_training
+from ckptkit.models.names.translate import Translated, Turn
+from ckptkit.models.names.weights import JOINED, OF_ONE, Weights, find_model_key, find_weights
+from ckptkit.models.vocabulary import NewVocabulary, check_rows, with_vocabulary
+from ckptkit.words import count
+
+Config = Mapping[str, Any] | None
+_LIMIT = 1 << 20  # bytes of a file with a model's sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedNames:
+    """The names that a caller asks for, and what ckptkit knows of the model.
+
+    `names` is a family's word, `HUB` or `KEEP`. `trainer` wrote the present names; None if nobody knows. `check` raises
+    for weights that must not be cut or joined, before any are. A `table` of the user's comes before the known families.
+    `rows` is how many rows embedding and head get. `ask_base` returns the base's names, which decide where the Hub has
+    several for one tensor.
+    """
+
+    names: str
+    config: Config
+    trainer: str | None
+    check: Callable[[Weights, Config], None]
+    table: Family | None = None
+    rows: int | None = None
+    ask_base: AskBase = None
+
+    def find_vocabulary(self) -> NewVocabulary | None:
+        """Return the vocabulary that is asked for, None if it stays as it is."""
+        return None if self.rows is None else NewVocabulary.of(self.config, self.rows, self.ask_base)
+
+
+def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]:
+    """Return weights under the names of a family, or of the Hub, and words on it.
+
+    Raises `Mismatch` where a config.json is needed and none is there, or a tensor has no place in the family.
+    """
+    change = find_change(found, asked)
+    if change is None and asked.rows is None:
+        return found, []
+    asked.check(found, asked.config)
+    layout = locate(unpack(found.layout))
+    layout = layout if change is None else change.compute(layout)
+    vocabulary = asked.find_vocabulary()
+    made = turn_in(layout, with_rows(change, vocabulary))
+    if change is not None and change.there is None and asked.config is not None:
+        check_complete(made.tensors, Sizes(asked.config), layout.root)
+    came_from = {
+        new: JOINED.join(dict.fromkeys(found.came_from[old] for old in olds)) for new, olds in made.came_from.items()
+    }
+    named = replace(layout, tensors=made.tensors, blobs={}, keys={}, twins={})
+    left_out = {
+        **found.left_out,
+        **dict.fromkeys(found.origins_of(made.unplaced), f"{asked.names} names cannot express this tensor"),
+    }
+    notes = [
+        *remarks(found.layout, change, made, asked.config, vocabulary),
+        *contradictions(found.whole, change, asked),
+    ]
+    return replace(found, layout=named, came_from=came_from, left_out=left_out), notes
+
+
+def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
+    """Return a checkpoint whose parameters have the names of a family, in the optimizer too, and words on it.
+
+    Raises as `name_weights` does.
+    """
+    if asked.names == KEEP and asked.rows is None:
+        return layout, []  # there may be no model in it
+    weights = find_weights(layout)
+    change = find_change(weights, asked)
+    if change is None and asked.rows is None:
+        return layout, []
+    if change is not None and change.here is not None and change.here.is_model_only:
+        message = f"ckptkit translates {change.here.whose} names only for a model without optimizer"
+        hint = "run `ckptkit consolidate SRC OUT` first, then convert OUT"
+        raise Unsupported(message, path=layout.root, hint=hint)
+    asked.check(weights, asked.config)
+    layout = locate(unpack(layout))
+    try:
+        vocabulary = asked.find_vocabulary()
+        turn = with_rows(change, vocabulary)
+        named, made = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
+    except CkptError as error:
+        raise error.blame(path=layout.root) from None
+    notes = [*remarks(weights.layout, change, made, asked.config, vocabulary), *contradictions(layout, change, asked)]
+    left = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
+    if left:
+        notes.append(f"dropped {count(len(left), 'entry')} under old names of layers, such as `{min(left)}`")
+    return edits.select(named, lambda name: name not in left), notes
+
+
+def is_dropped(family: Family | None, key: KeyPath) -> bool:
+    """Return whether an entry that is no tensor belongs to a layer of a family, and means nothing by other names."""
+    return family is not None and family.drops_name(str(key[-1]).partition(OF_ONE)[0])
+
+
+class FamilyChange(NamedTuple):
+    """The family that weights are of, the one that is asked for, and the way between. One that is None is the Hub."""
+
+    here: Family | None
+    there: Family | None
+    turn: Turn
+    sizes: Sizes
+
+    def compute(self, layout: Layout) -> Layout:
+        """Return a located layout whose numbers are changed as the family calls for on the way to the Hub."""
+        if self.here is None or self.here.arithmetic is None:
+            return layout
+        from ckptkit.engine.arithmetic import compute
+
+        found = {name: self.here.arithmetic(name, self.sizes) for name in layout.tensors}
+        return compute(layout, {name: change for name, change in found.items() if change is not None})
+
+
+def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
+    """Return what is to be changed of names; None if nothing is."""
+    if asked.names == KEEP:
+        return None
+    weights, config, table = found.layout, asked.config, asked.table
+    sizes = Sizes(config or {}, asked.ask_base)
+    here = family_of(weights.shapes, asked.trainer, sizes.model_type, lambda name: is_there(weights.root / name))
+    if config is not None:
+        try:
+            here = choose_family(here, weights.shapes, sizes)
+        except CkptError as error:
+            raise error.blame(path=weights.root) from None
+    if table is not None and asked.names == table.name:
+        there: Family | None = table
+    else:
+        there = get_family(asked.names)
+        here = here if table is None else in_front(table, here)
+    if here is there:
+        return None
+    if config is None and here is not None:
+        config = read_sizes(weights.root, here)
+    if config is None and table is None:
+        whose = " and ".join(family.name for family in (here, there) if family)
+        message = f"translating the names of {whose} to the Hub's needs config.json; none was found"
+        hint = "pass --base MODEL, which has the config.json of this architecture, or keep the names with --names keep"
+        raise Mismatch(message, path=weights.root, tensor=next(iter(weights.tensors)), hint=hint)
+    known = config or {} if asked.rows is None else with_vocabulary(config or {}, asked.rows)
+    sizes = Sizes(known, asked.ask_base)
+    if here is not None:
+        try:
+            here.check(found.whole, sizes)
+        except CkptError as error:
+            raise error.blame(path=weights.root) from None
+    return FamilyChange(here, there, turn_between(here, there, sizes), sizes)
+
+
+def read_sizes(root: Path, family: Family) -> Config:
+    """Return what a family's own file beside the weights says of a model's sizes, as a config.json would; or None."""
+    path = root / family.sizes_file
+    if not family.sizes_file or not is_there(path):
+        return None
+    found = parse_json(read_small(path, _LIMIT), path)
+    return family.config_of(found if isinstance(found, dict) else {})
+
+
+def contradictions(checkpoint: Layout, change: FamilyChange | None, asked: AskedNames) -> list[Caution]:
+    """Return a warning if config.json lets the model compute something else than the checkpoint's own files say."""
+    if change is None or change.here is None or asked.config is None:
+        return []
+    said = {**(read_sizes(checkpoint.root, change.here) or {}), **change.here.describe(checkpoint)}
+    found = find_contradictions(said, asked.config)
+    words = f"config.json differs from what {change.here.whose} files say of the training"
+    return [Caution(f"{words}: {describe_differences(found, 'config.json')}")] if found else []
+
+
+def with_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:
+    """Return the function that makes the change, and gives what follows the vocabulary its rows."""
+    turn = Translated.of if change is None else change.turn
+    if vocabulary is None:
+        return turn
+
+    def resized(tensors: Mapping[str, StoredTensor]) -> Translated:
+        made = turn(tensors)
+        return replace(made, tensors=vocabulary.resize(made.tensors))
+
+    return resized
+
+
+def turn_in(layout: Layout, turn: Turn) -> Translated:
+    """Return what is made of the tensors of a layout. An error says where they lie."""
+    try:
+        return turn(layout.tensors)
+    except CkptError as error:
+        raise error.blame(path=layout.root) from None
+
+
+def remarks(
+    before: Layout, change: FamilyChange | None, made: Translated, config: Config, vocabulary: NewVocabulary | None
+) -> list[str]:
+    """Return what there is to say of new names and rows. Raises `Mismatch` for rows that config.json contradicts."""
+    notes = []
+    try:
+        if vocabulary is not None:
+            rows, there = vocabulary.rows, vocabulary.require_one_size(before.tensors)
+            what = f"dropped the last {there - rows}" if there > rows else f"added {rows - there} rows of zeros"
+            notes.append(f"the vocabulary has {rows} rows instead of {there}: {what}")
+        else:
+            notes += [describe_padding(old, before.tensors[old].spec, spec) for old, spec in find_cropped(before, made)]
+            if config is not None:
+                check_rows(made.tensors, config)
+    except CkptError as error:
+        raise error.blame(path=before.root) from None
+    return [*notes, *(describe(change, made) if change else [])]
+
+
+def describe(change: FamilyChange, made: Translated) -> list[str]:
+    """Return what there is to say of new names."""
+    before = len({old for olds in made.came_from.values() for old in olds})
+    one, other = (family.name if family else "the Hub" for family in (change.here, change.there))
+    notes = [f"translated {count(before, 'tensor')} from the names of {one} to {len(made.came_from)} of {other}"]
+    if made.unplaced:
+        notes.append(
+            f"dropped {count(len(made.unplaced), 'tensor')} that {other} does not have, such as `{made.unplaced[0]}`"
+        )
+    return notes
+
+
+def find_cropped(before: Layout, made: Translated) -> Iterator[tuple[str, Spec]]:
+    """Yield the name of each tensor that became one of less rows, and what it is now."""
+    became = Counter(old for olds in made.came_from.values() for old in olds)
+    for new, olds in made.came_from.items():
+        spec = made.tensors[new].spec
+        if len(olds) == 1 and became[olds[0]] == 1 and spec.numel < before.tensors[olds[0]].spec.numel:
+            yield olds[0], spec
+
+
+def describe_padding(name: str, before: Spec, now: Spec) -> str:
+    left = before.shape[0] - now.shape[0]
+    return f"dropped the last {left} of the {before.shape[0]} rows of `{name}`, which pad the vocabulary"

@@ -1,0 +1,193 @@
+"""Rename a model's parameters wherever they occur in a training checkpoint.
+
+A parameter's name is the last step of the way to it; below `state`, the step before the name of a moment, or after it,
+unless the optimizer only counts its parameters. A moment may be a list or a dict of tensors (`GG.0`, as in SOAP).
+Optimizers flattened by torch have the name and the moment in one step, `state.<name>.exp_avg`. The groups of an
+optimizer list them as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.layout import Blob, KeyPath, Layout, edits
+from ckptkit.layout.recorded_names import PARAM_NAMES
+from ckptkit.layout.wrappers import own_name
+from ckptkit.models.names.group_map import GROUP_MAP
+
+NewName = Callable[[str], str]
+FLATTENED = ("state.", "param_groups.")
+BY_PARAMETER = ("state", GROUP_MAP)
+
+
+class EntryPlace(NamedTuple):
+    """A key path at which each parameter has an entry of one kind, with the name of the parameter left out."""
+
+    before: KeyPath
+    text: str = "{}"
+    after: KeyPath = ()
+
+    def key(self, name: str) -> KeyPath:
+        """Return the way to the entry of a parameter."""
+        return (*self.before, self.text.format(name), *self.after)
+
+
+def find_entry(key: KeyPath, own: Container[str] = ()) -> tuple[EntryPlace, str] | None:
+    """Return the kind of an entry of an optimizer, and the parameter that it belongs to; None for any other entry.
+
+    `own` are the names of the model's parameters: they tell where the state of a parameter begins that is nested
+    deeper. The parameter is a number if the optimizer counts its parameters.
+    """
+    last = key[-1]
+    if isinstance(last, str) and last.startswith(FLATTENED):
+        kind, parameter, what = split_flattened(last, own)
+        return EntryPlace(key[:-1], f"{kind}.{{}}.{what}"), parameter
+    at = find_state(key, own)
+    if at is None:
+        return None
+    if is_own(last, own):  # the moment comes first
+        return EntryPlace(key[:-1]), str(last)
+    return EntryPlace(key[: at + 1], after=key[at + 2 :]), str(key[at + 1])
+
+
+def find_state(key: KeyPath, own: Container[str]) -> int | None:
+    """Return at which step of a key path the states of an optimizer begin; None for what is no state."""
+    if len(key) > 2 and key[-3] in BY_PARAMETER:
+        return len(key) - 3
+    deeper = range(len(key) - 4, -1, -1)
+    return next((at for at in deeper if key[at] in BY_PARAMETER and is_own(key[at + 1], own)), None)
+
+
+def is_own(step: object, own: Container[str]) -> bool:
+    return isinstance(step, str) and own_name(step, own) in own
+
+
+def split_flattened(step: str, own: Container[str] = ()) -> tuple[str, str, str]:
+    """Return `state` or `param_groups`, the parameter and the entry in a step that torch has flattened.
+
+    Names that are the model's `own` tell where the parameter ends and a nested state begins.
+    """
+    kind, _, rest = step.partition(".")
+    dots = [at for at, letter in enumerate(rest) if letter == "."]
+    at = next((at for at in reversed(dots) if is_own(rest[:at], own)), dots[-1] if dots else 0)
+    return kind, rest[:at], rest[at + 1 :]
+
+
+def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
+    """Return the checkpoint with its parameters renamed, and by old name the new one of each entry that has one.
+
+    `weights` are the entries that are the model's own. The optimizer of another model stays as it is.
+    """
+    own = {str(layout.key(name)[-1]) for name in weights}
+    others = entries_of_other_models(layout, weights)
+    keys = {name: layout.key(name) for name in layout.names}
+    keys |= {name: rename_in(key, new_name, name in weights, own) for name, key in keys.items() if name not in others}
+    changed = {name: new for name, key in keys.items() if (new := ".".join(map(str, key))) != name}
+    renamed = rename_lists(layout, new_name, own, others)
+    if not changed and renamed is layout:
+        return layout, {}
+    return edits.rekey(renamed, keys), changed
+
+
+def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
+    """Return the entries of optimizers by name whose parameters another model has, and the model of the weights not."""
+    entries: dict[KeyPath, set[str]] = {}
+    trained: dict[KeyPath, set[str]] = {}
+    beside: dict[KeyPath, set[str]] = {}
+    own = {name: str(layout.key(name)[-1]) for name in weights}
+    mine = set(own.values())
+    for name in layout.names if own else ():
+        key = layout.key(name)
+        way = way_in_optimizer(key, mine)
+        if way is None:
+            if name not in own and name in layout.tensors:
+                beside.setdefault(key[:-1], set()).add(str(key[-1]))
+            continue
+        above = key[:-1] if str(key[-1]).startswith(FLATTENED) else key[: -len(way)]
+        entries.setdefault(above, set()).add(name)
+        if way[0] == "state":
+            trained.setdefault(above, set()).add(str(way[1]))
+    others = [
+        above
+        for above, names in trained.items()
+        if not {own_name(name, mine) for name in names} <= mine and any(names <= model for model in beside.values())
+    ]
+    return {name for above in others for name in entries[above]}
+
+
+def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = (), others: Container[str] = ()) -> Layout:
+    """Return the checkpoint with other names in the lists of its optimizers; the layout itself if none changes.
+
+    A recorded name may have a wrapper's prefix that the `own` names of the model do not have, and then loses it. The
+    entries that are `others` stay as they are.
+    """
+
+    def from_recorded(name: str) -> str:
+        known = own_name(name, own)
+        new = new_name(known)
+        return new if known in own and new != known else new_name(name)
+
+    blobs: dict[str, Blob] = {}
+    for name, blob in layout.blobs.items():
+        key = layout.key(name)
+        if name not in others and (is_list_of_parameters(key) or is_list_of_names(key)):
+            blobs[name] = rename_list(layout, blob, from_recorded if is_list_of_names(key) else new_name)
+    is_changed = any(blob is not layout.blobs[name] for name, blob in blobs.items())
+    return replace(layout, blobs={**layout.blobs, **blobs}) if is_changed else layout
+
+
+def parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
+    """Return the names that `rename_parameters` replaces: those of the `weights`, and those in optimizers."""
+    weights = set(weights)
+    others = entries_of_other_models(layout, weights)
+    own = {str(layout.key(name)[-1]) for name in weights}
+    ways = (way_in_optimizer(layout.key(name), own) for name in layout.names if name not in others)
+    return {name for name in (*own, *(way[1] for way in ways if way)) if isinstance(name, str)}
+
+
+def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[str] = ()) -> KeyPath:
+    """Return a key path with the parameter's name in it replaced; `own` are the names of all parameters."""
+    if is_weight:
+        return (*key[:-1], new_name(key[-1])) if isinstance(key[-1], str) else key
+    found = find_entry(key, own)
+    if found is None or found[1].isdecimal():
+        return key
+    place, parameter = found
+    return place.key(new_name(parameter))
+
+
+def way_in_optimizer(key: KeyPath, own: Container[str] = ()) -> KeyPath | None:
+    """Return where an entry lies in an optimizer's state dict as torch nests it; None for what is of no optimizer.
+
+    Groups flattened by torch are given by the name of each parameter, not by number. For `own` see `find_entry`.
+    """
+    last = key[-1]
+    if isinstance(last, str) and last.startswith(FLATTENED):
+        return split_flattened(last, own)
+    if len(key) > 2 and key[-3] == "param_groups":
+        return key[-3:]
+    at = find_state(key, own)
+    return None if at is None else key[at:]
+
+
+def is_list_of_parameters(key: KeyPath) -> bool:
+    """Return True for the way to the parameters of an optimizer's group."""
+    return len(key) > 2 and key[-3] == "param_groups" and key[-1] == "params"
+
+
+def is_list_of_names(key: KeyPath) -> bool:
+    """Return True for the way to the names that torch records in a group, also where torch has flattened it."""
+    way = way_in_optimizer(key)
+    return way is not None and way[0] == "param_groups" and way[2] == PARAM_NAMES
+
+
+def rename_list(layout: Layout, blob: Blob, new_name: NewName) -> Blob:
+    """Return a list of parameters under their new names; of numbers, or without a new name, as it is."""
+    value = load_value(layout.root, blob)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        return blob
+    names = [new_name(name) for name in value]
+    return blob if names == value else with_value(blob, names)

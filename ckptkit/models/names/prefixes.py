@@ -1,0 +1,68 @@
+"""Find the prefix that a trainer's own module puts before all names of a model, and take it off.
+
+`ckptkit.layout.wrappers` has the prefixes of torch's wrappers, `ckptkit.models.names.weights` finds the model's key in
+a checkpoint. A prefix such as `model.` or `net.` may be a part of the model's own names: only the model tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.errors import Unsupported
+from ckptkit.layout import edits
+from ckptkit.layout.box import Shape
+from ckptkit.models.expected import Form, forms_for
+from ckptkit.models.names import family_of
+from ckptkit.models.names.weights import Weights
+
+Shapes = Mapping[str, Shape]
+
+
+def remove_prefix(found: Weights, config: Mapping[str, Any] | None) -> tuple[Weights, list[str]]:
+    """Return weights without the prefix before all their names, and words on it; as they are, if there is none."""
+    shapes = found.layout.shapes
+    of_family = prefix_of_family(shapes)
+    prefix = of_family or prefix_of_config(shapes, config or {})
+    if not prefix:
+        return found, []
+    whose = "of a known family" if of_family else "that config.json describes"
+    came_from = {name.removeprefix(prefix): old for name, old in found.came_from.items()}
+    layout = edits.rename(found.layout, lambda name: name.removeprefix(prefix))
+    remark = f"removed the prefix `{prefix}` from all names: the rest are names {whose}"
+    return replace(found, layout=layout, came_from=came_from), [remark]
+
+
+def prefix_of_family(shapes: Shapes) -> str:
+    """Return the first step of all names if they are a family's without it; "" else."""
+    first = next(iter(shapes), "").partition(".")[0] + "."
+    if family_of(shapes) or not all(name.startswith(first) for name in shapes):
+        return ""
+    return first if family_of({name.removeprefix(first): shape for name, shape in shapes.items()}) else ""
+
+
+def prefix_of_config(shapes: Shapes, config: Mapping[str, Any]) -> str:
+    """Return what stands before every name, if without it all are there that a config calls for.
+
+    Returns "" where the names fit as they are, or fit neither way.
+    """
+    if not config or len({name.partition(".")[0] for name in shapes}) != 1:
+        return ""
+    try:
+        forms = forms_for(config)
+    except Unsupported:
+        return ""
+    if any(form.needed <= shapes.keys() for form in forms):
+        return ""
+    return next(filter(None, (prefix_of_form(shapes, form) for form in forms)), "")
+
+
+def prefix_of_form(shapes: Shapes, form: Form) -> str:
+    """Return what stands before every name, if without it the tensors are of a form; "" else."""
+    first = min(form.needed)
+    ends = [name for name in shapes if name.endswith(f".{first}")]
+    prefix = ends[0].removesuffix(first) if len(ends) == 1 else ""
+    found = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    fits = len(found) == len(shapes) and all(found.get(name) == form.shapes[name] for name in form.needed)
+    return prefix if fits else ""

@@ -1,0 +1,173 @@
+"""Know the names of torchtitan, of all its versions, and map them to the Hub's.
+
+Source: torchtitan/models/{llama3,llama4,qwen3,deepseek_v3,gpt_oss}/state_dict_adapter.py, and their history: the head
+was `output`; projections lay in `attention` itself, and for two months in one matrix; experts had no letters for
+their axes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.moe import LAYER, experts_of
+from ckptkit.models.names.rule import Rule, with_bias
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import (
+    Chain,
+    Concatenated,
+    Each,
+    Grouped,
+    RequiredExtent,
+    Reversed,
+    Rotary,
+    Same,
+    SwappedAxes,
+    TensorStep,
+)
+
+_IN_PAIRS = ("llama",)  # types whose rotary embeddings turn pairs of neighbors here, and halves on the Hub
+_DEEPSEEK, _GPT_OSS, _LLAMA4 = "deepseek_v3", "gpt_oss", "llama4_text"
+_TYPES = (*_IN_PAIRS, "qwen3", "qwen3_moe", _DEEPSEEK, _GPT_OSS, _LLAMA4)
+_ATTENTION = "layers.{layer}.attention."
+_EXPERTS = "layers.{layer}.moe."
+
+
+def rules(sizes: Sizes, *, is_older: bool = False) -> tuple[Rule, ...]:
+    """Return the table for a type of model; with `is_older` it writes the names of before version 0.3.
+
+    Raises `Unsupported` for a type that is not known here.
+    """
+    model = sizes.require_type(TORCHTITAN.name, _TYPES)
+    prefix = "language_model." if model == _LLAMA4 and "text_config" in sizes.config else ""
+    layer = prefix + LAYER
+    return (
+        Rule.of("tok_embeddings.weight", prefix + "model.embed_tokens.weight"),
+        Rule.of("norm.weight", prefix + "model.norm.weight"),
+        Rule.of(ways("lm_head.weight", "output.weight", is_older=is_older), prefix + "lm_head.weight"),
+        *norms(model, layer),
+        *attention(layer, is_in_pairs=model in _IN_PAIRS, is_older=is_older or model == _DEEPSEEK),
+        *with_bias(_ATTENTION + "wo", layer + "self_attn.o_proj"),
+        *feed_forward("layers.{layer}.feed_forward", layer + ("feed_forward" if model == _LLAMA4 else "mlp")),
+        *{_GPT_OSS: mixture_with_biases, _LLAMA4: mixture_in_one}.get(model, mixture)(model, layer, is_older),
+        *(latent_attention() if model == _DEEPSEEK else ()),
+    )
+
+
+def norms(model: str, layer: str) -> tuple[Rule, ...]:
+    """Return the rules for the norms of a layer."""
+    names = {
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attention.q_norm": "self_attn.q_a_layernorm" if model == _DEEPSEEK else "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+    }
+    return tuple(Rule.of(f"layers.{{layer}}.{own}.weight", f"{layer}{hub}.weight") for own, hub in names.items())
+
+
+def attention(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[Rule, ...]:
+    """Return the rules for queries, keys and values, apart or in one matrix."""
+    turns: tuple[TensorStep, ...] = (Same(), Same(), Same())
+    if is_in_pairs:
+        turns = (Rotary("heads"), Rotary("key_heads"), Same())
+    hub = tuple(f"{layer}self_attn.{one}_proj" for one in "qkv")
+    return (
+        *(
+            rule
+            for own, there, turn in zip(("wq", "wk", "wv"), hub, turns, strict=True)
+            for rule in with_bias(
+                ways(f"{_ATTENTION}qkv_linear.{own}", _ATTENTION + own, is_older=is_older), there, turn
+            )
+        ),
+        *with_bias(f"{_ATTENTION}qkv_linear.wqkv", hub, Chain((Grouped(), Each(turns)))),
+    )
+
+
+def feed_forward(own: str, hub: str) -> tuple[Rule, ...]:
+    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    return tuple(Rule.of(f"{own}.{one}.weight", f"{hub}.{other}.weight") for one, other in names.items())
+
+
+def ways(*texts: str, is_older: bool) -> str:
+    """Return every way to call a tensor, from the newest on: the first is written, the last if it `is_older`."""
+    return " | ".join(reversed(texts) if is_older else texts)
+
+
+def experts(name: str, letters: str, is_older: bool) -> str:
+    inner = f"routed_experts.inner_experts.{name}_{letters}"
+    return ways(*(_EXPERTS + own for own in (inner, f"experts.{name}_{letters}", f"experts.{name}")), is_older=is_older)
+
+
+def mixture(model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+    """Return the rules for a mixture of experts that are apart on the Hub."""
+    hub = experts_of(model)
+    bias = Rule.of(ways(_EXPERTS + "expert_bias_E", _EXPERTS + "expert_bias", is_older=is_older), layer + hub.bias)
+    return (
+        Rule.of(f"{_EXPERTS}router.gate.weight", f"{layer}{hub.router}.weight"),
+        *([bias] if model == _DEEPSEEK else []),
+        Rule.of(experts("w1", "EFD", is_older), f"{layer}{hub.gate}.weight", RequiredExtent(1, "hidden")),
+        Rule.of(experts("w3", "EFD", is_older), f"{layer}{hub.up}.weight", RequiredExtent(1, "hidden")),
+        Rule.of(experts("w2", "EDF", is_older), f"{layer}{hub.down}.weight", RequiredExtent(0, "hidden")),
+        *feed_forward(_EXPERTS + "shared_experts", layer + hub.shared),
+    )
+
+
+def mixture_in_one(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+    """Return the rules for a mixture of experts that lie in one tensor on the Hub too, each the other way round."""
+    both = Chain((RequiredExtent(2, "hidden"), SwappedAxes((1, 2)), Reversed(Concatenated(2, axis=2))))
+    return (
+        Rule.of(f"{_EXPERTS}router.gate.weight", layer + "feed_forward.router.weight"),
+        Rule.of(
+            (experts("w1", "EFD", is_older), experts("w3", "EFD", is_older)),
+            layer + "feed_forward.experts.gate_up_proj",
+            both,
+        ),
+        Rule.of(
+            experts("w2", "EDF", is_older),
+            layer + "feed_forward.experts.down_proj",
+            Chain((RequiredExtent(1, "hidden"), SwappedAxes((1, 2)))),
+        ),
+        *feed_forward(_EXPERTS + "shared_experts", layer + "feed_forward.shared_expert"),
+    )
+
+
+def mixture_with_biases(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+    """Return the rules for a mixture of experts of two matrices and biases, these the other way round on the Hub."""
+    hub = layer + "mlp.experts."
+    first, second = (Chain((RequiredExtent(axis, "hidden"), SwappedAxes((1, 2)))) for axis in (2, 1))
+    return (
+        Rule.of(_ATTENTION + "sinks", layer + "self_attn.sinks"),
+        *with_bias(_EXPERTS + "router.gate", layer + "mlp.router"),
+        Rule.of(experts("mlp1_weight", "EGD", is_older), hub + "gate_up_proj", first),
+        Rule.of(experts("mlp1_bias", "EG", is_older), hub + "gate_up_proj_bias"),
+        Rule.of(experts("mlp2_weight", "EDF", is_older), hub + "down_proj", second),
+        Rule.of(experts("mlp2_bias", "ED", is_older), hub + "down_proj_bias"),
+    )
+
+
+def latent_attention() -> tuple[Rule, ...]:
+    """Return the rules for attention with latent heads."""
+    names = {
+        "wkv_a": "kv_a_proj_with_mqa",
+        "kv_norm": "kv_a_layernorm",
+        "wkv_b": "kv_b_proj",
+        "wq_a": "q_a_proj",
+        "wq_b": "q_b_proj",
+    }
+    return tuple(Rule.of(f"{_ATTENTION}{own}.weight", f"{LAYER}self_attn.{hub}.weight") for own, hub in names.items())
+
+
+TORCHTITAN = Family(
+    name="torchtitan",
+    types=_TYPES,
+    drops=(r"freqs_cis", r"rope\.cache", r"layers\.#\.moe\.(tokens_per_expert.*|expert_bias(_E)?)"),
+    rules=rules,
+    trainer="torchtitan",
+    has_tied_head=True,
+)
+BEFORE_0_3 = replace(
+    TORCHTITAN,
+    name="torchtitan-0.2",
+    rules=partial(rules, is_older=True),
+)

@@ -1,0 +1,213 @@
+"""Translate tensors of a family to the Hub's names, or back, by a table of rules. No bytes move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+from typing import NamedTuple, Self
+
+from ckptkit.errors import CkptError, Mismatch
+from ckptkit.layout import StoredTensor, axes
+from ckptkit.models.names.outline import Numbers, outline_of
+from ckptkit.models.names.rule import Pattern, Rule, patterns_of
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.steps import FlatFront
+
+_MOST = 1 << 20  # layers times experts; ten times those of any model
+
+Found = dict[int, tuple[str, StoredTensor]]  # the tensors that a rule brings together, by their place in it
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """Tensors under their new names, the old ones that each `came_from`, and the names that no rule has a place for."""
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    came_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unplaced: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, StoredTensor]) -> Self:
+        """Return tensors under the names that they have."""
+        return cls(dict(tensors), {name: (name,) for name in tensors})
+
+    def renamed(self, new_name: Callable[[str], str]) -> Self:
+        """Return them under other names yet."""
+        tensors = {new_name(name): tensor for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, came_from={new_name(name): old for name, old in self.came_from.items()})
+
+
+Turn = Callable[[Mapping[str, StoredTensor]], Translated]
+
+
+class Slot(NamedTuple):
+    """The place of a tensor in a rule, the way to call it by which it was found, and all that its rule counts."""
+
+    rule: Rule
+    place: int
+    pattern: Pattern
+    captures: tuple[str, ...]
+
+
+class Direction(NamedTuple):
+    """One direction of a table: to the Hub, or from it."""
+
+    to_hub: bool
+
+    def sources(self, rule: Rule) -> tuple[str, ...]:
+        """Return the names that are read."""
+        return rule.family if self.to_hub else rule.hub
+
+    def targets(self, rule: Rule) -> tuple[Pattern, ...]:
+        """Return the names that are written."""
+        return tuple(next(patterns_of(text)) for text in (rule.hub if self.to_hub else rule.family))
+
+    def take(self, rule: Rule, tensors: tuple[StoredTensor, ...], sizes: Sizes) -> tuple[StoredTensor, ...]:
+        return (rule.step.to_hub if self.to_hub else rule.step.from_hub)(tensors, sizes)
+
+
+def translate(
+    tensors: Mapping[str, StoredTensor], rules: Iterable[Rule], sizes: Sizes, *, to_hub: bool = True
+) -> Translated:
+    """Return the tensors as the other side of a table has them.
+
+    Raises `Mismatch` for one whose shape a step cannot have, or that others must go with which are not there.
+    """
+    side = Direction(to_hub)
+    slots = find_slots(rules, side)
+    groups: dict[Rule, dict[Numbers, Found]] = {}
+    unplaced = []
+    for name, tensor in tensors.items():
+        outline, numbers = outline_of(name)
+        slot = slots.get(outline)
+        if slot is None:
+            unplaced.append(name)
+            continue
+        members = groups.setdefault(slot.rule, {})
+        for full, one in unfold(slot, numbers, tensor, sizes):
+            found = members.setdefault(full, {})
+            if slot.place in found:
+                raise Mismatch(
+                    f"the tensor is the same as `{found[slot.place][0]}`: two names of one tensor", tensor=name
+                )
+            found[slot.place] = name, one
+    translated = Translated(unplaced=tuple(unplaced))
+    for rule, members in groups.items():
+        fold(rule, members, sizes, side, translated)
+    return translated
+
+
+def find_slots(rules: Iterable[Rule], side: Direction) -> dict[str, Slot]:
+    """Return the place of each tensor that rules know, by the outline of its name; an earlier rule counts."""
+    slots: dict[str, Slot] = {}
+    for rule in rules:
+        captures = captures_of(rule, side)
+        for place, text in enumerate(side.sources(rule)):
+            for pattern in patterns_of(text):
+                slots.setdefault(pattern.outline, Slot(rule, place, pattern, captures))
+    return slots
+
+
+def captures_of(rule: Rule, side: Direction) -> tuple[str, ...]:
+    """Return all that the numbers in the names of a rule count: what the written ones have, and then the others."""
+    read = [capture for text in side.sources(rule) for pattern in patterns_of(text) for capture in pattern.captures]
+    return tuple(dict.fromkeys([*side.targets(rule)[0].captures, *read]))
+
+
+def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> Iterable[tuple[Numbers, StoredTensor]]:
+    """Yield the tensors that one is made of by its first axes, each with all numbers that its rule counts."""
+    folded = [capture for capture in slot.captures if capture not in slot.pattern.captures]
+    if folded and slot.rule.flat:
+        (tensor,) = FlatFront(slot.rule.flat).to_hub((tensor,), sizes)
+    if len(folded) > len(tensor.spec.shape):
+        shape = list(tensor.spec.shape)
+        raise Mismatch(
+            f"expected an axis for each {' and each '.join(folded)}, found shape {shape}", tensor=slot.pattern.text
+        )
+    if prod(tensor.spec.shape[: len(folded)]) > _MOST or max(tensor.spec.shape[: len(folded)], default=0) > _MOST:
+        message = (
+            f"found shape {list(tensor.spec.shape)}: no known model has an axis of so many {' and '.join(folded)}s"
+        )
+        raise Mismatch(message, tensor=slot.pattern.text)
+    own = dict(zip(slot.pattern.captures, numbers, strict=True))
+    for indices, one in take_all(tensor, len(folded)):
+        numbered = own | dict(zip(folded, indices, strict=True))
+        yield tuple(numbered[capture] for capture in slot.captures), one
+
+
+def take_all(tensor: StoredTensor, count: int) -> list[tuple[Numbers, StoredTensor]]:
+    """Return the tensors at each index of the first `count` axes, without these."""
+    found: list[tuple[Numbers, StoredTensor]] = [((), tensor)]
+    for _ in range(count):
+        found = [((*at, i), inner) for at, one in found for i, inner in enumerate(axes.unstack(one))]
+    return found
+
+
+def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Direction, translated: Translated) -> None:
+    """Add to `translated` the tensors that a rule makes of its members."""
+    captures, targets = captures_of(rule, side), side.targets(rule)
+    folded = [i for i, capture in enumerate(captures) if capture not in targets[0].captures]
+    kept = [i for i in range(len(captures)) if i not in folded]
+    made: dict[Numbers, dict[Numbers, tuple[StoredTensor, ...]]] = {}
+    origin: dict[Numbers, dict[str, None]] = {}
+    for numbers, found in members.items():
+        names, tensors = require_all(rule, found, numbers, captures, side)
+        at = tuple(numbers[i] for i in kept)
+        made.setdefault(at, {})[tuple(numbers[i] for i in folded)] = step(rule, names, tensors, sizes, side)
+        origin.setdefault(at, {}).update(dict.fromkeys(names))
+    for at, parts in made.items():
+        for place, target in enumerate(targets):
+            name = target.name(at)
+            if name in translated.tensors:
+                clash = f"`{translated.came_from[name][0]}` and `{next(iter(origin[at]))}` would both get this name"
+                raise Mismatch(clash, tensor=name)
+            one = {index: tensors[place] for index, tensors in parts.items()}
+            stacked = stack_all(one, [captures[i] for i in folded], name)
+            translated.tensors[name] = axes.merge(stacked, 0, 2) if folded and rule.flat else stacked
+            translated.came_from[name] = tuple(origin[at])
+
+
+def require_all(
+    rule: Rule, found: Found, numbers: Numbers, captures: Sequence[str], side: Direction
+) -> tuple[tuple[str, ...], tuple[StoredTensor, ...]]:
+    """Return the names and tensors that a rule brings together. Raises `Mismatch` if one is missing."""
+    for place, text in enumerate(side.sources(rule)):
+        if place not in found:
+            there, _ = next(iter(found.values()))
+            pattern = next(patterns_of(text))
+            numbered = dict(zip(captures, numbers, strict=True))
+            name = pattern.name(tuple(numbered[capture] for capture in pattern.captures))
+            raise Mismatch(f"missing: `{there}` is here and needs this tensor too", tensor=name)
+    pairs = [found[place] for place in sorted(found)]
+    return tuple(name for name, _ in pairs), tuple(tensor for _, tensor in pairs)
+
+
+def step(
+    rule: Rule, names: Sequence[str], tensors: tuple[StoredTensor, ...], sizes: Sizes, side: Direction
+) -> tuple[StoredTensor, ...]:
+    """Take the step of a rule. An error names the tensor."""
+    try:
+        return side.take(rule, tensors, sizes)
+    except IndexError:  # a step asks for an axis that a tensor has not
+        shapes = " and ".join(str(list(tensor.spec.shape)) for tensor in tensors)
+        raise Mismatch(f"found shape {shapes}: an axis that the rule needs is missing", tensor=names[0]) from None
+    except CkptError as error:
+        raise error.blame(tensor=names[0]) from None
+
+
+def stack_all(parts: Mapping[Numbers, StoredTensor], counted: Sequence[str], name: str) -> StoredTensor:
+    """Return the tensors at each index of as many axes as there are things `counted`, as one with these in front."""
+    if not counted:
+        return parts[()]
+    extents = [len({at[axis] for at in parts}) for axis in range(len(counted))]
+    missing = next((at for at in product(*map(range, extents)) if at not in parts), None)
+    if missing is not None:
+        which = " of ".join(f"{what} {i}" for what, i in zip(reversed(counted), reversed(missing), strict=True))
+        raise Mismatch(f"{which} is missing: found {len(parts)}, with a gap", tensor=name)
+    stacked = dict(parts)
+    for axis in reversed(range(len(counted))):
+        fronts = dict.fromkeys(at[:axis] for at in stacked)
+        stacked = {front: axes.stack([stacked[(*front, i)] for i in range(extents[axis])]) for front in fronts}
+    return stacked[()]

@@ -1,0 +1,132 @@
+"""Demote a checkpoint of a training to the weights of its model in bfloat16, under its own name.
+
+The old checkpoint or the new one is there, whole, at every moment: demote writes the new one to a hidden sibling, reads
+it again, swaps the two in one step, and only then deletes the old one.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.find_components import CHECKPOINT, LINK
+from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
+from ckptkit.checkpoints.seal import replace_manifest, sum_files
+from ckptkit.checks.verify import verify_part
+from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import draft, require_all_taken
+from ckptkit.errors import Mismatch
+from ckptkit.io.allocation import create_file
+from ckptkit.io.progress import Told
+from ckptkit.io.staging import Stage
+from ckptkit.io.system import again
+from ckptkit.layout import Layout, Spec
+from ckptkit.layout.dtypes import DTYPES
+from ckptkit.runs.retention import read_metrics, write_metrics
+from ckptkit.state.draft import Conversion
+from ckptkit.state.options import ConvertOptions
+from ckptkit.trainers.ckptkit import METRICS
+
+_NARROW = DTYPES["bfloat16"]
+_MODEL = "model"  # the directory in the hidden one that the model is made in
+
+
+class Demotion(NamedTuple):
+    """What `demote` would do: the bytes of all files that it leaves, and the names of what it deletes."""
+
+    nbytes: int
+    deletes: tuple[str, ...]
+
+
+def foresee(checkpoint: Path) -> Demotion:
+    """Return what `demote` would do, to the byte. Writes nothing.
+
+    Raises a `CkptError` where `demote` would, as far as that is known without reading tensors: also if more would be
+    deleted than state of the training, such as a second model, another checkpoint or an unknown file.
+    """
+    weights = Checkpoint.open(checkpoint).weights.layout
+    options = ConvertOptions.of({"dtype": dtypes_for(weights), "allow_unmatched": True}, to="hf")
+    conversion = draft([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
+    require_all_taken(conversion)
+    require_nothing_else(conversion)
+    files = {name: FileSum(nbytes, 0) for name, nbytes in conversion.file_sizes.items()}
+    if metrics := metrics_file(checkpoint):
+        files[METRICS] = FileSum(len(metrics), 0)
+    (model,) = conversion.drafts
+    manifest = Manifest(files, dict.fromkeys(model.wanted.tensors, 0), model.made_of)
+    nbytes = sum(file.nbytes for file in files.values()) + len(manifest.to_bytes())
+    dropped = [group.name for entries in conversion.entries for group in entries.groups()]
+    return Demotion(nbytes, (*dropped, *(left.name for left in conversion.left_behind if left.path.name != METRICS)))
+
+
+def require_nothing_else(conversion: Conversion) -> None:
+    """Raise `Mismatch` for another checkpoint or a link in the directory, which only `demote` would delete."""
+    for left in conversion.left_behind:
+        if left.why in (CHECKPOINT, LINK):
+            message = f"`{left.name}` would be deleted ({left.why})"
+            raise Mismatch(message, path=left.path, hint="move it out of the directory first")
+
+
+def is_wide(spec: Spec) -> bool:
+    """Return True for floats of more than 16 bits; others stay as they are."""
+    return spec.dtype.can_become(_NARROW) and spec.dtype.itemsize > _NARROW.itemsize
+
+
+def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progress: Told | None = None) -> int:
+    """Replace the checkpoint in directory `checkpoint` by its weights, as files of time `saved_at`.
+
+    Returns how many tensors stayed in more than 16 bits, as loaders keep them so. Raises a `CkptError`, and leaves the
+    checkpoint as it was, if anything does not fit or what was written is not what is read.
+    """
+    foresee(checkpoint)
+    stage = Stage(checkpoint, overwrite=True)
+    try:
+        model = stage.open().path / _MODEL
+        make_model(checkpoint, model, jobs, progress)
+        keep_metrics(checkpoint, model)
+        for problem in verify_part(model, jobs=jobs, progress=progress).problems:
+            raise problem
+        wide = sum(map(is_wide, Checkpoint.open(model).weights.layout.specs.values()))
+        for file in model.iterdir():
+            os.utime(file, (saved_at, saved_at))
+            again(os.rename, file, stage.path / file.name)
+        again(model.rmdir)
+        stage.commit()
+    except BaseException as error:
+        stage.discard()
+        error.__notes__ = []  # of what could be gone on with: it went too
+        raise
+    return wide
+
+
+def make_model(checkpoint: Path, model: Path, jobs: int | None, progress: Told | None) -> None:
+    """Write the weights of a checkpoint, with config and tokenizer, to directory `model`."""
+    weights = Checkpoint.open(checkpoint).weights.layout
+    tell = None if progress is None else lambda nbytes, _total: progress(nbytes)
+    consolidate(checkpoint, model, dtype=dtypes_for(weights), allow_unmatched=True, jobs=jobs, progress=tell)
+
+
+def dtypes_for(weights: Layout) -> list[str]:
+    """Return the rules by which floats of more than 16 bits become bfloat16, and no others change."""
+    others = [name for name, spec in weights.specs.items() if not is_wide(spec)]
+    return [_NARROW.name, *(f"{glob.escape(name)}=keep" for name in others)]
+
+
+def keep_metrics(checkpoint: Path, model: Path) -> None:
+    """Put what was measured at a checkpoint beside its weights, and into their manifest."""
+    content = metrics_file(checkpoint)
+    manifest = read_manifest(model)
+    if content and manifest is not None:
+        create_file(model / METRICS, len(content), [(0, content)])
+        files = {**manifest.files, **sum_files(model, {METRICS}, ())}
+        replace_manifest(model, replace(manifest, files=files))
+
+
+def metrics_file(checkpoint: Path) -> bytes:
+    """Return the file that keeps what was measured at a checkpoint; b"" if nothing was."""
+    metrics = read_metrics(checkpoint)
+    return write_metrics(Checkpoint.at(checkpoint).own_step or 0, metrics) if metrics else b""

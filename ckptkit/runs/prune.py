@@ -1,0 +1,231 @@
+"""Delete the checkpoints of a run that no rule keeps, or demote them to their weights.
+
+A checkpoint that is not whole is left alone, and does not count as one of those that are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, no_checkpoint
+from ckptkit.checkpoints.examination import examine_checkpoint
+from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checks.verify import verify_part
+from ckptkit.errors import (
+    Corrupt,
+    Mismatch,
+    NotACheckpoint,
+    Unsafe,
+    Unsupported,
+    Usage,
+    and_more,
+    translate_os_errors,
+)
+from ckptkit.io.file import folders
+from ckptkit.io.joined import roots_of
+from ckptkit.io.path import RemotePath
+from ckptkit.io.progress import Progress, Told, telling
+from ckptkit.runs.demote import demote, foresee
+from ckptkit.runs.keeper import Keeper, find_holds, keeper_of, run_of
+from ckptkit.runs.ls import describe, measure
+from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, best_of, decide, read_metrics
+from ckptkit.summary import Summarized
+from ckptkit.trainers import is_epoch
+from ckptkit.words import count, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PruneEntry:
+    """A directory of a run: its step, if its name says one; its bytes; why it stays or goes; and the bytes it frees.
+
+    What demoting will free is known to the byte before it is done, and what it `deletes`: entries and files.
+    """
+
+    path: Path
+    step: int | None
+    nbytes: int
+    reason: str
+    freed_bytes: int = 0
+    deletes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned(Summarized):
+    """The checkpoints to keep, to delete and to demote, newest first, and `other` directories, which are left alone.
+
+    `deleted` says whether prune has deleted and demoted them, or only planned to.
+    """
+
+    keep: tuple[PruneEntry, ...]
+    delete: tuple[PruneEntry, ...]
+    other: tuple[PruneEntry, ...]
+    deleted: bool
+    demote: tuple[PruneEntry, ...] = ()
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that are no longer in use."""
+        return sum(entry.freed_bytes for entry in (*self.delete, *self.demote)) if self.deleted else 0
+
+    def summary(self) -> Iterator[str]:
+        gone = [*self.demote, *self.delete]
+        freed = format_bytes(sum(entry.freed_bytes for entry in gone))
+        what, verb = count(len(gone), "checkpoint"), "demote" if self.demote else "delete"
+        if not gone:
+            yield "every checkpoint stays: nothing to delete"
+        elif self.deleted:
+            yield f"{verb}d {what}, {freed} freed"
+        else:
+            yield f"would {verb} {what} and free {freed}; nothing was {verb}d yet"
+
+
+def prune(
+    run: Source,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_best: str | None = None,
+    demote: bool = False,
+    yes: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Pruned:
+    """Choose which checkpoints of the run at `run` to keep, and with `yes` delete the others, the oldest first.
+
+    Keeps the newest checkpoint, the `keep_last` newest, those whose step is a multiple of `keep_every`, the best by
+    `keep_best` (METRIC[:min|max][:N]), pinned ones, and those that another trainer's tracker file names. With `demote`,
+    the others become Hugging Face models in bfloat16, and only the rest of their contents is deleted. If a run is on
+    several disks, a checkpoint is deleted from all of them or from none, and `demote` is not possible; on S3 it is not
+    possible either. Raises `Usage` if no rule says what to keep, `NotACheckpoint` if `run` is not a run, `Occupied` if
+    another process is deleting, and `IOFailure` if something cannot be removed.
+    """
+    policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
+    if policy.keeps_all:
+        raise Usage("no rule says what to keep", hint="pass --keep-last, --keep-every or --keep-best")
+    root = run_of(run)
+    keeper = keeper_of(root)
+    if demote and isinstance(root, RemotePath):
+        hint = "`ckptkit consolidate CKPT OUT` makes a model of one; OUT may be on s3://"
+        raise Usage("--demote works in local directories only", path=root, hint=hint)
+    if demote and len(roots_of(root)) > 1:
+        hint = "`ckptkit consolidate CKPT OUT --also DIR` makes a model of one, anywhere"
+        raise Usage("checkpoints on several disks cannot be demoted", path=root, hint=hint)
+    with translate_os_errors(root):
+        keeper.refresh()
+        if not keeper.is_there():
+            raise NotACheckpoint("no such directory", path=root)
+        if not named_in(root):
+            raise no_checkpoint(root)
+    with keeper.pruning() if yes else nullcontext():
+        plan = make_plan(keeper, policy, demote=demote)
+        return apply_plan(plan, keeper, jobs, progress) if yes else plan
+
+
+def make_plan(keeper: Keeper, policy: Policy, *, demote: bool) -> Pruned:
+    """Return what becomes of every directory in a run. A checkpoint that is being replaced just now stays."""
+    root, unfinished = keeper.root, keeper.unfinished()
+    paths = [path for path in folders(root) if not path.name.startswith(".") and path not in unfinished]
+    found = {path: examine(path) for path in paths}
+    other = [
+        PruneEntry(path, Checkpoint.at(path).own_step, measure(path)[0], keeper.work_on(path) or fault)
+        for path, fault in found.items()
+        if isinstance(fault, str)
+    ]
+    complete = [saved for saved in found.values() if isinstance(saved, SavedCheckpoint)]
+    check_metric(root, complete, policy)
+    keep: list[PruneEntry] = []
+    go: list[PruneEntry] = []
+    for verdict in decide(complete, policy):
+        saved = verdict.saved
+        entry = PruneEntry(saved.path, saved.step, measure(saved.path)[0], ", ".join(verdict.reasons))
+        if not verdict.is_kept:
+            entry = judge(saved, entry, keeper, demote=demote)
+        (go if entry.freed_bytes else keep).append(entry)
+    gone = (*go, *(clear_entry(path, reason) for path, reason in unfinished.items()))
+    return Pruned(tuple(keep), () if demote else gone, tuple(other), deleted=False, demote=gone if demote else ())
+
+
+def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy) -> None:
+    """Raise `Usage` if no checkpoint has the metric of the best: a typo would cost all but the newest."""
+    if policy.best and complete and not best_of(complete, policy.best):
+        known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
+        hint = f"use one of {', '.join(known)}" if known else "none of them has any"
+        raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
+
+
+def clear_entry(path: Path, reason: str) -> PruneEntry:
+    """Return the entry of a directory that an interrupted deletion left."""
+    nbytes = measure(path)[0]
+    return PruneEntry(path, Checkpoint.at(path).own_step, nbytes, reason, nbytes)
+
+
+def judge(saved: SavedCheckpoint, entry: PruneEntry, keeper: Keeper, *, demote: bool) -> PruneEntry:
+    """Return what becomes of a checkpoint that no rule keeps: it stays if there is nothing to free, and says why."""
+    if work := keeper.work_on(saved.path):
+        return replace(entry, reason=work)
+    if not demote:
+        return replace(entry, reason="nothing keeps it", freed_bytes=entry.nbytes)
+    if saved.is_weights_only:
+        return replace(entry, reason="only weights already")
+    try:
+        demotion = foresee(saved.path)
+    except (Mismatch, NotACheckpoint, Unsupported, Usage) as error:
+        return replace(entry, reason=f"cannot be demoted: {error.message}")
+    freed = entry.nbytes - demotion.nbytes
+    if freed <= 0:
+        return replace(entry, reason="its weights alone are not smaller")
+    reason = f"only its weights stay; deletes {', '.join(demotion.deletes[:6])}{and_more(len(demotion.deletes) - 6)}"
+    return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
+
+
+def apply_plan(plan: Pruned, keeper: Keeper, jobs: int | None, progress: Progress | None) -> Pruned:
+    """Do what a plan says, the oldest first. A checkpoint that was pinned or held meanwhile stays."""
+    kept: list[PruneEntry] = []
+    deleted: list[PruneEntry] = []
+    demoted: list[PruneEntry] = []
+    tell = telling(progress, sum(2 * (entry.nbytes - entry.freed_bytes) for entry in plan.demote))
+    for entry in reversed((*plan.delete, *plan.demote)):
+        is_deleted = entry in plan.delete
+        if held := keeper.delete(entry.path) if is_deleted else find_holds(entry.path):
+            kept.append(replace(entry, reason=", ".join(held), freed_bytes=0))
+        elif is_deleted:
+            deleted.append(entry)
+        else:
+            demoted.append(make_smaller(entry, jobs, tell))
+    newest_first = (*plan.keep, *reversed(kept))
+    return replace(
+        plan, keep=newest_first, delete=tuple(reversed(deleted)), demote=tuple(reversed(demoted)), deleted=True
+    )
+
+
+def make_smaller(entry: PruneEntry, jobs: int | None, tell: Told | None) -> PruneEntry:
+    """Demote a checkpoint, and say what that freed."""
+    nbytes, saved_at = measure(entry.path)
+    wide = demote(entry.path, saved_at=saved_at, jobs=jobs, progress=tell)
+    reason = f"{entry.reason}; tensors kept in fp32: {wide}" if wide else entry.reason
+    return replace(entry, reason=reason, freed_bytes=nbytes - measure(entry.path)[0])
+
+
+def examine(path: Path) -> SavedCheckpoint | str:
+    """Return the checkpoint in a directory, or why it does not count. Reads no tensor."""
+    checkpoint = Checkpoint.at(path)
+    step = checkpoint.own_step
+    if any(place.is_symlink() for place in roots_of(path)):
+        return "a symbolic link"
+    if step is None or is_epoch(path):
+        return "its name has no step number"
+    if not checkpoint.components:
+        return checkpoint.unreadable.message if checkpoint.unreadable else "no checkpoint in any known format"
+    problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]
+    if not problems:
+        odd = (one for one in examine_checkpoint(checkpoint) if one.certainty is Certainty.CERTAIN)
+        problems = [one.to_error(path) for one in odd]
+    if problems:
+        return f"incomplete or damaged: {describe(problems[0], path)}"
+    try:
+        return SavedCheckpoint(path, step, read_metrics(path), find_holds(path), checkpoint.is_weights_only)
+    except (Corrupt, Unsafe) as error:
+        return f"cannot be read: {describe(error, path)}"

@@ -1,0 +1,89 @@
+"""List the unfinished uploads to a store, and abort the stale ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.errors import Usage
+from ckptkit.io.path import RemotePath
+from ckptkit.runs.keeper import run_of
+from ckptkit.summary import Summarized
+from ckptkit.words import count, format_bytes
+
+if TYPE_CHECKING:
+    from ckptkit.io.claims import StoreClaim
+    from ckptkit.io.stores.s3_objects import MultipartUpload
+
+WEEK = 7 * 86400.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpload:
+    """An unfinished upload to `path`: one that has a claim, or one of a single object without a claim of ours.
+
+    It `started` at a time, from `host` if a claim says that. Nothing was sent for `idle_seconds`. Of its `files`, each
+    a multipart upload, the store has `sent_bytes` in parts. `whole_bytes` are of objects at the path that are whole.
+    """
+
+    path: RemotePath
+    started: str
+    host: str | None
+    idle_seconds: float
+    files: tuple[MultipartUpload, ...]
+    sent_bytes: int
+    whole_bytes: int = 0
+    claim: StoreClaim | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedUploads(Summarized):
+    """The unfinished uploads to `root`: those `stale`, and those to `keep`, which wrote not long ago.
+
+    `aborted` says whether the stale ones were aborted, or only found.
+    """
+
+    root: RemotePath
+    stale: tuple[OpenUpload, ...]
+    keep: tuple[OpenUpload, ...]
+    aborted: bool
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of parts that the store no longer has."""
+        return sum(one.sent_bytes for one in self.stale) if self.aborted else 0
+
+    def summary(self) -> Iterator[str]:
+        what, nbytes = count(len(self.stale), "upload"), format_bytes(sum(one.sent_bytes for one in self.stale))
+        if not self.stale:
+            yield f"no stale upload; {count(len(self.keep), 'upload')} under way" if self.keep else "no upload"
+        elif self.aborted:
+            yield f"aborted {what}, {nbytes} of parts freed"
+        else:
+            yield f"would abort {what} and free {nbytes} of parts; nothing was aborted yet"
+
+
+def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> PrunedUploads:
+    """Find the unfinished uploads at or below a prefix on S3, and with `yes` abort the stale ones.
+
+    An upload is stale if it sent nothing for `older` seconds: uploads of ckptkit with their claims and notes, and
+    multipart uploads of other tools. Complete objects are never deleted. Raises `Usage` for a local path and for other
+    stores.
+    """
+    root = run_of(run)
+    if older < 0:
+        raise Usage(f"`older`: expected at least 0 seconds, found {older:g}")
+    if not isinstance(root, RemotePath):
+        hint = "run `ckptkit prune RUN --keep-last N --yes`, which also removes the remains of interrupted saves"
+        raise Usage("only stores have uploads, and this is a local path", path=root, hint=hint)
+    if not root.known.uploads:
+        hint = "abort uploads there with the tools of the store"
+        raise Usage("ckptkit lists and aborts uploads on s3:// only", path=root, hint=hint)
+    module = import_module(root.known.uploads)
+    found: list[OpenUpload] = module.find_uploads(root)
+    stale = [one for one in found if one.idle_seconds >= older]
+    gone = [one for one in stale if module.abort(one)] if yes else stale
+    return PrunedUploads(root, tuple(gone), tuple(one for one in found if one not in gone), aborted=yes)

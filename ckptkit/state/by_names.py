@@ -1,0 +1,160 @@
+"""Draft a training for a format that wants model and optimizer by the names of parameters, each under one key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit import trainers
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.optimizers.keys import find_optimizers
+from ckptkit.checkpoints.optimizers.owners import Order
+from ckptkit.errors import Unsupported, Usage
+from ckptkit.formats.archives.values import load_value, with_value
+from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.io.origin import Origin
+from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.wrappers import own_name
+from ckptkit.models.names.group_map import GROUP_MAP
+from ckptkit.models.names.parameters import (
+    is_list_of_names,
+    is_list_of_parameters,
+    parameters_in,
+    rename_parameters,
+    way_in_optimizer,
+)
+from ckptkit.models.names.weights import Weights, find_weights
+from ckptkit.state.completion import Completed, complete_optimizers
+from ckptkit.state.draft import Conversion, Draft, Entries
+from ckptkit.state.optimizers import by_name, nest_optimizers
+from ckptkit.state.options import ConvertOptions
+from ckptkit.state.parts import with_other_files, without_copy
+
+MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
+STEPS = "global_steps"
+NO_PLACE = "the format cannot store it"
+_HALVES = ("bfloat16", "float16")
+
+
+def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
+    """Draft the parts of a checkpoint as one: trained weights in fp32 under `model`, their states under `optimizer`."""
+    if options.dtype:
+        raise Usage("this format keeps the dtypes of master weights and moments", hint="drop --dtype")
+    if options.changes_names:
+        raise Usage("this format keeps names and shapes", hint="convert to another format first")
+    whole, remarks = with_names_for_numbers(checkpoint, options.order)
+    completed = Completed([whole])
+    if options.complete_optimizer:
+        completed = complete_optimizers(checkpoint, [whole], options.order)
+        (whole,) = completed.layouts
+    options.edits.check_globs([whole])
+    chosen = edits.select(whole, options.edits.admit)
+    weights = frozenset(find_weights(chosen).came_from.values())
+    options.edits.check_renames(parameters_in(chosen, weights), checkpoint.path)
+    renamed, names = rename_parameters(chosen, weights, options.edits.renaming())
+    ways = ways_by_names(renamed, find_weights(renamed))
+    layout = with_steps(with_names(renamed, ways), checkpoint.step)
+    world_size = whole.world_size or 1
+    no_place = {name: NO_PLACE for name in whole.names if names.get(name, name) not in ways}
+    written = [name for name in whole.names if name not in no_place]
+    conversion = Conversion(
+        origins=[Origin.of(checkpoint.path)],
+        output=output,
+        options=options,
+        drafts=[Draft.of([layout], options, world_size, renamed=names)],
+        entries=[Entries.of(whole, written, no_place | options.edits.reasons_to_drop(whole.names))],
+        notes=[*remarks, *completed.remarks],
+        completed={name: form for name, form in completed.entries.items() if options.edits.admit(name)},
+    )
+    if not checkpoint.path.is_dir():
+        return conversion
+    conversion = with_other_files(
+        conversion, checkpoint.path, [part.layout for part in checkpoint.components], world_size
+    )
+    copied_files = {name: path for name, path in conversion.copied_files.items() if not trainers.is_tracker(name)}
+    return without_copy(replace(conversion, copied_files=copied_files), checkpoint.path)
+
+
+def with_names_for_numbers(checkpoint: Checkpoint, order: Order | None) -> tuple[Layout, list[str]]:
+    """Return the checkpoint with groups in each optimizer, and the names of parameters for numbers, and remarks on it.
+
+    Raises `Unsupported` where they are not certain.
+    """
+    layout, remarks = nest_optimizers(checkpoint, checkpoint.layout, order)
+    for optimizer in find_optimizers(layout):
+        if not optimizer.is_named:
+            rekeying = by_name(checkpoint, layout, optimizer, order, must=True)
+            layout = rekeying.edit(layout)
+            remarks.append(rekeying.remark)
+    return layout, remarks
+
+
+def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
+    """Return where each entry shall lie: weights, states and groups by the model's own names, the rest where it is.
+
+    What an optimizer has besides states and groups has no place. Raises `Unsupported` for groups by parameter.
+    """
+    own = {old: new for new, old in weights.came_from.items()}
+    ways: dict[str, KeyPath] = {}
+    for name in layout.names:
+        key = layout.key(name)
+        way = way_in_optimizer(key)
+        if name in own:
+            ways[name] = (MODEL, own[name])
+        elif way is None:
+            if key[0] not in (MODEL, OPTIMIZER):
+                ways[name] = key
+        elif way[0] == GROUP_MAP:
+            message = f"expected a list of the optimizer's groups, found `{GROUP_MAP}`"
+            raise Unsupported(message, path=layout.root, tensor=name, hint="use `--to dcp` or `--to pt`")
+        elif isinstance(way[1], int):
+            ways[name] = (OPTIMIZER, *way)
+        else:
+            ways[name] = (OPTIMIZER, way[0], as_weight(way[1], weights, layout), *way[2:])
+    return ways
+
+
+def as_weight(name: str, weights: Weights, layout: Layout) -> str:
+    """Return what the model calls a parameter that an optimizer has under a name."""
+    if name.isdecimal():
+        message = f"expected an optimizer that lists its parameters by name, found numbers such as {name}"
+        raise Unsupported(message, path=layout.root)
+    return own_name(name, weights.came_from)
+
+
+def with_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
+    """Return what has a way, with lists of the model's own names in the optimizer's groups, and weights in fp32."""
+    weights = find_weights(layout)
+    found = edits.rekey(edits.select(layout, ways.__contains__), ways)
+    lists = {
+        name: blob
+        for name, blob in found.blobs.items()
+        if is_list_of_parameters(found.key(name)) or is_list_of_names(found.key(name))
+    }
+    for name, blob in lists.items():
+        names = [as_weight(str(one), weights, layout) for one in load_value(layout.root, blob)]
+        lists[name] = with_value(blob, names)
+    return in_fp32(replace(found, blobs={**found.blobs, **lists}))
+
+
+def in_fp32(layout: Layout) -> Layout:
+    """Return the layout with the weights that have states, and what is tied to them, in fp32 at least."""
+    trained = {(MODEL, key[2]) for key in map(layout.key, layout.tensors) if key[:2] == (OPTIMIZER, "state")}
+    chunks = {layout.tensors[name].chunks for name in layout.tensors if layout.key(name) in trained}
+
+    def choose(name: str, spec: Spec) -> DType:
+        is_half = layout.key(name)[0] == MODEL and spec.dtype.name in _HALVES
+        return DTYPES["float32"] if is_half and layout.tensors[name].chunks in chunks else spec.dtype
+
+    return edits.cast(layout, choose)
+
+
+def with_steps(layout: Layout, step: int | None) -> Layout:
+    """Return the layout with the number of steps made, if it has none and the checkpoint's name says it."""
+    if step is None or STEPS in layout.names:
+        return layout
+    path = next(place.path for _, place in layout.stored if place.path)
+    blobs = {**layout.blobs, STEPS: Blob(path, 0, 0, dump(step))}
+    return replace(layout, blobs=blobs, keys={**layout.keys, STEPS: (STEPS,)})

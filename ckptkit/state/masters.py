@@ -1,0 +1,141 @@
+"""Take the fp32 masters of an optimizer in the place of the weights, or compute them of its remainders.
+
+Weights and masters get their names side by side, so that what is cut or joined for other names is so in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.optimizers.masters import REMAINDERS, find_masters, masters_in, remainders_in
+from ckptkit.errors import Mismatch, Unsupported, Usage
+from ckptkit.layout import Layout, edits
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.models.names.weights import find_weights
+from ckptkit.state.model import Model, always
+from ckptkit.state.options import MASTER, ConvertOptions
+from ckptkit.words import count
+
+_FLOAT32 = DTYPES["float32"]
+_OPTION = f"--weights-from {MASTER}"
+
+
+def with_masters(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:
+    """Return the checkpoint with the masters of its weights beside these; as it is if the weights are the masters.
+
+    Raises `Mismatch` if there are none, `Usage` for options that do not go with masters of an optimizer.
+    """
+    part, weights = checkpoint.model_component, checkpoint.weights
+    found = find_masters(checkpoint.layout, weights.layout.specs)
+    if not found:
+        require_wide(weights.layout)
+        return checkpoint
+    check_options(options)
+    here = part.in_whole
+    taken = {weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in found.items()}
+    masters = replace(here, tensors={**here.tensors, **taken}, twins={})
+    parts = (replace(one, masters=masters) if one is part else one for one in checkpoint.components)
+    return replace(checkpoint, components=tuple(parts))
+
+
+def require_wide(layout: Layout) -> None:
+    """Raise `Mismatch` if most weights are in 16 bits: then they are not themselves the masters."""
+    floats = [spec for spec in layout.specs.values() if spec.dtype.kind == "float"]
+    narrow = sum(spec.numel for spec in floats if spec.dtype.itemsize < _FLOAT32.itemsize)
+    if 2 * narrow > sum(spec.numel for spec in floats):
+        message = "no optimizer in the checkpoint lists master weights by parameter name"
+        hint = f"drop {_OPTION}, or name the parameters first: ckptkit convert SRC OUT --to dcp --optimizer-keys names"
+        raise Mismatch(message, path=layout.root, hint=hint)
+
+
+def check_options(options: ConvertOptions) -> None:
+    """Raise `Usage` for options that do not go with masters of an optimizer."""
+    if not options.writer.is_model_only:
+        hint = f"run `ckptkit consolidate SRC OUT {_OPTION}` instead"
+        raise Usage(f"{_OPTION} needs an output that is a model without an optimizer", hint=hint)
+    if options.weights or options.merge or options.quantize or options.salvage or options.from_base:
+        hint = f"run `ckptkit consolidate SRC OUT {_OPTION}` first, then convert OUT"
+        raise Usage(f"{_OPTION} does not work with `average`, --merge, --quantize, --salvage or --from-base", hint=hint)
+
+
+def join_masters(model: Model, masters: Model) -> Model:
+    """Return a model whose weights will be their masters, which another model has under the same names.
+
+    Raises `Unsupported` where only a part of a weight has a master.
+    """
+    names = replaced(model.layout, masters.layout)
+    stored = {name: describe(name, model.layout, masters.layout) for name in names}
+    remainders = [name for name in names if dtype_of(masters.layout, name) == REMAINDERS]
+    layout = edits.cast(model.layout, lambda name, spec: _FLOAT32 if name in stored else spec.dtype)
+    without = [name for name, spec in layout.specs.items() if spec.dtype.kind == "float" and name not in stored]
+    notes = [
+        f"{count(len(names), 'weight')} taken from masters, {len(remainders)} of them from remainders in {REMAINDERS}"
+    ]
+    notes += [f"no master: {count(len(without), 'weight')}, such as `{without[0]}`"] if without else []
+    return replace(model.with_layout(layout), siblings=(masters.layout,), stored_as=stored).say(*notes)
+
+
+def make_masters(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
+    """Make each weight that has a master by a recipe."""
+    from ckptkit.engine.masters import Master, Remainder  # imports numpy, which no copy needs
+
+    (masters,) = model.siblings
+    number = len(model.others) + 1
+    recipes = {
+        name: always(
+            Remainder(name, number)
+            if dtype_of(masters, name) == REMAINDERS
+            else Master(name, number, dtype_of(model.layout, name))
+        )
+        for name in replaced(model.layout, masters)
+    }
+    others = (*model.others, edits.select(masters, recipes.__contains__))
+    return replace(model, others=others, recipes={**model.recipes, **recipes})
+
+
+def note_remainders(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
+    """Say that an optimizer has remainders of the weights, which are not asked for."""
+    layout = model.part.layout
+    left = remainders_in(layout, find_weights(layout).layout.specs)
+    if not left:
+        return model
+    which = f"{count(len(left), 'weight')} in {REMAINDERS}, such as `{left[0]}`"
+    return model.say(f"the optimizer has remainders of the masters of {which}; {_OPTION} adds them")
+
+
+def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
+    """Raise `Unsupported` for a cast of weights whose remainders an optimizer would keep: they complete bfloat16."""
+    weights = find_weights(checkpoint.layout).layout
+    tensors = checkpoint.layout.tensors
+    kept = {
+        parameter: name
+        for name, parameter in masters_in(checkpoint.layout, weights.specs)
+        if tensors[name].spec.dtype == REMAINDERS and options.edits.admit(name)
+    }
+    _, casts = options.edits.cast(edits.select(weights, kept.__contains__), lambda _: True)
+    if casts:
+        parameter = next(iter(casts))
+        message = f"--dtype would cast `{parameter}`, which the optimizer completes by remainders in {REMAINDERS}"
+        hint = f"leave --dtype out, or write the model alone: ckptkit consolidate SRC OUT {_OPTION}"
+        raise Unsupported(message, path=checkpoint.path, tensor=kept[parameter], hint=hint)
+
+
+def replaced(layout: Layout, masters: Layout) -> list[str]:
+    """Return the weights in whose place another layout has other data."""
+    return [name for name, one in layout.tensors.items() if masters.tensors[name].chunks != one.chunks]
+
+
+def describe(name: str, layout: Layout, masters: Layout) -> str:
+    """Return in words what a master is made of."""
+    weight, master = dtype_of(layout, name), dtype_of(masters, name)
+    return f"{weight} and remainders in {master}" if master == REMAINDERS else f"masters in {master}"
+
+
+def dtype_of(layout: Layout, name: str) -> DType:
+    """Return the dtype in which all of a tensor is stored. Raises `Unsupported` for several."""
+    stored = sorted({chunk.dtype.name for chunk in layout.tensors[name].chunks if not chunk.is_zeros})
+    if len(stored) > 1:
+        message = f"it is stored in {' and '.join(stored)}: only a part of the weight has a master"
+        raise Unsupported(message, path=layout.root, tensor=name, hint=f"drop {_OPTION}")
+    return DTYPES[stored[0]] if stored else layout.tensors[name].spec.dtype

@@ -1,0 +1,261 @@
+"""Match two checkpoints that are compared: parts with parts, and entries by names that both can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats import get_format
+from ckptkit.layout import KeyPath, Layout, edits
+from ckptkit.layout.wrappers import own_name
+from ckptkit.models.companions import find_companions
+from ckptkit.models.expected import forms_for
+from ckptkit.models.fit import restore_tied
+from ckptkit.models.names import HUB
+from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.models.names.parameters import NewName, rename_in, rename_lists
+from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights, has_weights
+from ckptkit.state.optimizers import names_in
+from ckptkit.state.quantized.require_plain import require_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of two checkpoints that are compared, under the names by which its entries are found in the other.
+
+    `weights` are the model's own of these names, `wrapper` is what was taken off them, and `left_out` is what there is
+    beside them.
+    """
+
+    layout: Layout
+    weights: frozenset[str] = frozenset()
+    wrapper: str = ""
+    left_out: tuple[LeftOut, ...] = ()
+
+    def select(self, keep: Callable[[str], bool]) -> Self:
+        """Return what of it has a name that `keep` accepts."""
+        return replace(self, layout=edits.select(self.layout, keep), weights=frozenset(filter(keep, self.weights)))
+
+    def only_tensors(self) -> Self:
+        """Return it without the entries that are no tensor."""
+        return replace(self, layout=replace(self.layout, blobs={}))
+
+    def only_weights(self) -> Self:
+        """Return the model's weights alone."""
+        return replace(self.select(self.weights.__contains__), left_out=())
+
+    def renamed(self, new_name: NewName) -> Self:
+        """Return it with other names for parameters, wherever these occur."""
+        own = {str(self.layout.key(name)[-1]) for name in self.weights}
+        keys = {
+            name: rename_in(self.layout.key(name), new_name, name in self.weights, own) for name in self.layout.names
+        }
+        weights = frozenset(new_name(name) for name in self.weights)
+        return replace(self, layout=with_keys(self.layout, keys, new_name), weights=weights)
+
+
+class Compared(NamedTuple):
+    """A directory or file that is compared, its layout, and remarks on how that was changed for the comparison."""
+
+    path: Path
+    layout: Layout
+    remarks: tuple[str, ...] = ()
+
+    def becomes(self, layout: Layout, *remarks: str) -> Compared:
+        """Return it with another layout, and more remarks."""
+        return Compared(self.path, layout, (*self.remarks, *remarks))
+
+
+Pair = tuple[Compared, Compared]
+
+
+def pair_parts(one: Checkpoint, two: Checkpoint) -> tuple[list[Pair], list[str]]:
+    """Return the parts to be compared: all of both if they have the same parts, or else those with the model.
+
+    Files beside a model are compared with it, where the other checkpoint has all in one. Return remarks, too, on what
+    is not compared.
+    """
+    ours, theirs = ({part.place: part for part in checkpoint.components} for checkpoint in (one, two))
+    if len(ours) > 1 and ours.keys() == theirs.keys():
+        return [(as_part(ours[place]), as_part(theirs[place])) for place in ours], []
+    whole = join_files(one), join_files(two)
+    if whole[0] is not None and whole[1] is not None:
+        return [with_names_of_both((one, whole[0]), (two, whole[1]))], []
+    remarks = []
+    for checkpoint in (one, two):
+        model = checkpoint.model_component
+        rest = ", ".join(part.path.name for part in checkpoint.components if part is not model)
+        remarks += [f"compared only {model.path.name} of {model.path.parent}, not {rest}"] if rest else []
+    return [(as_part(one.model_component), as_part(two.model_component))], remarks
+
+
+def as_part(part: Component) -> Compared:
+    return Compared(part.path, part.layout)
+
+
+def join_files(checkpoint: Checkpoint) -> Compared | None:
+    """Return a checkpoint with the files beside its model; None where that has other parts."""
+    model = checkpoint.model_component
+    if any(part.under is None for part in checkpoint.components if part is not model):
+        return None
+    return Compared(model.path, checkpoint.layout)
+
+
+def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair) -> Pair:
+    """Return both sides by the names of the Hub, if they are of different families and a config.json lies by one."""
+    config = one.companions.config or two.companions.config
+    if one.family is two.family and not may_differ(one, two, config):
+        return pair
+    ours, theirs = (
+        named_as_on_hub(checkpoint, side, config) for checkpoint, side in zip((one, two), pair, strict=True)
+    )
+    return ours, theirs
+
+
+def may_differ(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | None) -> bool:
+    """Return whether names that tell no family may still be of two: of a type for which only its config says so."""
+    if config is None or one.family is not None:
+        return False
+    try:
+        ours, theirs = (checkpoint.weights.layout.tensors.keys() for checkpoint in (one, two))
+        return not (ours <= theirs or theirs <= ours) and len(forms_for(config)) > 1
+    except (Mismatch, Unsupported):  # no model, or several, or one of which nothing is known
+        return False
+
+
+def named_as_on_hub(checkpoint: Checkpoint, side: Compared, config: Mapping[str, Any] | None) -> Compared:
+    """Return a side by the names of the Hub, or as it is if that is not to be had."""
+    if not has_weights(side.layout):
+        return side
+    try:
+        asked = AskedNames(names=HUB, config=config, trainer=checkpoint.trainer, check=require_plain)
+        layout, remarks = name_training(side.layout, asked)
+    except (Mismatch, Unsupported) as error:
+        return side.becomes(side.layout, f"the names in {side.path} stay as they are: {error.message}")
+    return side.becomes(layout, *remarks)
+
+
+def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared]) -> Pair:
+    """Return both sides with optimizers by name, where one has names, and numbers in the other can get them."""
+    kinds = {kind_of_keys(side.layout) for _, side in (one, two)}
+    if kinds != {NAMES, IDS}:
+        return one[1], two[1]
+    return named(*one), named(*two)
+
+
+def named(checkpoint: Checkpoint, side: Compared) -> Compared:
+    """Return a side with names for the numbers of its optimizers, as far as they are certain."""
+    for optimizer in find_optimizers(side.layout):
+        if not optimizer.is_named:
+            try:
+                names = names_in(checkpoint, side.layout, optimizer).names
+            except (Mismatch, Unsupported) as error:
+                remark = f"`{optimizer.name}` in {side.path} lists its parameters by number: {error.message}"
+                side = side.becomes(side.layout, remark)
+            else:
+                side = side.becomes(rekeyed(side.layout, optimizer, names))
+    return side
+
+
+def match(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
+    """Return both sides by names that can be compared; of the model alone, if only one has anything else.
+
+    Where the names are the same already, they stay as they are. Return remarks, too, on what was done.
+    """
+    remarks: list[str] = []
+    if a.tensors.keys() == b.tensors.keys() and not (has_more(a, b) or has_more(b, a)):
+        return as_it_is(a), as_it_is(b), remarks
+    one, two = by_own_names(a), by_own_names(b)
+    if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
+        remarks.append(f"compared only the model: {describe_rest(one if one.left_out else two)}")
+        one, two = one.only_weights(), two.only_weights()
+    if one.wrapper != two.wrapper:
+        remarks += [
+            f"removed the prefix `{side.wrapper}.` from the names in {side.layout.root}"
+            for side in (one, two)
+            if side.wrapper
+        ]
+    return with_ties_of(one, two), with_ties_of(two, one), remarks
+
+
+def has_more(layout: Layout, other: Layout) -> bool:
+    """Return whether a layout has entries that are no tensors, and the other one is of a format that has none."""
+    return bool(layout.blobs) and get_format(other.format).is_model_only
+
+
+def describe_rest(side: Side) -> str:
+    """Return in words what a side has beside the model."""
+    rest = ", ".join(f"{left.name} ({left.entries:,})" for left in side.left_out[:4])
+    more = ", ..." if side.left_out[4:] else ""
+    return f"{side.layout.root} also has {rest}{more}"
+
+
+def find_model(layout: Layout) -> Weights | None:
+    """Return the model's tensors; None where there are none, or those of several models."""
+    try:
+        return find_weights(layout) if has_weights(layout) else None
+    except (Mismatch, Unsupported):
+        return None
+
+
+def as_it_is(layout: Layout) -> Side:
+    found = find_model(layout)
+    return Side(layout, frozenset(found.came_from.values()) if found else frozenset())
+
+
+def by_own_names(layout: Layout) -> Side:
+    """Return the checkpoint with the model's own names for its parameters; as it is, where no model can be found."""
+    found = find_model(layout)
+    if found is None:
+        return Side(layout)
+    keys = own_keys(layout, found)
+    if len(set(keys.values())) < len(keys):
+        return Side(layout)
+    return Side(with_keys(layout, keys, cleaner(found)), frozenset(found.came_from), found.wrapper, found.summarize())
+
+
+def own_keys(layout: Layout, found: Weights) -> dict[str, KeyPath]:
+    """Return the key path by which each entry is compared: the model's wrapper and torch's own are taken off."""
+    keys: dict[str, KeyPath] = {old: (new,) for new, old in found.came_from.items()}
+    above, clean = find_model_key(layout)[:-1], cleaner(found)
+    for name in layout.names:
+        if name not in keys:
+            key = layout.key(name)
+            inner = key[len(above) :] if key[: len(above)] == above else key
+            keys[name] = rename_in(inner, clean, False, found.came_from)
+    return keys
+
+
+def cleaner(found: Weights) -> NewName:
+    """Return a function that gives a parameter, where it is named outside the model, the name that it has there."""
+
+    def clean(name: str) -> str:
+        return own_name(name, found.came_from)
+
+    return clean
+
+
+def with_keys(layout: Layout, keys: Mapping[str, KeyPath], new_name: NewName) -> Layout:
+    """Return the layout with other key paths, and other names for the parameters in the optimizer's lists."""
+    return edits.rekey(rename_lists(layout, new_name), keys)
+
+
+def with_ties_of(side: Side, other: Side) -> Side:
+    """Return the side with tensors that the other has, and that were left out of this one because its config ties them.
+
+    Such as the head, where that is the embedding.
+    """
+    missing = other.weights - side.layout.tensors.keys()
+    config = find_companions(side.layout.root, None).config if missing else None
+    if config is None:
+        return side
+    restored = restore_tied(replace(side.layout, keys={}), config)
+    there = missing & restored.tensors.keys()
+    tensors = {**side.layout.tensors, **{name: restored.tensors[name] for name in sorted(there)}}
+    return replace(side, layout=replace(side.layout, tensors=tensors), weights=side.weights | there)

@@ -1,0 +1,442 @@
+"""All options of a conversion: one list for the commands and the public functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, TypeVar
+
+from ckptkit.checkpoints.optimizers.keys import IDS, NAMES
+from ckptkit.checkpoints.optimizers.owners import OF_MODEL, ORDER, Order, read_order
+from ckptkit.errors import Usage
+from ckptkit.formats import FORMATS, FormatWriter, get_writer
+from ckptkit.io.progress import Progress
+from ckptkit.models.names import FAMILIES, HUB, KEEP, check_names, get_family
+from ckptkit.models.names.custom import read_table
+from ckptkit.models.names.family import Family
+from ckptkit.settings import About
+from ckptkit.state.selection import LIKE, Edits
+
+if TYPE_CHECKING:
+    import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DEFAULT_SHARD_SIZE = 5 * 10**9
+MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
+QUANTIZATIONS = ("fp8-block", "fp8-channel", "fp8-block-ue8m0")  # the schemes of `quantized.schemes`
+PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # of lora_B of fused experts, see `adapters.experts`
+FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = ("flat", "per-expert", "3d")  # of adapters, see `adapters.expert_pairs`
+ADAPTER = "adapter"  # what to write: the adapter in the checkpoint, as Hugging Face files
+RANK = "rank"  # the part of a process that torchrun started
+
+_AT_LEAST_ONE = ("world_size", "vocab_size", "jobs")
+_OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """The options of a conversion. `of` makes one of what users give, and checks it.
+
+    Without `optimizer_keys` an optimizer stays as it is, but for one in a file that becomes shards: it is named where
+    that is certain. `weights` are those of the mean of several checkpoints, one for each, `scales` those by which
+    adapters count that are merged into the first of several; with `only_sharded`, parts of a checkpoint that are the
+    same for any number of ranks stay as they are, if it has others.
+    """
+
+    to: str
+    world_size: Annotated[
+        int | None, About("Number of ranks to write DCP for; by default as in the source.", "N", least=1)
+    ] = None
+    under: Annotated[str, About("Put everything under this key, such as model.", "KEY")] = ""
+    optimizer_keys: Annotated[
+        str | None, About("Write the optimizer's parameters by name (names) or by number (ids).", "names|ids")
+    ] = None
+    optimizer_order: Annotated[
+        str | None,
+        About(
+            "How the optimizer orders its parameters: model, or a file with their names, one a line; "
+            "ckptkit cannot check it.",
+            "model|FILE",
+        ),
+    ] = None
+    complete_optimizer: Annotated[
+        bool, About("Write zeros as the state of parameters that never received a gradient.")
+    ] = False
+    weights: tuple[float, ...] = ()
+    scales: tuple[float, ...] = ()
+    only_sharded: bool = False
+    dtype: Annotated[
+        tuple[str, ...],
+        About(
+            "Dtype of weights: keep, bf16, fp16, fp32, fp64, or like:MODEL (the dtypes of MODEL); "
+            "'GLOB=DTYPE' for matches; repeatable.",
+            "DTYPE",
+        ),
+    ] = ()
+    max_shard_size: Annotated[int, About("Largest safetensors file, like 5GB or 512MiB.", "SIZE")] = DEFAULT_SHARD_SIZE
+    base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
+    from_base: Annotated[
+        tuple[str, ...],
+        About("Also copy the tensors of --base that match and that SRC does not have; repeatable.", "GLOB"),
+    ] = ()
+    text_only: Annotated[bool, About("Write only the text model of a vision-language model, with its own config.")] = (
+        False
+    )
+    quantize: Annotated[
+        str | None,
+        About(
+            "Quantize weights of linear layers to 8 bits, with scales for blocks or rows.",
+            "fp8-block|fp8-channel|fp8-block-ue8m0",
+        ),
+    ] = None
+    exclude_quantize: Annotated[
+        tuple[str, ...], About("With --quantize: do not quantize matching weights; repeatable.", "GLOB")
+    ] = ()
+    merge: Annotated[bool, About("Merge the adapter into its base: the base in the checkpoint, or --base.")] = False
+    adapter_config: Annotated[
+        str | None, About("The adapter_config.json, if it is not beside the adapter.", "FILE")
+    ] = None
+    experts_layout: Annotated[
+        str | None,
+        About("With merge or --experts: the layout of lora_B of fused experts, if no file records it.", "peft|blocks"),
+    ] = None
+    experts: Annotated[
+        str | None,
+        About("Write the matrices of experts of an adapter in this form.", "flat|per-expert|3d"),
+    ] = None
+    include: Annotated[tuple[str, ...], About("Use only matching entries; repeatable.", "GLOB")] = ()
+    exclude: Annotated[tuple[str, ...], About("Skip matching entries; repeatable.", "GLOB")] = ()
+    rename: Annotated[
+        tuple[str, ...], About("Rename parameters, also in the optimizer; repeatable.", "'REGEX=>TEXT'")
+    ] = ()
+    allow_unmatched: Annotated[bool, About("Allow globs and regexes that match nothing.")] = False
+    names: Annotated[
+        str | None, About("Names to write: hub, keep (the source's names), or a family of names.", "FAMILY")
+    ] = None
+    map: Annotated[str | None, About("Your own table of names, used before the built-in ones.", "TOML")] = None
+    vocab_size: Annotated[
+        int | None, About("Rows of embedding and head: add zero rows, or drop the last rows.", "N", least=1)
+    ] = None
+    weights_from: Annotated[
+        str | None,
+        About(
+            "Which copy of the weights: master (fp32, also from the optimizer's masters or "
+            "remainders), or module (16 bits).",
+            "master|module",
+        ),
+    ] = None
+    strict: Annotated[
+        bool,
+        About(
+            "Fail if config.json is missing or does not describe a tensor, or if unknown tensors or "
+            "files would be lost."
+        ),
+    ] = False
+    salvage: Annotated[
+        bool,
+        About("Write the undamaged tensors of a damaged checkpoint, list the lost ones, and warn if any are lost."),
+    ] = False
+    fill_from: Annotated[str | None, About("With --salvage: take lost tensors from another checkpoint.", "OTHER")] = (
+        None
+    )
+    overwrite: Annotated[
+        bool, About("Replace an existing output, if it is one checkpoint and contains nothing else.")
+    ] = False
+    dry_run: Annotated[bool, About("Show what ckptkit would do, and write nothing.")] = field(
+        default=False, metadata=_OF_THIS_PROCESS
+    )
+    jobs: Annotated[
+        int | None, About("Threads; by default one per core but at most 8, and 16 for a remote source.", "N", least=1)
+    ] = field(default=None, metadata=_OF_THIS_PROCESS)
+    part: Annotated[str | None, About("Write part I of N; after all parts, run `ckptkit finalize OUT`.", "I/N")] = (
+        field(default=None, metadata=_OF_THIS_PROCESS)
+    )
+    sync: Annotated[bool, About("Do not wait for the disk: faster, not safe from power loss.")] = field(
+        default=True, metadata=_OF_THIS_PROCESS
+    )
+    progress: Progress | None = field(default=None, metadata=_OF_THIS_PROCESS)
+
+    @classmethod
+    def of(cls, given: Keywords, **more: Any) -> Self:
+        """Return the options that users have `given`, and `more`: one word for several, lists for tuples.
+
+        Raises TypeError for an option that there is not, `Usage` for options that contradict each other or the format.
+        """
+        if unknown := given.keys() - Keywords.__annotations__.keys():
+            raise TypeError(f"unknown option `{min(unknown)}`")
+        options = cls(**{name: normalize(name, value) for name, value in {**given, **more}.items()})
+        options.check()
+        return options
+
+    def check(self) -> None:
+        """Raise `Usage` for what is not understood, and for what the format has no use for."""
+        require_least(self)
+        if self.to not in (*FORMATS, ADAPTER):
+            raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*FORMATS, ADAPTER))}")
+        if self.weights_from not in (None, MASTER, MODULE):
+            raise Usage(
+                f"expected `{MASTER}` or `{MODULE}`, found `{self.weights_from}`",
+                hint=f"pass --weights-from {MASTER} or {MODULE}",
+            )
+        self.check_names_and_dtypes()
+        if self.part not in (None, RANK):
+            parse_part(self.part)
+        writer = self.writer
+        if self.world_size is not None and not writer.is_sharded:
+            raise Usage(f"`{self.to}` is the same for any number of ranks", hint="drop --world-size")
+        if self.under and writer.is_model_only:
+            hint = "add a prefix with --rename '^=>KEY.'"
+            raise Usage("--under: the weights of a Hugging Face model cannot be under a key", hint=hint)
+        if self.optimizer_keys not in (None, NAMES, IDS):
+            raise Usage(f"expected optimizer keys `{NAMES}` or `{IDS}`, found `{self.optimizer_keys}`")
+        if self.optimizer_keys and writer.is_model_only:
+            raise Usage("a Hugging Face model has no optimizer", hint="drop --optimizer-keys")
+        self.check_optimizer_order()
+        if self.complete_optimizer and (writer.is_model_only or self.merge):
+            raise Usage("the output is a model without an optimizer", hint="drop --complete-optimizer")
+        self.check_shard_size()
+        self.check_adapters()
+        self.check_text_only()
+        self.check_from_base()
+        self.check_quantize()
+        self.check_salvage()
+        needs_config = writer.is_model_only or self.merge or self.changes_names
+        if self.base is not None and not needs_config:
+            raise Usage(f"ckptkit does not compare `{self.to}` with a config.json", hint="drop --base")
+
+    def check_optimizer_order(self) -> None:
+        """Raise `Usage` for an order of parameters that is not understood, or that nothing needs."""
+        if self.optimizer_order is None:
+            return
+        if self.writer.is_model_only:
+            raise Usage("a Hugging Face model has no optimizer", hint=f"drop {ORDER}")
+        _ = self.order
+
+    def check_names_and_dtypes(self) -> None:
+        """Raise `Usage` for a rule, a family or a table that is not understood."""
+        if self.rename or self.dtype:
+            self.edits.check_rules()
+        if self.names or self.map:
+            check_names(self.names, self.table)
+
+    def check_shard_size(self) -> None:
+        """Raise `Usage` for a size of safetensors files where none are written."""
+        if self.max_shard_size != DEFAULT_SHARD_SIZE and not self.writer.is_model_only:
+            raise Usage(f"`{self.to}` does not write safetensors files", hint="drop --max-shard-size")
+
+    def check_adapters(self) -> None:
+        """Raise `Usage` for what is asked of adapters and contradicts itself."""
+        if self.adapter_config and not (self.merge or self.writer.is_model_only):
+            raise Usage(f"`{self.to}` keeps adapters as they are", hint="drop --adapter-config, or pass --merge")
+        if self.to == ADAPTER and self.merge:
+            raise Usage("a merged model is not an adapter", hint="drop --merge, or pass --to hf")
+        if self.experts is not None and (self.merge or not self.writer.is_model_only):
+            raise Usage("--experts is for an adapter as output", hint="pass --to adapter, or drop --experts")
+        if self.experts not in (None, *EXPERT_FORMS):
+            raise Usage(f"--experts: expected {', '.join(EXPERT_FORMS)}, found `{self.experts}`")
+        if self.experts_layout is not None and not (self.merge or self.experts):
+            hint = "pass --merge or --experts, or drop --experts-layout"
+            raise Usage("--experts-layout is for a merge, or for --experts", hint=hint)
+        if self.experts_layout not in (None, *EXPERTS_LAYOUTS):
+            message = f"--experts-layout: expected {' or '.join(EXPERTS_LAYOUTS)}, found `{self.experts_layout}`"
+            raise Usage(message)
+        if self.merge and self.changes_names:
+            hint = "merge first, then consolidate the result with --names, --map or --vocab-size"
+            raise Usage("an adapter only fits the names and rows that its model had in training", hint=hint)
+
+    def check_text_only(self) -> None:
+        """Raise `Usage` for options that contradict --text-only."""
+        if not self.text_only:
+            return
+        if not self.is_for_hub:
+            hint = "run `ckptkit consolidate SRC OUT --text-only` first, then convert OUT"
+            raise Usage("--text-only writes a Hugging Face model under the Hub's names only", hint=hint)
+        if self.merge or self.from_base or self.vocab_size:
+            hint = "consolidate with the other options first, then consolidate the result with --text-only"
+            raise Usage("--text-only cannot be combined with --from-base, --merge or --vocab-size", hint=hint)
+
+    def check_from_base(self) -> None:
+        """Raise `Usage` for options that contradict --from-base."""
+        if not self.from_base:
+            return
+        if self.base is None:
+            raise Usage("--from-base copies tensors of --base, but --base is missing", hint="pass --base MODEL")
+        if not self.is_for_hub:
+            hint = "run `ckptkit consolidate SRC OUT --base MODEL --from-base GLOB` first, then convert OUT"
+            raise Usage("--from-base writes a Hugging Face model under the Hub's names only", hint=hint)
+        if self.merge or self.quantize:
+            first, then = ("--merge", "--from-base") if self.merge else ("--from-base", "--quantize")
+            hint = f"consolidate with {first} first, then consolidate the result with {then}"
+            raise Usage("--from-base cannot be combined with --merge or --quantize", hint=hint)
+
+    def check_quantize(self) -> None:
+        """Raise `Usage` for what is asked of quantized weights and contradicts itself."""
+        if self.quantize is None:
+            if self.exclude_quantize:
+                raise Usage("--exclude-quantize does nothing without --quantize", hint="add --quantize")
+            return
+        if self.quantize not in QUANTIZATIONS:
+            raise Usage(f"unknown quantization `{self.quantize}`", hint=f"use one of {', '.join(QUANTIZATIONS)}")
+        if not self.writer.is_model_only:
+            raise Usage(
+                f"`{self.to}` is not a model format that can be quantized",
+                hint="run `ckptkit consolidate SRC OUT --quantize` instead",
+            )
+        if self.merge:
+            hint = "merge first, then consolidate the result with --quantize"
+            raise Usage("ckptkit does not merge and quantize in one step", hint=hint)
+        if self.names not in (None, HUB):
+            raise Usage("loaders of quantized weights look for the Hub's names", hint="drop --names")
+
+    def check_salvage(self) -> None:
+        """Raise `Usage` for what is asked of a damaged checkpoint and contradicts itself."""
+        if self.fill_from is not None and not self.salvage:
+            raise Usage("--fill-from is only for damaged checkpoints, with --salvage", hint="pass --salvage too")
+        if self.salvage and self.part is not None:
+            raise Usage("--salvage runs in one process only", hint="drop --part, and reshard the result in parts")
+        if self.salvage and (self.merge or self.weights or self.quantize):
+            raise Usage(
+                "--salvage allows no other changes", hint="salvage the checkpoint first, then convert the result"
+            )
+
+    @property
+    def is_for_hub(self) -> bool:
+        """Return whether the output is a Hugging Face model under the Hub's names."""
+        return self.writer.is_model_only and self.names in (None, HUB)
+
+    @property
+    def family(self) -> Family | None:
+        """Return the family of names that the output gets; None for the Hub's, those of a table, or the model's own."""
+        names = self.names or HUB
+        return get_family(names) if names in FAMILIES else None
+
+    @property
+    def changes_names(self) -> bool:
+        """Return whether the model is asked for under a family's names, or with another vocabulary."""
+        return bool(self.names not in (None, KEEP) or self.map or self.vocab_size)
+
+    @property
+    def writer(self) -> FormatWriter:
+        """Return the format to write."""
+        return get_writer("hf" if self.to == ADAPTER else self.to)
+
+    @property
+    def wanted_keys(self) -> str | None:
+        """Return whether optimizers are to have names or numbers; None if they stay as they are, or as shards need."""
+        needs_names = self.optimizer_order is not None and not self.complete_optimizer
+        return self.optimizer_keys or (NAMES if needs_names else None)
+
+    @property
+    def order(self) -> Order | None:
+        """Return the order of the optimizer's parameters that the user says. Raises `Usage` for an unknown one."""
+        return None if self.optimizer_order is None else read_order(self.optimizer_order)
+
+    @property
+    def table(self) -> Family | None:
+        """Return the table of names that was given, None if none was. Raises `Usage` for one that is not understood."""
+        return None if self.map is None else read_table(Path(self.map))
+
+    @property
+    def edits(self) -> Edits:
+        """Return what is to be changed of names and dtypes."""
+        return Edits(self.include, self.exclude, self.rename, self.dtype, self.allow_unmatched)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what all processes that make the same thing have in common."""
+        common = [field.name for field in fields(self) if not field.metadata]
+        return {name: getattr(self, name) for name in common}
+
+
+class Keywords(TypedDict, total=False):
+    """The options that every function takes that writes a checkpoint; for their meaning see `ConvertOptions`."""
+
+    dtype: str | torch.dtype | Sequence[str | torch.dtype]
+    quantize: str | None
+    exclude_quantize: str | Sequence[str]
+    max_shard_size: int
+    base: str | Path | None
+    from_base: str | Sequence[str]
+    text_only: bool
+    merge: bool
+    adapter_config: str | Path | None
+    experts_layout: str | None
+    experts: str | None
+    include: str | Sequence[str]
+    exclude: str | Sequence[str]
+    rename: str | Sequence[str]
+    allow_unmatched: bool
+    map: str | Path | None
+    vocab_size: int | None
+    names: str | None
+    weights_from: str | None
+    strict: bool
+    salvage: bool
+    fill_from: str | Path | None
+    overwrite: bool
+    dry_run: bool
+    jobs: int | None
+    part: str | None
+    sync: bool
+    progress: Progress | None
+
+
+def spell_out(function: Function) -> Function:
+    """Give a function that takes `**options` the signature with each of them, for `help`, notebooks and the docs."""
+    signature = inspect.signature(function)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    defaults = {field.name: field.default for field in fields(ConvertOptions)}
+    each = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=written(hint))
+        for name, hint in Keywords.__annotations__.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *each])  # type: ignore[attr-defined]
+    return function
+
+
+def written(hint: Any) -> Any:
+    return getattr(hint, "__forward_arg__", hint)
+
+
+_SEVERAL = ("include", "exclude", "from_base", "exclude_quantize", "rename", "weights", "scales")
+
+
+def normalize(name: str, value: Any) -> Any:
+    """Return an option as `ConvertOptions` holds it."""
+    if name == "dtype":
+        rules = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+        return tuple(normalize_like(str(rule)) for rule in rules)
+    if name in _SEVERAL:
+        return (value,) if isinstance(value, str) else tuple(value)
+    if name in ("map", "adapter_config", "optimizer_order") and value not in (None, OF_MODEL):
+        return str(Path(value).absolute())
+    if name == "base" and value is not None:
+        return str(Path(value).absolute()) if Path(value).is_dir() else str(value)
+    if name == "fill_from" and value is not None:
+        return str(Path(value).absolute()) if Path(value).exists() else str(value)
+    return value
+
+
+def normalize_like(rule: str) -> str:
+    before, like, model = rule.partition(LIKE)
+    return f"{before}{like}{Path(model).absolute()}" if like and Path(model).is_dir() else rule
+
+
+def require_least(options: ConvertOptions) -> None:
+    """Raise `Usage` for a number that is less than 1."""
+    for name in _AT_LEAST_ONE:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise Usage(f"{name}: expected 1 or more, found {value}")
+
+
+def parse_part(part: str) -> tuple[int, int]:
+    """Return the numbers in `3/8`. Raises `Usage` for anything else."""
+    number, _, count = part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise Usage(
+            f"expected a part like 1/8, found `{part}`", hint="pass 1/8 for the first of eight parts, 8/8 for the last"
+        )
+    return int(number), int(count)

@@ -1,0 +1,295 @@
+"""Draft a checkpoint with all its parts, the optimizer and the other files, in another format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Self
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component, join_layouts, moved
+from ckptkit.checkpoints.evidence import gather
+from ckptkit.checkpoints.optimizers.keys import IDS
+from ckptkit.errors import Mismatch, Usage
+from ckptkit.formats import detect_format, get_format
+from ckptkit.io.origin import Origin
+from ckptkit.layout import Layout, edits
+from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config
+from ckptkit.models.fit import restore_tied
+from ckptkit.models.names import HUB, KEEP
+from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.models.names.parameters import parameters_in, rename_parameters
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.weights import find_weights, has_weights
+from ckptkit.models.tokens import check_tokens
+from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
+from ckptkit.state.completion import Completed, complete_optimizers
+from ckptkit.state.directories import entry_at, files_beside, own_files
+from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_in
+from ckptkit.state.optimizers import Rekeying, key_optimizers, nest_optimizers
+from ckptkit.state.options import ConvertOptions
+from ckptkit.state.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
+from ckptkit.state.steps import WITH_FILES, require_files, require_plain
+from ckptkit.trainers import say_opaque, who_wrote
+
+CheckCasts = Callable[[Component, Mapping[str, str]], None]  # a part, and what becomes of dtypes by name
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The parts of a checkpoint that become one: a directory or file, and the files beside it that belong to it.
+
+    `restored` is the head that was left out because config.json ties it, if it is there again.
+    """
+
+    parts: tuple[Component, ...]
+    layout: Layout
+    restored: frozenset[str]
+
+    @classmethod
+    def of(cls, parts: Sequence[Component]) -> Self:
+        """Join the parts."""
+        first, *others = parts
+        complete = restore_tied(first.layout, find_companions(first.path, None).config or {})
+        restored = frozenset(complete.tensors.keys() - first.layout.tensors)
+        if not others:
+            return cls((first,), complete, restored)
+        layouts = [complete, *(part.layout for part in others)]
+        if any(part.folder != first.folder for part in others):  # all are named as seen from the checkpoint's directory
+            layouts = [moved(layout, part.folder) for layout, part in zip(layouts, parts, strict=True)]
+        return cls(tuple(parts), join_layouts(layouts[0].root, parts, layouts), restored)
+
+    @property
+    def place(self) -> str:
+        """Return where in the output it belongs."""
+        return self.parts[0].place
+
+    def entries(self, chosen: Layout, sources: Sequence[Layout], options: ConvertOptions) -> Entries:
+        """Return what becomes of its entries if `chosen` become `sources`. Those with new names are found by bytes."""
+        layout = edits.select(self.layout, lambda name: name not in self.restored)
+        lost = [name for name in chosen.tensors if chosen.tensors[name].is_lost] if options.salvage else []
+        dropped = reasons_of_ranks(layout) | options.edits.reasons_to_drop(layout.names) | dict.fromkeys(lost, DAMAGED)
+        written = frozenset(chosen.names).difference(lost)
+        if options.changes_names:
+            unused = (written - chosen.blobs.keys()) - with_bytes_in(chosen, chosen.tensors, sources)
+            dropped |= dict.fromkeys(unused, f"{options.names} names cannot express this tensor")
+            written -= unused
+        return Entries.of(layout, written, dropped)
+
+
+def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, check_casts: CheckCasts) -> Conversion:
+    """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them.
+
+    `check_casts` raises an error for casts that a part cannot have.
+    """
+    origin = Origin.of(checkpoint.path)
+    pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
+    layouts = [piece.layout for piece in pieces]
+    nested: list[str] = []
+    if options.optimizer_keys == IDS:
+        found = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]
+        layouts, nested = [layout for layout, _ in found], [remark for _, remarks in found for remark in remarks]
+        pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
+    completed = Completed(layouts)
+    if options.complete_optimizer:
+        completed = complete_optimizers(checkpoint, layouts, options.order)
+        layouts = list(completed.layouts)
+        pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
+    world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
+    options.edits.check_globs(layouts)
+    chosen, remarks = zip(*(choose(piece, options, world_size) for piece in pieces), strict=True)
+    check_edits(chosen, options)
+    rekeyings = key_optimizers(checkpoint, layouts, options)
+    drafts: list[Draft] = []
+    entries: list[Entries] = []
+    notes = [*nested, *completed.remarks, *chain(*remarks)]
+    notes += [rekeying.remark for one in rekeyings for rekeying in one if rekeying.remark]
+    for piece, one, optimizers in zip(pieces, chosen, rekeyings, strict=True):
+        sources: Sequence[Layout] = ()
+        if one.names or not piece.layout.names:
+            draft, more = draft_piece(piece, one, options, world_size, optimizers, check_casts)
+            sources = draft.sources
+            drafts.append(draft)
+            notes += more
+        entries.append(piece.entries(one, sources, options))
+    if not drafts:
+        raise Mismatch("nothing is left to write", path=checkpoint.path, hint="check --include and --exclude")
+    conversion = Conversion(
+        origins=[origin],
+        output=output,
+        options=options,
+        drafts=drafts,
+        entries=entries,
+        world_size=world_size if options.writer.is_sharded else None,
+        notes=[*notes, *(say_unrenamed(checkpoint, pieces, options) if options.rename else ())],
+        made=files_of_family(checkpoint, options),
+        completed={name: form for name, form in completed.entries.items() if options.edits.admit(name)},
+    )
+    if conversion.is_file and len(drafts) > 1:
+        names = ", ".join(draft.place for draft in drafts)
+        hint = "choose one part, or pass a directory as destination"
+        raise Usage(f"the checkpoint has {len(drafts)} parts ({names}), but the destination is one file", hint=hint)
+    if conversion.is_file:
+        return replace(conversion, drafts=[replace(draft, place="") for draft in drafts])
+    if not checkpoint.path.is_dir():
+        return conversion
+    conversion = with_other_files(conversion, checkpoint.path, layouts, world_size)
+    if options.vocab_size is not None:
+        conversion = with_config_of(conversion, options.vocab_size)
+    return (
+        conversion
+        if any(not part.place for part in checkpoint.components)
+        else without_copy(conversion, checkpoint.path)
+    )
+
+
+def check_edits(chosen: Sequence[Layout], options: ConvertOptions) -> None:
+    """Raise `Usage` for a rule of `--dtype` or `--rename` that matches nothing in any piece."""
+    options.edits.check_dtypes(chosen)
+    if options.rename:
+        names = [name for layout in chosen for name in parameters_in(layout, find_names(layout))]
+        options.edits.check_renames(names, chosen[0].root)
+
+
+def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: ConvertOptions) -> Iterator[str]:
+    """Yield a remark on each file beside the model that is copied as it is, with names that a rename would replace."""
+    written = [part for piece in pieces for part in piece.parts]
+    for part in checkpoint.components:
+        if part.under is not None and part not in written:
+            renamed, _ = rename_parameters(part.layout, frozenset(), options.edits.renaming())
+            if renamed is not part.layout:
+                yield (
+                    f"`{part.place}` is copied unchanged: the names in its optimizer stay as they are "
+                    f"(`convert --to dcp` renames them)"
+                )
+
+
+def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
+    """Return the files that the family of the output's names needs beside a model in DCP."""
+    family = options.family if options.to == WITH_FILES else None
+    if family is None:
+        return {}
+    config = find_companions(checkpoint.model_component.path, options.base).config
+    return family.files(checkpoint.step or 0, Sizes(config or {}).model_type)
+
+
+def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Component]]:
+    """Return the parts of a checkpoint that are to be written anew, those together that become one.
+
+    Files beside a model that is in the wanted format already stay files, as its trainer looks for them.
+    """
+    sharded = [part for part in checkpoint.components if get_format(part.layout.format).is_sharded]
+    parts = sharded if options.only_sharded and sharded else list(checkpoint.components)
+    beside = [part for part in parts if part.under is not None]
+    main = [part for part in parts if part.under is None]
+    if main[0].layout.format == options.to:
+        beside = []
+    return [[main[0], *beside], *([part] for part in main[1:])]
+
+
+def choose(piece: Piece, options: ConvertOptions, world_size: int) -> tuple[Layout, list[str]]:
+    """Return the entries of a piece that are to be written, and remarks on them."""
+    chosen = edits.select(piece.layout, options.edits.admit)
+    opaque = say_opaque(chosen.tensors)
+    remarks = [opaque] if opaque else []
+    remarks += [
+        f"wrote `{name}` as a tensor of its own, although it is tied" for name in chosen.tensors.keys() & piece.restored
+    ]
+    if not options.writer.is_sharded:
+        return chosen, remarks
+    chosen, more = drop_state_of_ranks(chosen, world_size)
+    return chosen, [*remarks, *more]
+
+
+def draft_piece(
+    piece: Piece,
+    chosen: Layout,
+    options: ConvertOptions,
+    world_size: int,
+    optimizers: Sequence[Rekeying],
+    check_casts: CheckCasts,
+) -> tuple[Draft, list[str]]:
+    """Draft a piece as it shall be: cast, its optimizer by name or number, renamed and put under a key.
+
+    Return remarks on its names, too.
+    """
+    remarks: list[str] = []
+    asked = options.edits
+    names = options.names or (HUB if options.map else KEEP)
+    is_named = options.changes_names
+    weights = find_names(chosen) if asked.are_of_weights or is_named else frozenset()
+    layout, casts = asked.cast(chosen, weights.__contains__)
+    check_casts(piece.parts[0], casts)
+    for rekeying in optimizers:
+        layout = rekeying.edit(layout)
+    if asked.rename:
+        layout, _ = rename_parameters(layout, weights, asked.renaming())
+    renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
+    if weights and is_named:
+        layout, remarks = name_piece(piece, layout, names, options)
+    if len(piece.parts) > 1:
+        layout = edits.nest(layout, ())
+    nested = edits.nest(layout, (options.under,)) if options.under else layout
+    casts = {renamed.get(name, name): change for name, change in casts.items()}
+    return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
+
+
+def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:
+    """Return a piece under the names of the family that is asked for, and with the rows, and words on it."""
+    path = piece.parts[0].path
+    companions, rows = find_companions(path, options.base), options.vocab_size
+    require_files(companions, options)
+    notes = [] if rows is None else check_tokens(companions, rows)
+    trainer = who_wrote(gather(path, (piece.parts[0].layout,)))
+    asked = AskedNames(
+        names=names,
+        config=companions.config,
+        trainer=trainer,
+        check=require_plain,
+        table=options.table,
+        rows=rows,
+    )
+    layout, remarks = name_training(layout, asked)
+    return layout, [*remarks, *notes]
+
+
+def find_names(layout: Layout) -> frozenset[str]:
+    """Return the names of the model's weights. Raises `Unsupported` where it cannot be told which is the model."""
+    return frozenset(find_weights(layout).came_from.values()) if has_weights(layout) else frozenset()
+
+
+def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layout], world_size: int) -> Conversion:
+    """Return the conversion with the other files in directory `root` that go along, and words on those that do not."""
+    taken = frozenset(file for layout in layouts for file in own_files(layout))
+    result = entry_at(root, conversion.output)
+    found, left = files_beside(root, taken | ({result} if result else set()))
+    notes = [*conversion.notes, *(f"skipped `{name}`: not a regular file" for name in left)]
+    if conversion.options.writer.is_sharded:
+        dropped, remarks = drop_files_of_ranks(found, world_size)
+        notes += remarks
+        found = {name: path for name, path in found.items() if name not in dropped}
+    return replace(conversion, copied_files=found, notes=notes)
+
+
+def with_config_of(conversion: Conversion, rows: int) -> Conversion:
+    """Return the conversion with each config.json that goes along made anew, for a vocabulary of so many rows."""
+    made = dict(conversion.made)
+    for name, path in conversion.copied_files.items():
+        config = read_config(path) if Path(name).name == CONFIG else None
+        if config is not None and vocabulary_of(config) is not None:
+            made[name] = dump_config(with_vocabulary(config, rows))
+    copied_files = {name: path for name, path in conversion.copied_files.items() if name not in made}
+    return replace(conversion, made=made, copied_files=copied_files)
+
+
+def without_copy(conversion: Conversion, root: Path) -> Conversion:
+    """Return the conversion without a model that lies beside the parts, and would be taken for all there is."""
+    reader = detect_format(root)
+    copies = sorted(name for name in conversion.copied_files if reader and reader.owns(name))
+    if not copies:
+        return conversion
+    notes = [*conversion.notes, *(f"skipped `{name}`: another copy of the weights" for name in copies)]
+    kept = {name: path for name, path in conversion.copied_files.items() if name not in copies}
+    return replace(conversion, copied_files=kept, notes=notes)

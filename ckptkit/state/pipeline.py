@@ -1,0 +1,228 @@
+"""Write a drafted conversion: stage -> create -> plan -> copy -> check -> seal -> manifest -> commit.
+
+Several processes may share the work. Each does the steps up to `copy`; one of them does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckptkit.engine.copy import check_complete, copy
+from ckptkit.engine.journal import Journal
+from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.shares import WHOLE, Share
+from ckptkit.errors import Corrupt, Occupied
+from ckptkit.io.allocation import check_room, missing_bytes
+from ckptkit.io.file import file_size, is_there
+from ckptkit.io.path import RemotePath
+from ckptkit.io.progress import telling
+from ckptkit.io.staging import Stage
+from ckptkit.io.trees import sync_tree
+from ckptkit.layout.plan import Plan
+from ckptkit.state.draft import Conversion
+from ckptkit.state.made_files import create, seal, write_copied_files, write_made
+from ckptkit.state.one_save import require_one_save
+from ckptkit.state.options import RANK, parse_part
+from ckptkit.state.report import Written
+from ckptkit.state.torchrun import rank_and_ranks, wait_for_ranks
+
+Alone = Callable[[Conversion], Written]
+InPart = Callable[[Conversion, Share], Written]
+Finish = Callable[[Conversion, int], Written]
+
+
+def write(conversion: Conversion) -> Written:
+    """Make the files and fill them, or a part of that. The destination appears whole or not at all.
+
+    Goes on with what an interrupted call for the same has done.
+    """
+    alone, in_part, finish = ways_to_write(conversion)
+    part = conversion.options.part
+    share = share_of(part)
+    if share.number == 0:
+        for one in conversion.entries:
+            require_one_save(one.read)
+    if share.count == 1:
+        return alone(conversion)
+    written = in_part(conversion, share)
+    if part != RANK:
+        return written
+    wait_for_ranks()
+    return finish(conversion, share.count) if share.number == 0 else written
+
+
+def write_rest(conversion: Conversion, count: int) -> Written:
+    """Let the destination appear, of which `count` processes have each made a part."""
+    return ways_to_write(conversion)[2](conversion, count)
+
+
+def ways_to_write(conversion: Conversion) -> tuple[Alone, InPart, Finish]:
+    """Return how all of an output is made, how a share is, and how the shares become one."""
+    if isinstance(conversion.output, RemotePath):
+        from ckptkit.state import to_store
+
+        return to_store.write_alone, to_store.write_share, to_store.finish_shares
+    return write_alone, write_share, finish_shares
+
+
+def share_of(part: str | None) -> Share:
+    """Return the share of the work that is this process's."""
+    if part is None:
+        return WHOLE
+    if part == RANK:
+        return Share(*rank_and_ranks())
+    number, count = parse_part(part)
+    return Share(number - 1, count)
+
+
+def write_alone(conversion: Conversion) -> Written:
+    """Do all of the work."""
+    with opened(conversion, WHOLE.count) as stage:
+        plans = create(conversion, stage.path)
+        ledgers = copy_share(conversion, plans, open_journals(stage.work, conversion, 0), WHOLE)
+        return finish(conversion, plans, ledgers, stage)
+
+
+def write_share(conversion: Conversion, share: Share) -> Written:
+    """Do one share of the work, and leave the rest to others."""
+    sync = conversion.options.sync
+    with opened(conversion, share.count, is_part=True) as stage:
+        plans = create(conversion, stage.path, share)
+        stage.let_others_in()
+        journals = open_journals(stage.work, conversion, share.number)
+        ledgers = copy_share(conversion, plans, journals, share)
+        if sync:
+            sync_tree(stage.path)
+        for journal in journals:
+            journal.end(sync=sync)
+        stage.leave()
+    return Written(ledgers)
+
+
+def finish_shares(conversion: Conversion, count: int) -> Written:
+    """Check that every one of `count` shares has been done and all fits together, and let the destination appear."""
+    with opened(conversion, count) as stage:
+        require_all_done(conversion, stage.work, count)
+        require_whole(conversion, stage.path)
+        plans = create(conversion, stage.path)
+        ledgers = [Ledger() for _ in plans]
+        for number in range(count):
+            for journal, ledger in zip(open_journals(stage.work, conversion, number), ledgers, strict=True):
+                for unit in journal.units.values():
+                    ledger.add(unit)
+        return finish(conversion, plans, ledgers, stage)
+
+
+def require_all_done(conversion: Conversion, work: Path, count: int) -> None:
+    """Raise `Occupied` if some of `count` shares are unfinished."""
+    numbers = range(count)
+    missing = [n for n in numbers if not all(journal.has_ended for journal in open_journals(work, conversion, n))]
+    if missing:
+        parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
+        hint = "run these parts, or run them again: they continue where they stopped"
+        raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
+
+
+def require_whole(conversion: Conversion, room: Path) -> None:
+    """Raise `Corrupt` if a file is gone that the shares have filled, or cut: what was noted of it would be believed."""
+    for draft in conversion.drafts:
+        for file in draft.files:
+            path = room / draft.place / file.name
+            there = file_size(path) if is_there(path) else 0
+            if there != file.nbytes:
+                message = f"expected {file.nbytes} bytes, as written before, found {there}"
+                raise Corrupt(message, path=path, hint=f"delete {room}, and run all parts again")
+
+
+def open_journals(work: Path, conversion: Conversion, number: int) -> list[Journal]:
+    return [Journal(work / f"plan-{i}-share-{number}.jsonl") for i in range(len(conversion.drafts))]
+
+
+@contextmanager
+def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iterator[Stage]:
+    """Open the stage on which `count` processes make the output, with room for all files.
+
+    It is cleared away after an error, but kept after an interruption, if there is something to go on with; and always
+    if others have a part in it.
+    """
+    options = conversion.options
+    stage = Stage(
+        conversion.output,
+        overwrite=options.overwrite,
+        sync=options.sync,
+        key=conversion.key(count),
+        is_part=is_part,
+        is_file=conversion.is_file,
+        check_other=partial(require_same_options, conversion, count),
+    )
+    try:
+        stage.open()
+        check_room(conversion.output, missing_bytes(stage.path, conversion.file_sizes))
+        yield stage
+    except BaseException as error:
+        if count > 1:
+            stage.leave()
+        elif not isinstance(error, Exception) and any(stage.work.glob("*.jsonl")):
+            stage.leave()
+            error.add_note(f"the same command continues with the files in {stage.path}")
+        else:
+            stage.discard()
+        raise
+
+
+def require_same_options(conversion: Conversion, count: int, begun: bytes, work: Path) -> None:
+    """Raise `Occupied` if parts of the output were made from other sources, or with other options.
+
+    Parts of a source that changed since are worth nothing: those are made again. `begun` is the key of the parts.
+    """
+    theirs, ours = read_words(begun), read_words(conversion.key(count))
+    made = sorted({int(path.stem.rpartition("-")[2]) + 1 for path in work.glob("plan-*-share-*.jsonl")})
+    different = [name for name in ours if ours[name] != theirs.get(name)]
+    if theirs.get("--part", 1) == 1 or not made or not different:
+        return
+    parts = ", ".join(f"{number}/{theirs['--part']}" for number in made[:8])
+    name = different[0]
+    message = f"parts {parts} were made with other options: {name}: expected {theirs.get(name)}, found {ours[name]}"
+    hint = f"pass the same sources and options; to start over, delete {work.parent}"
+    raise Occupied(message, path=conversion.output, hint=hint)
+
+
+def read_words(key: bytes) -> dict[str, Any]:
+    """Return what a key says by the names that you pass; nothing of a key that no version like this one has written."""
+    try:
+        words = json.loads(key)
+        options = {f"--{name.replace('_', '-')}": value for name, value in words["options"].items()}
+        return {"source": words["sources"], "--part": int(words["parts"]), **options}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}
+
+
+def copy_share(
+    conversion: Conversion, plans: Sequence[Plan], journals: Sequence[Journal], share: Share
+) -> list[Ledger]:
+    """Copy a share of each plan."""
+    options = conversion.options
+    total = sum(plan.whole_nbytes for plan in plans) // share.count
+    progress = telling(options.progress, total) if options.progress else None
+    pairs = zip(plans, journals, strict=True)
+    return [
+        copy(plan, share, journal, jobs=options.jobs, progress=progress, sync=options.sync) for plan, journal in pairs
+    ]
+
+
+def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage) -> Written:
+    """Check that all was done, write what had to wait for the data, and let the destination appear."""
+    jobs = conversion.options.jobs
+    copied = [check_complete(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
+    write_made(conversion, stage.path)
+    write_copied_files(conversion, stage.path)
+    seal(conversion, plans, copied)
+    for origin in (*conversion.origins, *conversion.also_read):
+        origin.check()
+    stage.commit()
+    return Written(ledgers, copied)

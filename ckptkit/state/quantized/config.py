@@ -1,0 +1,171 @@
+"""Read from config.json how a model was quantized, and check that it is possible.
+
+Sources: transformers/utils/quantization_config.py, compressed_tensors/quantization/quant_args.py, and
+mlx_lm/utils.py. The blocks of DeepSeek's models are 128 x 128 where nothing says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckptkit.errors import Corrupt
+from ckptkit.state.quantized.signs import KEYS, MLX, TEXT, is_about_quantization
+
+_COMPRESSED, _MODELOPT, OF_MLX = "compressed-tensors", "modelopt", "mlx"
+_PLAIN = (None, "fp8", "fbgemm_fp8", _COMPRESSED, "mxfp4", _MODELOPT, OF_MLX)  # the methods that ckptkit can undo
+_KINDS: Mapping[str, tuple[str, ...]] = {  # what of a method ckptkit can undo, where it comes in several kinds
+    _COMPRESSED: (
+        *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "mixed-precision"),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+    ),
+    _MODELOPT: ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MXFP4", "MXFP8", "MIXED_PRECISION"),
+    OF_MLX: ("affine",),
+}
+_USUAL = (128, 128)
+_LARGEST = 1 << 16  # ten times the widest block of any model
+_EXPERTS = "expert_dtype"  # of DeepSeek V4: the dtype of its quantized experts
+
+Block = tuple[int, int]
+
+
+class Integers(NamedTuple):
+    """How integers stand for weights: their bits, and how many neighbors have one scale (None: a row, or all).
+
+    They have zero points unless it `is_symmetric`. Columns that are in the order of activations are `is_ordered`.
+    """
+
+    bits: int
+    group: int | None
+    is_symmetric: bool
+    is_ordered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """The words of a config: the method, None if it says nothing, and the blocks of rows and columns with one scale.
+
+    `kind` is the kind of the method where it has several; `integers` are the ways in which weights are integers;
+    `modules` are those of MLX that are not like the others, each with its way.
+    """
+
+    method: str | None = None
+    blocks: tuple[Block, ...] = (_USUAL,)
+    kind: str | None = None
+    integers: tuple[Integers, ...] = ()
+    modules: Mapping[str, Integers] = field(default_factory=dict)
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether ckptkit knows the method."""
+        kinds = _KINDS.get(str(self.method))
+        return self.method in _PLAIN and (kinds is None or self.kind is None or self.kind in kinds)
+
+    @property
+    def words(self) -> str:
+        """Return the method, and its kind."""
+        return f"{self.method} {self.kind}" if self.kind else str(self.method)
+
+
+def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationConfig:
+    """Return what a config says of quantized weights. Raises `Corrupt` for what cannot be so."""
+    found = words_in(config or {})
+    if found is None:
+        return QuantizationConfig()
+    if "quant_method" not in found and "bits" in found:
+        return read_mlx(found)
+    method, kind = str(found.get("quant_method", _COMPRESSED)), found.get("format")
+    if method.startswith(_MODELOPT):
+        method, kind = _MODELOPT, found.get("quant_algo")
+    blocks = tuple(dict.fromkeys(blocks_in(found)))
+    integers = tuple(dict.fromkeys(map(as_integers, integers_in(found))))
+    return QuantizationConfig(method, blocks or (_USUAL,), str(kind) if method in _KINDS and kind else None, integers)
+
+
+def words_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the section on quantization; None without any. That of a text model may lie deeper."""
+    text = config.get(TEXT)
+    for section in (config, text) if isinstance(text, dict) else (config,):
+        for key in (*KEYS, MLX):
+            found = section.get(key)
+            if isinstance(found, dict) and is_about_quantization(key, found):
+                return found
+    return None
+
+
+def read_mlx(found: Mapping[str, Any]) -> QuantizationConfig:
+    """Return what a config of MLX says: of all modules, and of those that it names."""
+    own = {name: as_affine({**found, **value}) for name, value in found.items() if isinstance(value, dict)}
+    modes = {str(value.get("mode", "affine")) for value in (found, *found.values()) if isinstance(value, dict)}
+    kind = next(iter(sorted(modes - {"affine"})), "affine")
+    return QuantizationConfig(OF_MLX, kind=kind, integers=(as_affine(found),), modules=own)
+
+
+def as_affine(value: Mapping[str, Any]) -> Integers:
+    """Return the bits and groups of MLX's weights. Raises `Corrupt` for others than it has."""
+    match value.get("bits"), value.get("group_size"):
+        case [2 | 3 | 4 | 5 | 6 | 8 as bits, int(group)] if group > 0 and group % 32 == 0 and group <= _LARGEST:
+            return Integers(bits, group, is_symmetric=False)
+        case [bits, group]:
+            message = "config.json: expected weights of 2 to 6 or 8 bits, in groups of a multiple of 32"
+            raise Corrupt(f"{message}; found {bits} bits in groups of {group}")
+
+
+def weights_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield what is stated of the weights of each group of modules."""
+    groups = stated.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            yield weights
+
+
+def blocks_in(stated: Mapping[str, Any]) -> Iterator[Block]:
+    """Yield the sizes of blocks: of the whole model, or of groups of modules."""
+    if stated.get("weight_block_size") is not None:
+        yield as_block(stated["weight_block_size"])
+    for weights in weights_in(stated):
+        if weights.get("block_structure") is not None:
+            yield as_block(weights["block_structure"])
+        elif is_grouped(weights):
+            yield as_block([1, weights.get("group_size")])
+
+
+def integers_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield what is stated of weights that are integers."""
+    return (weights for weights in weights_in(stated) if str(weights.get("type", "int")).lower() == "int")
+
+
+def is_grouped(weights: Mapping[str, Any]) -> bool:
+    """Return whether some neighbors of a row have a scale of their own."""
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    return strategy in ("group", "tensor_group") or (strategy is None and size not in (None, -1))
+
+
+def as_integers(weights: Mapping[str, Any]) -> Integers:
+    """Return how integers stand for weights. Raises `Corrupt` for what compressed-tensors would not have either."""
+    bits, is_symmetric = weights.get("num_bits", 8), weights.get("symmetric", True)
+    if not (isinstance(bits, int) and 1 <= bits <= 16):
+        raise Corrupt(f"config.json: expected weights of 1 to 16 bits, found {bits!r}")
+    if not isinstance(is_symmetric, bool):
+        raise Corrupt(f"config.json: `symmetric`: expected true or false, found {is_symmetric}")
+    group = as_block([1, weights.get("group_size")])[1] if is_grouped(weights) else None
+    order = weights.get("actorder")
+    return Integers(bits, group, is_symmetric, order is True or str(order).lower() in ("group", "dynamic"))
+
+
+def as_block(value: object) -> Block:
+    """Return rows and columns of a block. Raises `Corrupt` for anything else."""
+    match value:
+        case [int(rows), int(columns)] if 0 < rows <= _LARGEST and 0 < columns <= _LARGEST:
+            return rows, columns
+    raise Corrupt(f"config.json: expected two sizes as blocks of quantized weights, found {value}")
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config of the same model with its weights as plain numbers."""
+    plain = {key: value for key, value in config.items() if not (is_about_quantization(key, value) or key == _EXPERTS)}
+    if isinstance(config.get(TEXT), dict):
+        plain[TEXT] = without_quantization(config[TEXT])
+    return plain

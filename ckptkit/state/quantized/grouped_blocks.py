@@ -1,0 +1,340 @@
+"""Compute weights of few bits, whole groups of neighbors at a time: numbers in a stream of bits, times scales.
+
+A row of a weight is cut into groups. Further tensors have an element for each group: a scale, a zero point, a bias. A
+part of a recipe applies one of them. All is computed in float32; products that a library rounds to another dtype are
+rounded to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import lcm, prod
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ckptkit.engine.recipes import FLOAT32, Array, as_stored
+from ckptkit.errors import Corrupt
+from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.casting import cast, widener
+from ckptkit.layout.dtypes import DType
+from ckptkit.layout.plan import Operand, RecipeVerdict
+from ckptkit.layout.small_floats import SMALL_FLOATS
+from ckptkit.models.fit import abridge
+from ckptkit.state.quantized.plain_blocks import as_numbers, check_factors
+from ckptkit.words import count
+
+FOUR_BITS = SMALL_FLOATS["float4_e2m1fn_x2"].numbers
+
+
+class GroupStep(Protocol):
+    """What is done to the numbers of groups, with tensors that have an element for each group.
+
+    The region of an operand is given a box of groups: the rows of the weight, and groups in place of its columns.
+    """
+
+    @property
+    def operands(self) -> Sequence[Operand]:
+        """Return the tensors that it reads."""
+
+    def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
+        """Change the numbers of groups in place; their last axis is that of a group's numbers.
+
+        Returns whether there is something to note. Raises `Corrupt` for elements that there cannot be.
+        """
+
+
+class Codes(NamedTuple):
+    """Numbers of so many `bits`, one after another from the lowest bit on, and the number that each pattern is."""
+
+    bits: int
+    numbers: tuple[float, ...]
+
+    def unpack(self, raw: Array) -> Array:
+        """Return the numbers that rows of bytes hold, as float32."""
+        if self.bits == 8:
+            return table(self.numbers).take(raw)
+        if self.bits == 4:
+            found: Array = pairs(self.numbers).take(raw).view(np.float32)
+            return found
+        runs = raw.reshape(*raw.shape[:-1], -1, self.bits)  # eight numbers in each
+        streams = sum(runs[..., number].astype(np.uint64) << np.uint64(8 * number) for number in range(self.bits))
+        shifts = np.arange(8, dtype=np.uint64) * np.uint64(self.bits)
+        patterns = (np.asarray(streams)[..., None] >> shifts) & np.uint64((1 << self.bits) - 1)
+        numbers: Array = table(self.numbers).take(patterns.reshape(*raw.shape[:-1], -1).astype(np.intp))
+        return numbers
+
+
+class GroupedRecipe:
+    """The recipe of a weight whose rows are groups of `group` numbers, stored as `codes` in the first operand.
+
+    `parts` are applied in their order; a product of theirs is rounded to the dtype `rounds_to` before the one that is
+    asked for. Groups divide the rows of `shape`.
+    """
+
+    def __init__(
+        self,
+        numbers: Operand,
+        codes: Codes,
+        parts: Sequence[GroupStep],
+        shape: Shape,
+        group: int,
+        rounds_to: DType = FLOAT32,
+    ) -> None:
+        self.verdict: RecipeVerdict | None = next((part.verdict for part in parts if isinstance(part, Extremes)), None)
+        self._codes, self._parts, self._shape, self._group = codes, parts, shape, group
+        self._rounds_to = rounds_to
+        self._bits = 8 * numbers.dtype.itemsize
+        self._unit = lcm(self._bits, codes.bits, 8 * codes.bits) // codes.bits  # numbers in whole elements
+        is_row = group == shape[-1]
+        self._step = self._unit if is_row else lcm(self._unit, group)
+        self.operands = (numbers._replace(region=self._stored), *map(self._of_groups, self._operands_of_parts()))
+
+    def _operands_of_parts(self) -> list[Operand]:
+        return [operand for part in self._parts for operand in part.operands]
+
+    def _of_groups(self, operand: Operand) -> Operand:
+        return operand._replace(region=lambda box: operand.region(self._groups(box)))
+
+    def _columns(self, box: Box) -> tuple[int, int]:
+        """Return the columns that are computed for a box: whole groups, in whole elements."""
+        low = box.start[-1] // self._step * self._step
+        high = -(-box.stop[-1] // self._step) * self._step
+        return low, min(high, self._shape[-1])
+
+    def _stored(self, box: Box) -> Box:
+        """Return the elements that hold the columns of a box."""
+        low, high = self._columns(box)
+        start, stop = low * self._codes.bits // self._bits, -(-high * self._codes.bits // self._bits)
+        return Box((*box.start[:-1], start), (*box.size[:-1], stop - start))
+
+    def _groups(self, box: Box) -> Box:
+        """Return the groups that hold the columns of a box."""
+        low, high = self._columns(box)
+        start, stop = low // self._group, -(-high // self._group)
+        return Box((*box.start[:-1], start), (*box.size[:-1], stop - start))
+
+    def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
+        """Return the elements of a box as `dtype`, and whether a part has something to note."""
+        low, high = self._columns(box)
+        raw = np.frombuffer(blocks[0], np.uint8).reshape(*box.size[:-1], -1)
+        rows = self._padded(raw)
+        values = np.ascontiguousarray(self._codes.unpack(rows)[..., : high - low])
+        groups = self._groups(box)
+        cells = values.reshape(*groups.size, -1)
+        has_remark = False
+        at = 1
+        for part in self._parts:
+            stop = at + len(part.operands)
+            has_remark |= part(cells, blocks[at:stop], groups)
+            at = stop
+        if self._rounds_to not in (FLOAT32, dtype):
+            round_to(self._rounds_to, values)
+        first = box.start[-1] - low
+        return as_stored(values[..., first : first + box.size[-1]], FLOAT32, dtype), has_remark
+
+    def _padded(self, raw: Array) -> Array:
+        """Return rows of bytes that end with a whole run of eight numbers."""
+        lacking = -raw.shape[-1] % self._codes.bits if self._codes.bits not in (4, 8) else 0
+        return np.pad(raw, [(0, 0)] * (raw.ndim - 1) + [(0, lacking)]) if lacking else raw
+
+
+class Factors:
+    """Multiply the numbers of each group with its scale, of which none is negative.
+
+    `largest` is the magnitude of the largest number. A scale of 0 is an error if the numbers are not 0, unless it
+    `may_vanish`: rounded to few bits, a small scale is 0.
+    """
+
+    def __init__(self, scales: Operand, shape: Shape, largest: float, *, may_vanish: bool = False) -> None:
+        self.operands: Sequence[Operand] = (of_each_group(scales, shape),)
+        self._name, self._largest, self._may_vanish = scales.name, largest, may_vanish
+
+    def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
+        """Multiply. Raises `Corrupt` for scales that are none."""
+        factors = self._factors(blocks)
+        check_factors(factors, self._name, self._largest)
+        spread = spread_over(factors, groups)
+        if not (self._may_vanish or factors.all()) and values[np.broadcast_to(spread == 0, values.shape)].any():
+            raise Corrupt(f"a scale in `{self._name}` is 0, but the numbers that it scales are not")
+        values *= spread
+        return False
+
+    def _factors(self, blocks: Sequence[memoryview]) -> Array:
+        return as_numbers(self.operands[0], blocks[0])
+
+
+class TwoLevels(Factors):
+    """Multiply the numbers of each group with its scale times, or divided by, one number for the whole weight."""
+
+    def __init__(self, scales: Operand, whole_scale: Operand, shapes: tuple[Shape, Shape], *, divides: bool) -> None:
+        super().__init__(scales, shapes[0], max(FOUR_BITS), may_vanish=True)
+        self.operands = (*self.operands, of_each_group(whole_scale, shapes[1]))
+        self._divides = divides
+
+    def _factors(self, blocks: Sequence[memoryview]) -> Array:
+        scales, level = as_numbers(self.operands[0], blocks[0]), as_numbers(self.operands[1], blocks[1])
+        if not (np.isfinite(level).all() and (level > 0).all()):
+            worst = f"expected a scale in `{self.operands[1].name}`, found {level[0]:g}"
+            raise Corrupt(worst, hint="run `ckptkit verify`: these bytes may belong to another tensor")
+        with np.errstate(over="ignore"):
+            found: Array = scales / level if self._divides else scales * level
+        return found
+
+
+class ZeroPoints:
+    """Subtract the zero point of each group: an integer for each, or packed in words as the codes of `bits` bits are.
+
+    Words hold the zero points of so many rows, one below another.
+    """
+
+    def __init__(self, zeros: Operand, shape: Shape, bits: int | None = None) -> None:
+        self._words = 0 if bits is None else 32 // bits
+        self._bits = bits or 0
+        region = self._words_of if bits else zeros.region
+        self.operands = (zeros._replace(region=region) if bits else of_each_group(zeros, shape),)
+
+    def _words_of(self, groups: Box) -> Box:
+        row, number = groups.start[-2], groups.size[-2]
+        start, stop = row // self._words, -(-(row + number) // self._words)
+        first = (*groups.start[:-2], start, groups.start[-1])
+        return Box(first, (*groups.size[:-2], stop - start, groups.size[-1]))
+
+    def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
+        """Subtract."""
+        if not self._words:
+            values -= spread_over(np.frombuffer(blocks[0], np.int8).astype(np.float32), groups)
+            return False
+        there = self._words_of(groups)
+        words = np.frombuffer(blocks[0], np.uint32).reshape(*there.size[:-1], 1, there.size[-1])
+        shifts = np.arange(self._words, dtype=np.uint32)[:, None] * np.uint32(self._bits)
+        zeros = ((words >> shifts) & np.uint32((1 << self._bits) - 1)).astype(np.float32)
+        zeros = zeros.reshape(*there.size[:-2], -1, there.size[-1]) - np.float32(1 << (self._bits - 1))
+        first = groups.start[-2] - there.start[-2] * self._words
+        values -= zeros[..., first : first + groups.size[-2], :, None]
+        return False
+
+
+class Affine:
+    """Multiply the numbers of each group with its scale, round, and add its bias, as MLX does on a CPU."""
+
+    def __init__(self, scales: Operand, biases: Operand, stored_as: DType) -> None:
+        self.operands = (scales._replace(region=the_same), biases._replace(region=the_same))
+        self._rounds_to = stored_as
+
+    def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
+        """Multiply and add. Raises `Corrupt` for scales and biases that are no numbers. A scale may be negative."""
+        scales, biases = (np.frombuffer(block, np.float32) for block in blocks)
+        for operand, found in zip(self.operands, (scales, biases), strict=True):
+            if not np.isfinite(found).all():
+                worst = found[~np.isfinite(found)][0]
+                hint = "run `ckptkit verify`: these bytes may belong to another tensor"
+                raise Corrupt(f"`{operand.name}` has the number {worst:g}", hint=hint)
+        values *= spread_over(scales, groups)
+        if self._rounds_to != FLOAT32:
+            round_to(self._rounds_to, values)
+        values += spread_over(biases, groups)
+        return False
+
+
+class DeclaredShape:
+    """Compare the shape that a tensor says a weight has with the one that it was found to have."""
+
+    def __init__(self, declared: Operand, shape: Shape) -> None:
+        self.operands = (declared._replace(region=lambda _: whole((len(shape),))),)
+        self._shape = shape
+
+    def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:  # noqa: ARG002
+        """Raise `Corrupt` for another shape."""
+        (operand,) = self.operands
+        found = np.frombuffer(blocks[0], f"i{operand.dtype.itemsize}").tolist()
+        if tuple(found) != self._shape:
+            raise Corrupt(f"`{operand.name}`: expected {list(self._shape)}, found {found}")
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Requantized:
+    """Whether integers of so many bits would be the same if their weights were quantized again.
+
+    The scale of a group is then its maximum, divided by the largest integer.
+    """
+
+    bits: int
+
+    @property
+    def largest(self) -> int:
+        return (1 << (self.bits - 1)) - 1
+
+    def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
+        """Return for how many weights it is so; `noted` are the others."""
+        others = [name for name in judged if name in noted]
+        again = f"if you quantize them to int{self.bits} again, with scales of maximum / {self.largest}"
+        if not others:
+            return f"{again}, {count(len(judged), 'weight', 'gets')} the same integers"
+        same = len(judged) - len(others)
+        return f"{again}, only {same} of {count(len(judged), 'weight')} get the same integers, not {abridge(others)}"
+
+
+class Extremes:
+    """Note a group whose integers would be others if its weights were quantized again.
+
+    That is a group without an integer of the largest magnitude, or with a larger one, unless all of them are 0.
+    """
+
+    operands: Sequence[Operand] = ()
+
+    def __init__(self, bits: int) -> None:
+        self.verdict = Requantized(bits)
+
+    def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:  # noqa: ARG002
+        """Return whether there is one."""
+        peaks = peaks_of(values)
+        return bool(((peaks != self.verdict.largest) & (peaks != 0)).any())
+
+
+def peaks_of(values: Array) -> Array:
+    """Return the largest magnitude in each group: neighbors are compared, which takes a sixth of numpy's time."""
+    found, size = np.abs(values).reshape(-1), values.shape[-1]
+    while size % 2 == 0:
+        found, size = np.maximum(found[::2], found[1::2]), size // 2
+    peaks: Array = found.reshape(-1, size).max(-1)
+    return peaks
+
+
+def of_each_group(operand: Operand, shape: Shape) -> Operand:
+    """Return a tensor that has an element for each group, or a single one for all of them."""
+    return operand._replace(region=(lambda _: whole(shape)) if prod(shape) == 1 else the_same)
+
+
+def the_same(groups: Box) -> Box:
+    """Return the box of groups itself."""
+    return groups
+
+
+def spread_over(found: Array, groups: Box) -> Array:
+    """Return what groups have with an axis for their numbers."""
+    return found if found.size == 1 else found.reshape(*groups.size, 1)
+
+
+def round_to(dtype: DType, values: Array) -> None:
+    """Round float32 to another dtype, and put the rounded numbers in place."""
+    flat = values.reshape(-1)
+    rounded = np.empty(flat.size, f"u{dtype.itemsize}")
+    cast(flat, FLOAT32, dtype, rounded)
+    flat[:] = widener(dtype)(rounded)
+
+
+@cache
+def table(numbers: tuple[float, ...]) -> Array:
+    return np.array(numbers, np.float32)
+
+
+@cache
+def pairs(numbers: tuple[float, ...]) -> Array:
+    """Return the two numbers that each byte is, the low half first, as one of 8 bytes."""
+    both = np.arange(256)
+    halves = np.stack([table(numbers)[both & 15], table(numbers)[both >> 4]], axis=1)
+    return np.ascontiguousarray(halves).view(np.uint64).reshape(-1)

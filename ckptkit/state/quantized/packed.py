@@ -1,0 +1,50 @@
+"""A quantized weight: its tensors, its plain shape, and how ckptkit computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptkit.layout import Spec
+from ckptkit.layout.box import Shape
+from ckptkit.layout.plan import Operand, Recipe
+from ckptkit.state.quantized.config import QuantizationConfig
+
+BLOCKS, _PACKED = "_blocks", "_packed"  # ends of names that a plain weight does not have
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A quantized weight, by the `method` that made it, and its plain `shape`.
+
+    `beside` are the names of the tensors that it is computed from together with its numbers. `group` is the rows and
+    columns that have one scale, () if the whole weight has one. `make` returns the recipe of the plain weight, of the
+    operands that its numbers and the tensors beside them are, in this order, in the dtypes in which they are stored.
+    """
+
+    method: str
+    shape: Shape
+    beside: tuple[str, ...]
+    group: Shape
+    make: Callable[[Sequence[Operand]], Recipe]
+
+
+Specs = Mapping[str, Spec]
+Finder = Callable[
+    [Specs, QuantizationConfig], Iterator[tuple[str, Packed]]
+]  # yields weights by the names of their numbers
+
+
+def plain_name(name: str) -> str:
+    """Return what a weight is called when its numbers are not packed any more."""
+    return name.removesuffix(BLOCKS).removesuffix(_PACKED)
+
+
+def renamed_alike(names: Sequence[str], news: Sequence[str | None]) -> bool:
+    """Return whether the tensors of one weight have new names that still go together, or none of them has one."""
+    if None in news:
+        return all(new is None for new in news)
+    alike = (len(set(letters)) == 1 for letters in zip(*names, strict=False))
+    stem = next((at for at, same in enumerate(alike) if not same), min(map(len, names)))
+    pairs = [(str(new), name[stem:]) for name, new in zip(names, news, strict=True)]
+    return all(new.endswith(end) for new, end in pairs) and len({new.removesuffix(end) for new, end in pairs}) == 1

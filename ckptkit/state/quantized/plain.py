@@ -1,0 +1,228 @@
+"""Make plain weights of quantized ones where you ask for a dtype, and refuse to tear them from their scales.
+
+Weights are known by the names that their numbers have in the checkpoint, whatever they are called in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.checkpoints.component import Component
+from ckptkit.errors import Unsupported, Usage
+from ckptkit.layout import Layout, Spec, StoredTensor, edits
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.plan import Operand, Recipe
+from ckptkit.models.companions import find_config
+from ckptkit.models.fit import abridge
+from ckptkit.models.names.weights import Weights
+from ckptkit.state.model import Model, always
+from ckptkit.state.options import ConvertOptions
+from ckptkit.state.quantized.config import read_quantization_config, without_quantization
+from ckptkit.state.quantized.find import Quantized, find_quantized, is_plain
+from ckptkit.state.quantized.packed import plain_name, renamed_alike
+from ckptkit.state.selection import Edits
+from ckptkit.words import count
+
+_BY_LIBRARY = "dequantize them first, with the library that made them"
+
+
+def open_quantized(model: Model, options: ConvertOptions) -> Model:
+    """Make the quantized weights plain ones if you ask for a dtype; else keep each with its scales, or refuse.
+
+    Raises `Unsupported` for the mean of quantized weights, and for quantized weights that are to be quantized.
+    """
+    asked = options.edits
+    is_concerned = options.weights or options.quantize or asked.dtype or asked.changes_names
+    quantized = look_for_quantized(model.part, model.config) if is_concerned else None
+    if options.weights and quantized is not None:
+        message = f"the weights are quantized ({quantized.method}): ckptkit cannot average them without their scales"
+        hint = "dequantize each first: ckptkit consolidate SRC OUT --dtype bf16"
+        raise Unsupported(message, path=model.part.path, hint=hint)
+    if options.quantize:
+        refuse_quantized(model.part, quantized)
+        model = without_declaration(model)
+    chosen = choose_plain(quantized, model.weights, asked)
+    if quantized is None or not chosen:
+        check_together(quantized, model, asked)
+        return without_false_declaration(model)
+    return make_plain(model, quantized, chosen)
+
+
+def look_for_quantized(part: Component, base: Mapping[str, Any] | None = None) -> Quantized | None:
+    """Return the quantized weights in a part of a checkpoint; None without any.
+
+    The config.json of a `base` says how they are quantized where none lies beside them.
+    """
+    return find_quantized(part.layout, find_config(part.path) or base)
+
+
+def refuse_quantized(part: Component, quantized: Quantized | None) -> None:
+    """Raise `Unsupported` for a model to be quantized whose weights are quantized already."""
+    if quantized is not None:
+        message = f"the weights are quantized already ({quantized.method})"
+        ours = "dequantize them first: ckptkit consolidate SRC OUT --dtype bf16"
+        hint = "dequantize them with the library that quantized them" if quantized.refusal else ours
+        raise Unsupported(message, path=part.path, hint=hint)
+
+
+def without_declaration(model: Model) -> Model:
+    """Return a model whose config.json does not mention quantization. Raises `Usage` if there is no config.json."""
+    if model.companions.config is None:
+        hint = "pass --base MODEL, the model that the training began with"
+        raise Usage("no config.json found, which tells loaders how the weights are quantized", hint=hint)
+    return model.with_config(without_quantization(model.config))
+
+
+def without_false_declaration(model: Model) -> Model:
+    """Return a model whose config.json does not call plain weights quantized.
+
+    A training that began with a quantized model has plain weights, and the config.json of that model.
+    """
+    stated = read_quantization_config(model.companions.config).method
+    if stated is None or not is_plain(model.part.layout.specs):
+        return model
+    note = (
+        f"config.json said that the weights are quantized ({stated}), but they are plain: removed that from config.json"
+    )
+    return model.with_config(without_quantization(model.config)).say(note)
+
+
+def choose_plain(quantized: Quantized | None, found: Weights, asked: Edits) -> frozenset[str]:
+    """Return the quantized weights that you ask a dtype for, by their names in the checkpoint.
+
+    Raises `Unsupported` if ckptkit cannot compute them, `Usage` if you ask for a dtype of some of them only.
+    """
+    if quantized is None or not asked.dtype:
+        return frozenset()
+    if asked.dtype_of_weights is not None:
+        quantized.require_known()
+    names = {old: plain_name(new) for new, old in found.came_from.items() if old in quantized.weights}
+    chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
+    if chosen and (left := sorted(names[old] for old in names.keys() - chosen)):
+        hint = "pass one dtype for all weights, like --dtype bf16"
+        raise Usage(
+            f"--dtype matches only some quantized weights: not {count(len(left), 'weight')} such as `{left[0]}`",
+            hint=hint,
+        )
+    return frozenset(chosen)
+
+
+def make_all_plain(model: Model) -> Model:
+    """Return a model with plain weights of the dtype that its config.json says.
+
+    Raises `Unsupported` if ckptkit cannot compute them.
+    """
+    quantized = look_for_quantized(model.part, model.config)
+    chosen = frozenset(old for old in model.weights.came_from.values() if quantized and old in quantized.weights)
+    if quantized is None or not (chosen or quantized.refusal):
+        return without_false_declaration(model)
+    if quantized.refusal is not None:
+        root, tensor = quantized.layout.root, min(quantized.members)
+        raise Unsupported(quantized.refusal, path=root, tensor=tensor, hint=_BY_LIBRARY)
+    dtype = dtype_of(model.config)
+    return make_plain(model, quantized, chosen, dtype).say(
+        f"dequantized weights become {dtype} unless you pass --dtype"
+    )
+
+
+def dtype_of(config: Mapping[str, Any]) -> DType:
+    """Return the dtype that a config.json says its model has, bfloat16 if it says none of 16 bits or more."""
+    stated = DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))))
+    return stated if stated is not None and stated.kind == "float" else DTYPES["bfloat16"]
+
+
+def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype: DType = DTYPES["float32"]) -> Model:
+    """Return a model with a recipe for each chosen weight in place of its numbers and scales.
+
+    The operands of the recipes are numbers and scales as they are stored: a further source.
+    """
+    number = len(model.others) + 1
+    source = edits.select(quantized.layout, quantized.members.__contains__)
+    weights = unpack(model.weights, quantized, chosen, dtype)
+    made = {new: old for new, old in weights.came_from.items() if old in chosen}
+    recipes = {new: always(recipe_of(quantized, old, number)) for new, old in made.items()}
+    stored_as = {new: f"{quantized.layout.tensors[old].spec.dtype} times scales" for new, old in made.items()}
+    note = f"dequantized {count(len(chosen), 'weight')} ({quantized.method})"
+    if (plain := without_quantization(model.config)) != model.config:
+        model = model.with_config(plain)
+        note += "; removed the quantization from config.json"
+    others = (*model.others, replace(source, blobs={}, twins={}))
+    return replace(model, weights=weights, others=others, recipes=recipes, stored_as=stored_as).say(note)
+
+
+def unpack(found: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
+    """Return the weights of a checkpoint with plain ones for the chosen, which have no bytes yet."""
+    names = {new: plain_name(new) if old in chosen else new for new, old in found.came_from.items()}
+    kept = [new for new, old in found.came_from.items() if old in chosen or old not in quantized.members]
+
+    def plain(new: str) -> StoredTensor:
+        old = found.came_from[new]
+        if old not in chosen:
+            return found.layout.tensors[new]
+        return StoredTensor(Spec(dtype, quantized.weights[old].shape), ())
+
+    return replace(
+        found,
+        layout=replace(found.layout, tensors={names[new]: plain(new) for new in kept}, keys={}),
+        came_from={names[new]: found.came_from[new] for new in kept},
+    )
+
+
+def check_together(quantized: Quantized | None, model: Model, asked: Edits) -> None:
+    """Raise `Usage` if quantized weights would be written without their scales, or under names that do not match.
+
+    Where you select and rename nothing they stay together.
+    """
+    if quantized is None or not asked.changes_names:
+        return
+    names = {old: new for new, old in model.weights.came_from.items()}
+    for name, packed in quantized.weights.items():
+        olds = (name, *packed.beside)
+        news = [names.get(old) for old in olds]
+        if not renamed_alike(olds, news):
+            new, *rest = (one or "nothing" for one in news)
+            message = f"`{name}` would become `{new}`, but its scales `{packed.beside[0]}` would become `{rest[0]}`"
+            hint = "select and rename both alike, or dequantize them with --dtype bf16"
+            raise Usage(message, path=model.part.path, hint=hint)
+
+
+def check_casts(model: Model, options: ConvertOptions) -> Model:
+    """Refuse casts that tear quantized weights from their scales, and report weights of 8 bits that stay as they are.
+
+    Raises `Unsupported` or `Usage` if scales or packed numbers would be rounded by themselves.
+    """
+    if model.stored_as:  # plain weights were made of them
+        return model
+    refuse_separated(model.part, model.casts, model.weights.came_from)
+    return model.say(*say_small(model.layout, options.edits))
+
+
+def refuse_separated(part: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
+    """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded by themselves."""
+    quantized = look_for_quantized(part) if casts else None
+    if quantized is None:
+        return
+    torn = sorted(new for new in casts if came_from.get(new, new) in quantized.members)
+    if torn:
+        quantized.require_known()
+        hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or drop --dtype"
+        raise Usage(
+            f"{abridge(torn)} belong to quantized weights ({quantized.method}): rounding would destroy them", hint=hint
+        )
+
+
+def say_small(layout: Layout, asked: Edits) -> list[str]:
+    """Return words on weights of 8 bits that stay what they are though you ask for a dtype: they have no scales."""
+    small = sorted(name for name, spec in layout.specs.items() if spec.dtype.kind == "small_float")
+    if asked.dtype_of_weights is None or not small:
+        return []
+    weights = count(len(small), "weight")
+    return [f"{weights} of 8 bits stayed as they are, because no scales are known: {abridge(small)}"]
+
+
+def recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
+    """Return the recipe of a weight, by the name of its numbers in the checkpoint, the source of this number."""
+    packed, tensors = quantized.weights[name], quantized.layout.tensors
+    return packed.make([Operand(source, one, tensors[one].spec.dtype) for one in (name, *packed.beside)])

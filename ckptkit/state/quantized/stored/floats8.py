@@ -1,0 +1,81 @@
+"""Find floats of 8 bits with scales beside them.
+
+`X.weight` goes with `X.weight_scale_inv` (DeepSeek's, which multiplies in spite of its name), `X.weight_scale`
+(compressed-tensors, ModelOpt) or `X.scale` (DeepSeek V4). Parameters of experts have an axis for them in front. Scales
+of MXFP8 are exponents, in float8_e8m0fnu or uint8.
+Sources: transformers/integrations/finegrained_fp8.py and compressed_tensors/compressors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import prod
+
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.layout import Spec
+from ckptkit.layout.box import Shape
+from ckptkit.layout.plan import Operand, Recipe
+from ckptkit.state.quantized.config import Block, QuantizationConfig
+from ckptkit.state.quantized.packed import Packed, Specs
+from ckptkit.state.quantized.stored.scales import is_exponent, scale_of
+
+
+def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
+    """Yield the weights that are floats of 8 bits and have scales."""
+    for name, spec in specs.items():
+        if is_eight_bits(spec) and (scale := scale_of(name, specs)) is not None:
+            steps = steps_for(specs, name, scale, stated.blocks)
+            group = () if steps == spec.shape else steps[-2:]
+            make = partial(recipe, specs[scale].shape, steps)
+            yield name, Packed("fp8", spec.shape, (scale,), group, make)
+
+
+def is_eight_bits(spec: Spec) -> bool:
+    """Return whether a tensor is of floats of 8 bits that can be weights: those without a mantissa are scales."""
+    return spec.dtype.kind == "small_float" and not spec.dtype.name.endswith(("_x2", "e8m0fnu"))
+
+
+def recipe(shape_of_scales: Shape, steps: Shape, operands: Sequence[Operand]) -> Recipe:
+    """Return the recipe of a weight with scales of this shape, each for a box of size `steps`."""
+    from ckptkit.state.quantized.plain_blocks import scaled  # imports numpy, which no copy needs
+
+    return scaled(operands[0], operands[1], shape_of_scales, steps)
+
+
+def steps_for(specs: Specs, name: str, scale: str, blocks: tuple[Block, ...]) -> Shape:
+    """Return the box of a weight of 8 bits that has one scale.
+
+    Raises `Mismatch` for scales that are no numbers, or not as many as there have to be, and `Unsupported` if more than
+    one of the sizes of `blocks` would fit.
+    """
+    shape, found = specs[name].shape, specs[scale]
+    if not (found.dtype.kind == "float" or is_exponent(found)):
+        raise Mismatch(f"expected floats or exponents as scales of {specs[name]}, found {found}", tensor=scale)
+    if prod(found.shape) == 1:
+        return shape
+    sizes = [*blocks, *([(1, shape[-1]), (shape[-2], shape[-1])] if len(shape) > 1 else [])]
+    fitting = dict.fromkeys(steps for size in sizes if (steps := steps_of(shape, found.shape, size)))
+    if not fitting:
+        wanted = " or ".join(str(list(size)) for size in blocks)
+        message = (
+            f"expected one scale per row or per {wanted} for weights {list(shape)}, found {list(found.shape)} scales"
+        )
+        raise Mismatch(message, tensor=scale)
+    if len(fitting) > 1:
+        several = " or ".join(str(list(steps)) for steps in fitting)
+        message = f"{list(found.shape)} scales of {list(shape)} weights are ambiguous: one for each {several}"
+        raise Unsupported(message, tensor=scale)
+    return next(iter(fitting))
+
+
+def steps_of(shape: Shape, scales: Shape, size: Block) -> Shape | None:
+    """Return the box of a weight that has one scale, if they are for blocks of this size; None if they are not.
+
+    Blocks at the edges may be smaller. Of axes in front each index has scales of its own.
+    """
+    if len(shape) < 2 or len(scales) != len(shape):
+        return None
+    steps = (*(1 for _ in shape[:-2]), *(max(1, min(pair)) for pair in zip(size, shape[-2:], strict=True)))
+    grid = tuple(-(-extent // step) for extent, step in zip(shape, steps, strict=True))
+    return steps if grid == scales else None

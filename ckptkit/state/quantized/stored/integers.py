@@ -1,0 +1,176 @@
+"""Find integers of compressed-tensors: packed as `X.weight_packed`, or of 8 bits as `X.weight`, with `X.weight_scale`.
+
+Packed ones are int32 `[O, I*bits/32]`, the first number in the lowest bits, with what makes them positive added.
+`X.weight_shape` has the shape; `X.weight_zero_point` a zero point for each scale, packed along the rows, or as int8. A
+scale is for a group of neighbors, a row, or the whole weight. Products are rounded to the dtype of the scales.
+Sources: compressed_tensors/compressors/pack_quantized and naive_quantized, quantization/lifecycle/forward_helpers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ckptkit.errors import Unsupported
+from ckptkit.layout import Spec
+from ckptkit.layout.box import Shape
+from ckptkit.layout.plan import Operand, Recipe
+from ckptkit.state.quantized.config import Integers, QuantizationConfig
+from ckptkit.state.quantized.packed import Packed, Specs
+from ckptkit.state.quantized.stored.scales import mismatch, require_shape
+
+PACKED = ".weight_packed"
+_SCALE, _ZEROS, _SHAPE = "_scale", "_zero_point", "_shape"
+_BITS = (4, 8)
+_WORD = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How the integers of one weight are to be read: their way, shape, groups, and what lies beside them.
+
+    `of_scales` and `of_zeros` are specs, the latter None without zero points.
+    """
+
+    way: Integers
+    shape: Shape
+    group: int
+    of_scales: Spec
+    of_zeros: Spec | None = None
+    is_packed: bool = True
+    is_declared: bool = False
+
+
+def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
+    """Yield the weights that are integers and have scales.
+
+    Raises `Mismatch` for tensors beside them of other shapes than they need, and `Unsupported` for bits that ckptkit
+    does not know.
+    """
+    for name, spec in specs.items():
+        stem = stem_of(name, spec)
+        if stem is not None and (scale := f"{stem}{_SCALE}") in specs and specs[scale].dtype.kind == "float":
+            yield name, packed(specs, name, stem, stated)
+
+
+def stem_of(name: str, spec: Spec) -> str | None:
+    """Return the name of the plain weight that integers may stand for; None for other tensors."""
+    if name.endswith(PACKED) and spec.dtype.name == "int32":
+        return name.removesuffix("_packed")
+    return name if spec.dtype.name == "int8" and len(spec.shape) > 1 else None
+
+
+def packed(specs: Specs, name: str, stem: str, stated: QuantizationConfig) -> Packed:
+    """Return the weight that integers stand for."""
+    scale, zeros, shape = f"{stem}{_SCALE}", f"{stem}{_ZEROS}", f"{stem}{_SHAPE}"
+    fit = fit_of(specs, name, scale, stated)
+    beside = [scale]
+    if zeros in specs:
+        require_zeros(specs, zeros, fit)
+        beside.append(zeros)
+    elif not fit.way.is_symmetric:
+        raise mismatch(name, f"zero points in `{zeros}`, as config.json says", "none")
+    if shape in specs:
+        require_shape(specs, shape, (len(fit.shape),), "the sizes of a shape")
+        beside.append(shape)
+    fit = Fit(
+        *(fit.way, fit.shape, fit.group, fit.of_scales, specs.get(zeros)),
+        is_packed=name != stem,
+        is_declared=shape in specs,
+    )
+    is_whole = prod(fit.of_scales.shape) == 1
+    return Packed(f"int{fit.way.bits}", fit.shape, tuple(beside), () if is_whole else (1, fit.group), recipe_of(fit))
+
+
+def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> Fit:
+    """Return how a weight is to be read: in the one way of those in config.json that its shapes fit."""
+    stored, scales = specs[name], specs[scale]
+    ways = stated.integers
+    if not ways:
+        message = f"found {stored}, but config.json does not say how many bits a number has"
+        hint = "check that the quantized model's config.json is there"
+        raise Unsupported(message, tensor=name, hint=hint)
+    fits = [fit for way in ways if (fit := fitting(stored, scales, way)) is not None]
+    if len({(fit.way.bits, fit.shape, fit.group) for fit in fits}) > 1:
+        several = " or ".join(f"{fit.way.bits} bits" for fit in fits)
+        message = f"{stored} with {list(scales.shape)} scales may be numbers of {several}"
+        raise Unsupported(message, tensor=name)
+    if not fits:
+        wanted = " or ".join(describe(way) for way in ways)
+        raise mismatch(scale, f"scales for {stored} of {wanted}", list(scales.shape))
+    (fit, *_) = fits
+    if fit.way.bits not in _BITS or fit.way.is_ordered:
+        what = "columns in the order of their activations" if fit.way.is_ordered else f"{fit.way.bits} bits"
+        raise Unsupported(
+            f"config.json says that integers have {what}: ckptkit reads 4 and 8 bits, in order",
+            tensor=name,
+        )
+    return fit
+
+
+def fitting(stored: Spec, scales: Spec, way: Integers) -> Fit | None:
+    """Return how a weight is to be read in one way, if it may be; None if its shapes do not fit."""
+    bits = way.bits if stored.dtype.name == "int32" else 8
+    if bits != way.bits or len(stored.shape) < 2 or (stored.dtype.name == "int32" and bits > _WORD):
+        return None
+    width = stored.shape[-1] * 8 * stored.dtype.itemsize // bits
+    if way.group is not None and len(scales.shape) == len(stored.shape):
+        columns = scales.shape[-1] * way.group
+        is_filled = -(-columns * bits // (8 * stored.dtype.itemsize)) == stored.shape[-1]
+        fits = is_filled and scales.shape[:-1] == stored.shape[:-1]
+        return Fit(way, (*stored.shape[:-1], columns), way.group, scales) if fits else None
+    a_row = (*stored.shape[:-1], 1)
+    if way.group is None and (scales.shape == a_row or prod(scales.shape) == 1):
+        return Fit(way, (*stored.shape[:-1], width), width, scales)
+    return None
+
+
+def describe(way: Integers) -> str:
+    """Return a way in words."""
+    scales = "a scale per row" if way.group is None else f"a scale for {way.group}"
+    return f"{way.bits} bits with {scales}"
+
+
+def require_zeros(specs: Specs, zeros: str, fit: Fit) -> None:
+    """Raise `Mismatch` for zero points of another shape than the scales, or packed ones that should not be there."""
+    found = specs[zeros]
+    shape = fit.of_scales.shape
+    if found.dtype.name == "int8":
+        require_shape(specs, zeros, shape, "as many zero points as scales")
+    elif found.dtype.name != "int32" or fit.way.is_symmetric:
+        kind = "symmetric" if fit.way.is_symmetric else "not symmetric"
+        raise mismatch(zeros, f"zero points of a model that config.json calls {kind}", found)
+    else:
+        rows = -(-fit.shape[-2] * fit.way.bits // _WORD)
+        require_shape(specs, zeros, (*shape[:-2], rows, shape[-1]), "zero points in words")
+
+
+def recipe_of(fit: Fit) -> Callable[[Sequence[Operand]], Recipe]:
+    """Return what makes the recipe of a weight of its operands: numbers, scales, zero points, the shape."""
+
+    def make(operands: Sequence[Operand]) -> Recipe:
+        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which no copy needs
+        from ckptkit.state.quantized.plain_blocks import as_read
+
+        numbers, scales, *rest = operands
+        parts: list[blocks.GroupStep] = []
+        if fit.is_declared:
+            parts.append(blocks.DeclaredShape(rest.pop(), fit.shape))
+        if fit.of_zeros is not None:
+            bits = fit.way.bits if fit.of_zeros.dtype.name == "int32" else None
+            parts.append(blocks.ZeroPoints(rest.pop(), fit.of_zeros.shape, bits))
+        elif fit.group < fit.shape[-1]:
+            parts.append(blocks.Extremes(fit.way.bits))
+        parts.append(blocks.Factors(as_read(scales), fit.of_scales.shape, 1 << fit.way.bits))
+        codes = blocks.Codes(fit.way.bits, patterns(fit))
+        return blocks.GroupedRecipe(numbers, codes, parts, fit.shape, fit.group, fit.of_scales.dtype)
+
+    return make
+
+
+def patterns(fit: Fit) -> tuple[float, ...]:
+    """Return the integer that each pattern of bits is: half of them are negative."""
+    half = 1 << (fit.way.bits - 1)
+    signed = range(-half, half)
+    return tuple(map(float, signed if fit.is_packed else (*signed[half:], *signed[:half])))

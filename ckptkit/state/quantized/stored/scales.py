@@ -1,0 +1,38 @@
+"""Find the scales of a weight, and check their number and dtype."""
+
+from __future__ import annotations
+
+from ckptkit.errors import Mismatch
+from ckptkit.layout import Spec
+from ckptkit.layout.box import Shape
+from ckptkit.state.quantized.packed import Specs
+
+_SUFFIXES = ("_scale_inv", "_scale")
+_WEIGHT, _OF_MODULE = ".weight", ".scale"  # DeepSeek V4 has the scales of `X.weight` in `X.scale`
+EXPONENTS = ("float8_e8m0fnu", "uint8")  # dtypes of scales that are powers of 2
+
+
+def scale_of(name: str, specs: Specs) -> str | None:
+    """Return the tensor with the scales of another; None without any."""
+    names = [name + suffix for suffix in _SUFFIXES]
+    if name.endswith(_WEIGHT):
+        names.append(name.removesuffix(_WEIGHT) + _OF_MODULE)
+    return next((one for one in names if one in specs), None)
+
+
+def is_exponent(spec: Spec) -> bool:
+    """Return whether scales are powers of 2, of which the exponents are stored."""
+    return spec.dtype.name in EXPONENTS
+
+
+def mismatch(name: str, expected: object, found: object) -> Mismatch:
+    """Return the error for a tensor beside numbers that does not go with them."""
+    hint = "check that no file is missing or from another model"
+    return Mismatch(f"expected {expected}, found {found}", tensor=name, hint=hint)
+
+
+def require_shape(specs: Specs, name: str, shape: Shape, what: str) -> None:
+    """Raise `Mismatch` for a tensor beside numbers of another shape than they need."""
+    found = specs[name].shape
+    if found != shape:
+        raise mismatch(name, f"{what} {list(shape)}", list(found))

@@ -1,0 +1,61 @@
+"""Drop state that belongs to one rank of the job that saved it where a job of another size has no use for it.
+
+Kept for as many ranks as there were, dropped for any other number: a generator or a loader of one rank cannot be shared
+out, and whoever loads the checkpoint learns that it is missing instead of taking another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptkit.errors import and_more
+from ckptkit.layout import OWN, Layout, edits
+from ckptkit.trainers import owner_of_file, owner_of_key
+from ckptkit.words import count
+
+_MOST_NAMED = 8
+OF_RANKS = "state of single ranks; another number of ranks cannot use it"
+
+
+def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
+    """Return the checkpoint without the state of single ranks if they were not `world_size`, and words on that."""
+    owners = {name: owner for name in layout.names if (owner := owner_of_key(layout.key(name))) is not None}
+    groups = sorted({str(layout.key(name)[0]) for name in owners})
+    dropped: set[str] = set()
+    notes = []
+    for group in groups:
+        members = [name for name in owners if str(layout.key(name)[0]) == group]
+        ranks = 1 + max(owners[name] for name in members)
+        if world_size not in (ranks, layout.world_size):  # TP leaves fewer loaders than ranks
+            dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
+            words = f"state of {count(ranks, 'rank')}, which {world_size} cannot use"
+            notes.append(f"dropped `{group}`{name_inner(layout, members)}: {words}")
+        elif group == OWN:
+            notes.append(
+                f"{count(len(members), 'entry', 'differs')} between ranks: each rank has its own under `{OWN}.rank_N`"
+            )
+    return edits.select(layout, lambda name: name not in dropped), notes
+
+
+def reasons_of_ranks(layout: Layout) -> dict[str, str]:
+    """Return the entries below the keys with the state of single ranks, and why a job of another size drops them."""
+    groups = {layout.key(name)[0] for name in layout.names if owner_of_key(layout.key(name)) is not None}
+    return {name: OF_RANKS for name in layout.names if layout.key(name)[0] in groups}
+
+
+def name_inner(layout: Layout, members: Iterable[str]) -> str:
+    """Return the keys below which ranks have entries, in brackets; "" if there are none."""
+    found = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
+    return f" ({', '.join(found[:_MOST_NAMED])}{and_more(len(found) - _MOST_NAMED)})" if found else ""
+
+
+def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
+    """Return the files with the state of single ranks, by name, if they were not `world_size`; and words on them."""
+    owners = {name: owner for name in names if (owner := owner_of_file(name)) is not None}
+    if not owners or 1 + max(owners.values()) == world_size:
+        return set(), []
+    ranks = 1 + max(owners.values())
+    first = min(owners)
+    return set(owners), [
+        f"skipped `{first}` and similar files: state of {count(ranks, 'rank')}, which {world_size} cannot use"
+    ]

@@ -1,0 +1,250 @@
+"""Report what a conversion did, or would do. Decides nothing."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptkit.checkpoints.account import Account
+from ckptkit.checkpoints.find_components import LOST, LeftBehind, describe_left
+from ckptkit.engine.copy import Copied
+from ckptkit.engine.ledger import Ledger
+from ckptkit.errors import Caution
+from ckptkit.io.allocation import free_bytes
+from ckptkit.io.path import RemotePath
+from ckptkit.layout.plan import RecipeVerdict
+from ckptkit.models.fit import abridge
+from ckptkit.models.names.weights import UNKNOWN, LeftOut
+from ckptkit.state.draft import Conversion, Entries
+from ckptkit.summary import Summarized
+from ckptkit.words import count, format_bytes
+
+
+class Written(NamedTuple):
+    """What was written of each draft, and what came of checking all of it: None while other parts are to finish.
+
+    `remarks` are on the store that it was written to, which had `kept_bytes` from an earlier call.
+    """
+
+    ledgers: Sequence[Ledger]
+    copied: Sequence[Copied] | None = None
+    remarks: Sequence[str] = ()
+    kept_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Converted(Summarized):
+    """The result of a conversion. Names are the tensors' new ones; `dropped` is by the names they had.
+
+    `entries` is how many of the sources' entries were "written", how many "dropped" by a rule or an option, and how
+    many "left" though nothing asks for that. `left_behind` are the files beside them that were neither read nor taken.
+
+    `source` is the first of the `sources`, of which there are several, with `weights` that add up to 1, for a mean.
+    `wrapper` is the key that the model was under, if it was taken out of there; `world_size` the ranks that a sharded
+    output is for. Of the sources, `checked_bytes` were compared with a recorded CRC-32; `unchecked_bytes` have none.
+    `resumed_bytes` of the output were there already, written by an earlier call.
+    `completed` are the entries, by the names that they would have there, that are zeros because the sources lack them.
+    `is_finished` is false if this was only a share of the work; `plan` is a hash that all who share it have in common.
+    `salvaged` is the account of what was damaged in the source, if that was salvaged.
+    `warnings` say what may be lost, and what you have to do before you can use the output; `notes` all else.
+    """
+
+    source: Path
+    sources: tuple[Path, ...]
+    weights: tuple[float, ...]
+    output: Path
+    format: str
+    files: Mapping[str, int]
+    tensors: int
+    nbytes: int
+    renamed: Mapping[str, str]
+    dropped: Sequence[LeftOut]
+    entries: Mapping[str, int]
+    left_behind: Sequence[LeftBehind]
+    cast: Mapping[str, str]
+    notes: Sequence[str]
+    warnings: Sequence[str] = ()
+    wrapper: str = ""
+    world_size: int | None = None
+    completed: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    copies: int = 0
+    checked_bytes: int = 0
+    unchecked_bytes: int = 0
+    resumed_bytes: int = 0
+    free_bytes: int | None = None
+    peak_rss_bytes: int = 0
+    dry_run: bool = False
+    is_finished: bool = True
+    plan: str = ""
+    salvaged: Account | None = None
+
+    def summary(self) -> Iterator[str]:
+        yield from self.salvaged.warnings(self.output) if self.salvaged else ()
+        yield headline(self, "averaged" if self.weights else "converted")
+        yield from amounts(self)
+        yield from (f"warning: {text}" for text in self.warnings)
+
+
+def report(conversion: Conversion, seconds: float) -> Converted:
+    """Return what would be done."""
+    drafts = conversion.drafts
+    sizes = conversion.file_sizes
+    sources = tuple(origin.path for origin in conversion.origins)
+    layouts = [layout for draft in drafts for layout in draft.sources]
+    remarks = [*conversion.notes, *(remark for draft in drafts for remark in draft.remarks)]
+    dropped = [group for entries in conversion.entries for group in entries.groups()]
+    return Converted(
+        source=sources[0],
+        sources=sources,
+        weights=conversion.options.weights,
+        output=conversion.output,
+        format=conversion.options.to,
+        files={conversion.output.name: sum(sizes.values())} if conversion.is_file else sizes,
+        tensors=sum(len(draft.wanted.tensors) for draft in drafts),
+        nbytes=sum(draft.wanted.nbytes for draft in drafts),
+        renamed={old: new for draft in drafts for old, new in draft.renamed.items()},
+        dropped=dropped,
+        entries=count_entries(conversion.entries),
+        left_behind=conversion.left_behind,
+        cast={name: change for draft in drafts for name, change in draft.cast.items() if name in draft.wanted.tensors},
+        notes=[remark for remark in remarks if not isinstance(remark, Caution)],
+        warnings=[*say_lost(dropped, conversion.left_behind), *(one for one in remarks if isinstance(one, Caution))],
+        wrapper=conversion.wrapper,
+        world_size=conversion.world_size,
+        completed=conversion.completed,
+        seconds=seconds,
+        copies=sum(len(tensor.chunks) for layout in layouts for tensor in layout.tensors.values()),
+        free_bytes=None if isinstance(conversion.output, RemotePath) else free_bytes(conversion.output),
+        dry_run=True,
+        plan=conversion.fingerprint,
+        salvaged=conversion.salvaged,
+    )
+
+
+def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> list[str]:
+    """Return a warning for each group of tensors, and each kind of files with states, that no rule or option drops."""
+    lines = [
+        f"not in the output: `{left.name}`, {count(left.entries, 'entry')}, {format_bytes(left.nbytes)} ({left.why}); "
+        f"--include '{left.name}*' writes it alone"
+        for left in dropped
+        if left.why == UNKNOWN
+    ]
+    return lines + describe_left([left for left in left_behind if left.why in LOST], "not copied")
+
+
+def count_entries(found: Iterable[Entries]) -> dict[str, int]:
+    """Return how many entries were written, dropped for a reason, and left though nothing asks for that."""
+    found = list(found)
+    left = sum(entries.left for entries in found)
+    dropped = sum(len(entries.dropped) for entries in found) - left
+    return {"written": sum(len(entries.written) for entries in found), "dropped": dropped, "left": left}
+
+
+def complete(conversion: Conversion, prospect: Converted, written: Written, seconds: float) -> Converted:
+    """Return the report of a conversion that is done, from the one that was planned."""
+    copied, ledgers = written.copied or (), written.ledgers
+    noted = sorted({name for ledger in ledgers for name in ledger.noted})
+    last = prospect.sources[-1]
+    notes = list(verdicts(conversion, noted)) if written.copied is not None else []
+    if noted and prospect.weights:
+        notes.append(f"integers and booleans that differ come from {last}: {abridge(noted)}")
+    left = [path for done in copied for path in done.uncompared]
+    if left:
+        what = f"{count(len(left), 'file')} of the source, because ckptkit read only a part"
+        notes.append(f"not compared with the manifest: {what}; `ckptkit verify {left[0].parent}` compares whole files")
+    notes += written.remarks
+    return replace(
+        prospect,
+        notes=[*prospect.notes, *notes],
+        seconds=seconds,
+        copies=0,
+        checked_bytes=sum(done.checked_bytes for done in copied),
+        unchecked_bytes=sum(done.unchecked_bytes for done in copied),
+        resumed_bytes=sum(ledger.resumed_bytes for ledger in ledgers) + written.kept_bytes,
+        free_bytes=None,
+        peak_rss_bytes=peak_rss_bytes(),
+        dry_run=False,
+        is_finished=written.copied is not None,
+    )
+
+
+def verdicts(conversion: Conversion, noted: Collection[str]) -> Iterator[str]:
+    """Yield what the recipes say of their tensors, all of which are made."""
+    judged: dict[RecipeVerdict, list[str]] = defaultdict(list)
+    for draft in conversion.drafts:
+        for name, recipe in draft.recipes.items():
+            verdict = getattr(recipe, "verdict", None)
+            if verdict is not None and name in draft.wanted.tensors:
+                judged[verdict].append(name)
+    yield from (verdict.words(names, set(noted)) for verdict, names in judged.items())
+
+
+def peak_rss_bytes() -> int:
+    """Return the most memory that this process has had resident, in bytes.
+
+    Linux counts in `ru_maxrss` what the process had before its exec, which is its parent's memory; not in `VmHWM`.
+    """
+    with suppress(OSError):
+        if found := re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def headline(done: Converted, verb: str) -> str:
+    """Return what was made, or would be, of what."""
+    if done.weights:
+        return (
+            f"{'would average' if done.dry_run else verb} {count(len(done.sources), 'checkpoint')} into {done.output}"
+        )
+    ranks = f" for {count(done.world_size, 'rank')}" if done.world_size else ""
+    return (
+        f"would write {done.output} from {done.source}{ranks}"
+        if done.dry_run
+        else f"{verb} {done.source} into {done.output}{ranks}"
+    )
+
+
+def amounts(done: Converted) -> Iterator[str]:
+    """Yield how much was done or is to do, and what was checked."""
+    if done.resumed_bytes:
+        yield f"resumed: an earlier call had written {format_bytes(done.resumed_bytes)}"
+    if not done.is_finished:
+        yield f"this part is done; when all are: ckptkit finalize {done.output}"
+    elif done.dry_run:
+        yield prospect(done)
+    else:
+        yield speed(done)
+        yield checked(done)
+
+
+def prospect(done: Converted) -> str:
+    """Return how much there is to do, and the room for it."""
+    chunks = f"{count(done.copies, 'chunk')} to read"
+    room = "" if done.free_bytes is None else f"; {format_bytes(done.free_bytes)} are free"
+    return f"{chunks}, {format_bytes(done.nbytes)} to write{room}"
+
+
+def speed(done: Converted) -> str:
+    """Return how much was done, how fast, and in how much memory."""
+    amount = f"{count(done.tensors, 'tensor')}, {format_bytes(done.nbytes)}"
+    rate = format_bytes(done.nbytes / done.seconds)
+    return f"{amount} in {done.seconds:.2f} s ({rate}/s); peak memory {format_bytes(done.peak_rss_bytes)}"
+
+
+def checked(done: Converted) -> str:
+    """Return how much of the source had checksums, with which it was compared."""
+    compared, others = format_bytes(done.checked_bytes), format_bytes(done.unchecked_bytes)
+    if not done.unchecked_bytes:
+        return f"{compared} of the source compared with its CRC-32"
+    if not done.checked_bytes:
+        return f"not compared: the source has no CRC-32 for its {others}"
+    return f"{compared} of the source compared with its CRC-32; {others} have no CRC-32"

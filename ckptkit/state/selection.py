@@ -1,0 +1,223 @@
+"""Select, rename and cast entries of a checkpoint as users ask for it: by globs, rules and dtypes. Moves no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from glob import escape
+from pathlib import Path
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import Mismatch, Usage
+from ckptkit.io.path import to_model_path
+from ckptkit.layout import Layout, Spec, edits
+from ckptkit.layout.dtypes import DType, parse_dtype
+from ckptkit.layout.renames import fold, parse_rule, renaming
+from ckptkit.words import count
+
+LIKE = "like:"
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """The edits asked for: globs of names to take and to leave, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`.
+
+    Globs are for names in the checkpoint; those of dtypes are for names in the output, or in the checkpoint if they
+    match none of these. A pattern that matches nothing is an error unless `allow_unmatched`.
+    """
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    dtype: Sequence[str] = ()
+    allow_unmatched: bool = False
+
+    def check_rules(self) -> None:
+        """Raise `Usage` for a rule that is not understood."""
+        for rule in self.rename:
+            parse_rule(rule)
+        for rule in self.dtype:
+            parse_cast(rule)
+
+    def admit(self, name: str) -> bool:
+        """Return whether an entry is to be taken."""
+        included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
+        return included and not any(fnmatchcase(name, glob) for glob in self.exclude)
+
+    def reasons_to_drop(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the entries that are not to be taken, each with the option that says so."""
+        left = [name for name in names if not self.admit(name)]
+        excluded = {name for name in left if any(fnmatchcase(name, glob) for glob in self.exclude)}
+        return {name: "--exclude" if name in excluded else "--include" for name in left}
+
+    def check_globs(self, layouts: Sequence[Layout]) -> None:
+        """Raise `Usage` if an `--include` or `--exclude` matches no entry of the layouts, or if all leave no entry."""
+        names = [name for layout in layouts for name in (*layout.tensors, *layout.blobs)]
+        self.check_matched("--include", self.include, names, layouts[0].root)
+        self.check_matched("--exclude", self.exclude, names, layouts[0].root)
+        self.check_left(set(names), layouts[0].root)
+
+    def check_left(self, names: Collection[str], root: Path) -> None:
+        """Raise `Usage` if `--include` and `--exclude` leave none of the names."""
+        if (self.include or self.exclude) and not any(map(self.admit, names)):
+            hint = "change --include or --exclude; `ckptkit inspect --tensors` shows all names"
+            raise Usage(f"--include and --exclude drop all of {count(len(names), 'entry')}", path=root, hint=hint)
+
+    def with_dtypes_of(self, made_of: Mapping[str, Collection[str]]) -> tuple[Edits, list[str]]:
+        """Return the edits with every `--dtype` glob made one of names in the output, and a note for each that changed.
+
+        `made_of` gives, for each name in the output, the names in the checkpoint that it is made of.
+        """
+        rules, remarks = [], []
+        for rule in self.dtype:
+            glob, dtype = rule.rpartition("=")[0], rule.rpartition("=")[2]
+            became = became_of(glob, made_of) if parse_cast(rule)[0] is not None else []
+            rules += [f"{escape(name)}={dtype}" for name in became] or [rule]
+            if became:
+                remarks.append(f"--dtype '{glob}' matches names in the checkpoint, but none in the output")
+        return replace(self, dtype=rules), remarks
+
+    def check_dtypes(self, layouts: Sequence[Layout]) -> None:
+        """Raise `Usage` for a `--dtype GLOB=DTYPE` that matches no tensor in any of the layouts."""
+        globs = [glob for glob, _ in map(parse_cast, self.dtype) if glob is not None]
+        names = [name for layout in layouts for name in layout.tensors]
+        self.check_matched("--dtype", globs, names, layouts[0].root)
+
+    def check_renames(self, names: Iterable[str], root: Path) -> None:
+        """Raise `Usage` for a `--rename` rule that matches none of the parameters' names, after the rules before it."""
+        names = list(names)
+        for rule in self.rename:
+            pattern, text = parse_rule(rule)
+            self.check_matched("--rename", [rule], names, root, is_match=is_renamed_by)
+            names = [pattern.sub(text, name) for name in names]
+
+    def check_matched(
+        self,
+        option: str,
+        patterns: Iterable[str],
+        names: Collection[str],
+        root: Path,
+        is_match: Callable[[str, str], bool] = fnmatchcase,
+        what: str = "tensor",
+    ) -> None:
+        """Raise `Usage`, with the nearest names, for a pattern of an option that matches none of the names."""
+        for pattern in () if self.allow_unmatched else patterns:
+            if not any(is_match(name, pattern) for name in names):
+                near = nearest(pattern, names)
+                hint = f"the nearest names are {', '.join(near)}; " if near else ""
+                hint += "`ckptkit inspect --tensors` shows all names; --allow-unmatched ignores the pattern"
+                raise Usage(f"{option} '{pattern}' matches no {what}", path=root, hint=hint)
+
+    @property
+    def changes_names(self) -> bool:
+        """Return whether entries are selected or renamed."""
+        return bool(self.include or self.exclude or self.rename)
+
+    @property
+    def dtype_of_weights(self) -> DType | None:
+        """Return the dtype that all weights are to have, None if they keep their own or follow another model's."""
+        found = [dtype for glob, dtype in map(parse_cast, self.dtype) if glob is None]
+        return found[-1] if found and isinstance(found[-1], DType) else None
+
+    @property
+    def are_of_weights(self) -> bool:
+        """Return whether something is asked of the model's weights alone, so that one must know which they are."""
+        return bool(self.rename) or any("=" not in rule for rule in self.dtype)
+
+    def renaming(self) -> Callable[[str], str]:
+        """Return the function that gives a parameter its new name, by each rule in turn."""
+        return renaming(self.rename)
+
+    def wanted_dtype(self, name: str, *, is_weight: bool) -> DType | Like | None:
+        """Return the dtype that is asked for a tensor, or whose; None if it is to keep its own. The last rule counts.
+
+        A dtype without a glob is that of the model's weights alone.
+        """
+        asked: DType | Like | None = None
+        for glob, dtype in map(parse_cast, self.dtype):
+            if is_weight if glob is None else fnmatchcase(name, glob):
+                asked = dtype
+        return asked
+
+    def cast(self, layout: Layout, is_weight: Callable[[str], bool]) -> tuple[Layout, dict[str, str]]:
+        """Return the layout in the dtypes asked for, and what changes, by name. Of several rules the last counts.
+
+        Only floats of 16 bits and more are converted. A dtype without a glob is that of the model's weights alone:
+        moments and steps lose by it what they are kept for. Raises `Mismatch` for a weight that a model whose dtypes it
+        is to have does not have.
+        """
+        models = {dtype: dtype.specs() for _, dtype in map(parse_cast, self.dtype) if isinstance(dtype, Like)}
+
+        def choose(name: str, spec: Spec) -> DType:
+            asked = self.wanted_dtype(name, is_weight=is_weight(name))
+            chosen = asked.choose(models[asked], name, spec) if isinstance(asked, Like) else asked or spec.dtype
+            return chosen if spec.dtype.can_become(chosen) else spec.dtype
+
+        changed = edits.cast(layout, choose)
+        casts = {
+            name: f"{before} => {after}"
+            for name, tensor in layout.tensors.items()
+            if (before := tensor.spec.dtype) != (after := changed.tensors[name].spec.dtype)
+        }
+        return changed, casts
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """The dtypes that the tensors of another model have, a local one or one on the Hub. Only its headers are read."""
+
+    model: str
+
+    def specs(self) -> Mapping[str, Spec]:
+        """Return dtype and shape of each of its tensors."""
+        return Checkpoint.open(to_model_path(self.model)).weights.layout.specs
+
+    def choose(self, specs: Mapping[str, Spec], name: str, spec: Spec) -> DType:
+        """Return the dtype of the tensor of the same name. Raises `Mismatch` if there is none, or none that fits."""
+        if name not in specs:
+            hint = f"add a rule after this one, such as --dtype '{name}=keep'"
+            raise Mismatch(f"{self.model} does not have this tensor, so its dtype is unknown", tensor=name, hint=hint)
+        wanted = specs[name].dtype
+        if wanted != spec.dtype and not spec.dtype.can_become(wanted):
+            raise Mismatch(
+                f"expected {wanted} as in {self.model}, found {spec.dtype}, which cannot be cast to it", tensor=name
+            )
+        return wanted
+
+
+def became_of(glob: str, made_of: Mapping[str, Collection[str]]) -> list[str]:
+    """Return the names in the output made of tensors that a glob matches; [] if it matches names in the output."""
+    if any(fnmatchcase(name, glob) for name in made_of):
+        return []
+    return [name for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)]
+
+
+def is_renamed_by(name: str, rule: str) -> bool:
+    """Return whether the regex of a rule `REGEX=>TEXT` matches a name."""
+    return parse_rule(rule)[0].search(name) is not None
+
+
+def nearest(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return up to three names that are most like a pattern, each of another module."""
+    by_module = {fold(name): name for name in names}
+    found = get_close_matches(fold(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
+    return [by_module[one] for one in found]
+
+
+def parse_cast(rule: str) -> tuple[str | None, DType | Like | None]:
+    """Return the glob of a rule `GLOB=DTYPE`, None if it has none, and the dtype, None for `keep`.
+
+    `like:MODEL` are the dtypes of another model.
+    """
+    before, like, model = rule.partition(LIKE)
+    if like and model and (not before or before.endswith("=")):
+        return before.removesuffix("=") or None, Like(model)
+    glob, equals, name = rule.rpartition("=")
+    if name == "keep":
+        return (glob if equals else None), None
+    dtype = parse_dtype(name)
+    if not dtype.can_become(dtype):
+        raise Usage(f"expected float64, float32, float16 or bfloat16 as the dtype of weights, found {dtype}")
+    return (glob if equals else None), dtype

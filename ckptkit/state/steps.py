@@ -1,0 +1,299 @@
+"""The steps that every model may pass: its own names, the names and rows that you ask for, ties, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.evidence import gather
+from ckptkit.errors import Caution, Mismatch, Unsupported, and_more
+from ckptkit.layout import Layout, edits
+from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.models.companions import CONFIG, Companions, describe_weights, find_companions, find_config
+from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
+from ckptkit.models.fit import fit
+from ckptkit.models.known_types import find_embedding
+from ckptkit.models.names import HUB, KEEP
+from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.parameters import rename_parameters
+from ckptkit.models.names.prefixes import remove_prefix
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.weights import Weights, find_weights
+from ckptkit.models.tokens import check_tokens, warn_of_tokens
+from ckptkit.models.trained_class import is_trained_head, with_trained_class
+from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
+from ckptkit.state.model import Model
+from ckptkit.state.options import ConvertOptions
+from ckptkit.state.quantized.signs import is_declared_quantized
+from ckptkit.trainers import who_wrote
+from ckptkit.words import count
+
+WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
+
+
+def open_model(part: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
+    """Return the weights of a checkpoint as far as you ask for them, under the names that you give them.
+
+    They lie in the layout of its part, or in another that is given `instead`.
+    """
+    layout = part.layout if instead is None else instead
+    dropped: Mapping[str, str] = {}
+    if options.include or options.exclude:
+        options.edits.check_globs([layout])
+        dropped = options.edits.reasons_to_drop(layout.names)
+        layout = edits.select(layout, options.edits.admit)
+    companions = find_companions(part.path, options.base) if options.writer.is_model_only else Companions()
+    model = Model(
+        part=part,
+        weights=find_weights(layout),
+        companions=companions,
+        ask_base=names_of_base(options.base),
+        dropped=dropped,
+    )
+    if options.writer.is_model_only:
+        require_names(model.weights, part.path)
+        require_one_module(companions)
+    if not options.rename:
+        return model
+    options.edits.check_renames(model.layout.tensors, part.path)
+    return model.rename(options.edits.renaming())
+
+
+def require_names(weights: Weights, path: Path) -> None:
+    """Raise `Unsupported` for parameters that a list holds in order, without names: no loader finds them."""
+    keys = [weights.whole.key(old) for old in weights.came_from.values()]
+    if keys and all(isinstance(key[-1], int) for key in keys):
+        where = ".".join(map(str, keys[0][:-1])) or "the file"
+        message = f"`{where}` lists {count(len(keys), 'tensor')} without names, as some averages do"
+        hint = "copy the average into its model with its library (`copy_to`), and save that model"
+        raise Unsupported(message, path=path, hint=hint)
+
+
+def require_one_module(companions: Companions) -> None:
+    """Raise `Unsupported` for a model of several modules with weights: a config.json describes only the first."""
+    if companions.modules:
+        names = ", ".join(f"`{name}`" for name in companions.modules)
+        message = f"a SentenceTransformer whose {names} has weights of its own: ckptkit writes only its transformer"
+        hint = "load the checkpoint into the SentenceTransformer, and save that with `save_pretrained`"
+        raise Unsupported(message, path=companions.found_in, hint=hint)
+
+
+def names_of_base(base: str | None) -> AskBase:
+    """Return a function that gives the names of the tensors in the base, None if it has none."""
+    if base is None:
+        return None
+    from ckptkit.checkpoints.base_weights import BaseWeights
+
+    return BaseWeights(base)
+
+
+def wanted_names(options: ConvertOptions) -> str:
+    """Return the family of names that the tensors are to have: the Hub's for a model alone, else their own."""
+    return options.names or (HUB if options.writer.is_model_only or options.map else KEEP)
+
+
+def has_known_names(model: Model) -> bool:
+    """Return whether the tensors are those of a Llama, under the names and in the shapes that config.json describes.
+
+    They need no other names. In other types of models the same names may mean other contents.
+    """
+    llama = None if model.companions.config is None else expected_llama(model.companions.config)
+    shapes = model.layout.shapes
+    if llama is None or not shapes.keys() <= llama.shapes.keys():
+        return False
+    return all(shapes.get(name) == shape for name, shape in llama.parameters.items())
+
+
+def unwrap(model: Model, options: ConvertOptions | None = None) -> Model:  # noqa: ARG001 - all steps have this form
+    """Strip what a trainer's module puts before all names, if config.json or a family of names proves it."""
+    weights, remarks = remove_prefix(model.weights, model.companions.config)
+    if not remarks:
+        return model
+    prefix = len(next(iter(model.layout.tensors))) - len(next(iter(weights.layout.tensors)))
+    return model.rename(lambda name: name[prefix:]).say(*remarks)
+
+
+def translate_names(model: Model, options: ConvertOptions) -> Model:
+    """Give the tensors the names of the Hub or of a family, and the embedding the rows that you ask for."""
+    names = wanted_names(options)
+    model = give_names(model, names, options)
+    if names == HUB or not options.writer.is_model_only:
+        return model
+    whose = "the checkpoint's own names" if names == KEEP else f"the names of {names}"
+    return model.say(f"the output has {whose}, which ckptkit did not compare with a config.json")
+
+
+def require_files(companions: Companions, options: ConvertOptions) -> None:
+    """Raise `Unsupported` for names that could not be read back without files of the family, which DCP alone has."""
+    family = options.family
+    model_type = Sizes(companions.config or {}).model_type
+    if family is not None and options.to != WITH_FILES and model_type in family.told_by_files:
+        message = f"`{model_type}` under {family.whose} names cannot be read back as `{options.to}`"
+        hint = f"`ckptkit convert SRC OUT --to {WITH_FILES} --names {family.name}` writes files that describe its norms"
+        raise Unsupported(message, path=companions.found_in, hint=hint)
+
+
+def give_names(model: Model, names: str, options: ConvertOptions) -> Model:
+    """Return the model under the names of the Hub or of a family."""
+    require_files(model.companions, options)
+    asked = AskedNames(
+        names=names,
+        config=model.companions.config,
+        trainer=who_wrote(gather(model.part.path, (model.part.layout,))),
+        check=require_plain,
+        table=options.table,
+        rows=options.vocab_size,
+        ask_base=model.ask_base,
+    )
+    weights, remarks = name_weights(model.weights, asked)
+    return replace(model, weights=weights).say(*remarks)
+
+
+def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
+    """Raise `Unsupported` for quantized weights: other names or rows would tear them from their scales."""
+    from ckptkit.state.quantized import require_plain as quantized  # only where names change
+
+    quantized.require_plain(found, config)
+
+
+def resize_vocabulary(model: Model, options: ConvertOptions) -> Model:
+    """Say in config.json how many rows the vocabulary has. The tensors got them with their names."""
+    assert options.vocab_size is not None
+    model = model.say(*check_tokens(model.companions, options.vocab_size))
+    return model.with_config(with_vocabulary(model.config, options.vocab_size)) if model.config else model
+
+
+def fit_config(model: Model, options: ConvertOptions) -> Model:
+    """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
+    expected = expect(model)
+    if isinstance(expected, Form) and any(map(is_trained_head, model.layout.tensors)):
+        config, words = trained_class_of(model, expected)
+        model = model.with_config(config).say(*words)
+        expected = expect(model)
+    try:
+        layout, dropped, remarks = fit(model.layout, model.companions, expected, strict=options.strict)
+    except Mismatch as error:
+        if is_declared_quantized(model.config):
+            error.hint = "pass --dtype bf16 to dequantize the weights, or --names keep to copy them unchanged"
+        raise
+    siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
+    remarks += differences_of_base(model, options)
+    tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()
+    model = model.note_dropped(dropped).note_merged(tied)
+    tokens = () if options.vocab_size is not None else tokens_without_rows(model.companions, layout)
+    return replace(model.with_layout(layout), expected=expected, siblings=siblings).say(*remarks, *tokens)
+
+
+def trained_class_of(model: Model, expected: Form) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """Return config.json with the class that has the heads among the tensors, and remarks; see `with_trained_class`."""
+    try:
+        return with_trained_class(model.layout.shapes, model.config, expected)
+    except Mismatch as error:
+        raise error.blame(path=model.layout.root) from None
+
+
+def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:
+    """Return a warning if the base's config.json describes another model than the one beside the checkpoint does."""
+    own = find_config(model.part.path) if options.base is not None and model.companions.config is not None else None
+    if own is None or own == model.config:
+        return []
+    from ckptkit.models.computation import describe_differences, find_differences  # few have one and get another
+
+    found = find_differences(own, model.config)
+    words = "the output has the config.json of --base, but the one beside the checkpoint differs"
+    return [Caution(f"{words}: {describe_differences(found, str(options.base))}")] if found else []
+
+
+def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caution]:
+    """Return a warning if the tokenizer beside a model has more tokens than its embedding has rows."""
+    embedding = find_embedding(layout.tensors)
+    shape = layout.tensors[embedding].spec.shape if embedding else ()
+    rows = shape[0] if shape else vocabulary_of(companions.config or {})
+    return () if rows is None or companions.files.keys() <= {CONFIG} else warn_of_tokens(companions, rows)
+
+
+def expect(model: Model) -> Form | Unsupported | None:
+    """Return what config.json describes, or why that is not known; None without a config.json."""
+    if model.companions.config is None:
+        return None
+    return form_or_reason(model.layout.tensors.keys(), model.config, model.ask_base)
+
+
+def restore_keys(model: Model, options: ConvertOptions) -> Model:
+    """Put the tensors back under the key paths that they have in the checkpoint."""
+    weights = model.weights
+    if not model.layout.tensors.keys() <= weights.came_from.keys():  # a tied one was restored: there are no key paths
+        return model
+    names = frozenset(weights.came_from.values())
+    chosen = edits.select(model.part.layout, names.__contains__)
+    layout, renamed = rename_parameters(chosen, names, options.edits.renaming())
+    place = {new: renamed.get(old, old) for new, old in weights.came_from.items()}
+    siblings = tuple(edits.rename(other, place.__getitem__) for other in model.siblings)
+    came_from = {renamed.get(old, old): old for old in names}
+    return replace(model, weights=replace(weights, layout=layout, came_from=came_from), siblings=siblings)
+
+
+def cast(model: Model, options: ConvertOptions) -> Model:
+    """Give the tensors the dtypes that you ask for. What loaders keep in fp32 stays in fp32."""
+    asked, remarks = options.edits.with_dtypes_of(
+        {name: model.weights.origins_of([name]) for name in model.layout.tensors}
+    )
+    asked.check_dtypes([model.layout])
+    wide = wide_tensors(model, options)
+    layout, casts = asked.cast(model.layout, lambda name: name not in wide)
+    specs = layout.specs
+    casts |= {name: f"{words} => {specs[name].dtype}" for name, words in model.stored_as.items() if name in specs}
+    model = replace(model.with_layout(layout), casts=casts).say(*remarks)
+    dtype = options.edits.dtype_of_weights
+    if not wide or dtype is None:
+        return model
+    stay = f"kept in fp32, as transformers does: `{wide[0]}`{and_more(len(wide) - 1)}"
+    return model.say(f"{stay} (--dtype '{wide[0]}={dtype.name}' converts it)")
+
+
+def wide_tensors(model: Model, options: ConvertOptions) -> Sequence[str]:
+    """Return the fp32 tensors that loaders keep in fp32 though they load the others in the dtype that you ask for."""
+    dtype, specs = options.edits.dtype_of_weights, model.layout.specs
+    if dtype is None or not isinstance(model.expected, Form):
+        return ()
+    kept = model.expected.in_fp32.get(dtype.name, ())
+    return sorted(name for name in kept if name in specs and specs[name].dtype == DTYPES["float32"])
+
+
+def describe(model: Model, options: ConvertOptions) -> Model:
+    """Say in config.json which dtype most weights have, or if you asked for several dtypes, the widest of them.
+
+    Loaders that follow config.json round wider weights to its dtype.
+    """
+    config = describe_weights(model.config, model.layout.specs.values())
+    key = "torch_dtype" if "dtype" not in config else "dtype"
+    wider = weights_wider_than(model, str(config.get(key)))
+    if not wider:
+        return model.with_config(config)
+    widest = max(wider.values(), key=lambda dtype: dtype.itemsize).name
+    which = f"`{next(iter(wider))}`{and_more(len(wider) - 1)}"
+    if options.dtype:
+        words = f"config.json says dtype {widest}, because loaders round wider weights to its dtype: {which}"
+        return model.with_config({**config, key: widest}).say(words)
+    return model.with_config(config).say(f"config.json says dtype {config[key]}, to which loaders round {which}")
+
+
+def weights_wider_than(model: Model, name: str) -> dict[str, DType]:
+    """Return the weights that a loader rounds if config.json has a dtype of this name, with their own dtypes."""
+    if name not in DTYPES or is_declared_quantized(model.config):
+        return {}
+    kept = model.expected.in_fp32.get(name, frozenset()) if isinstance(model.expected, Form) else frozenset()
+    dtypes = {one: spec.dtype for one, spec in model.layout.specs.items() if one not in kept}
+    size = DTYPES[name].itemsize
+    return {one: dtype for one, dtype in dtypes.items() if dtype.kind == "float" and dtype.itemsize > size}
+
+
+def describe_predictors(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
+    """Say in config.json how many layers that predict further tokens (MTP) the model has."""
+    from ckptkit.models.predictors import with_counts
+
+    config, words = with_counts(model.config, model.layout.tensors)
+    return model.with_config(config).say(*words) if words else model

@@ -1,0 +1,63 @@
+"""Keep the text model of a vision-language model: its tensors under its own names, and its config.json."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptkit.errors import CkptError, Usage
+from ckptkit.formats import locate, unpack
+from ckptkit.models.names.between_families import turn_between
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.transformers import TRANSFORMERS
+from ckptkit.models.names.weights import JOINED
+from ckptkit.models.predictors import predictors_in
+from ckptkit.models.text_model import find_text_model
+from ckptkit.state.model import Model
+from ckptkit.state.options import ConvertOptions
+from ckptkit.state.quantized.require_plain import require_plain
+
+_OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def take_text(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
+    """Return the text model of a vision-language model.
+
+    Raises `Usage` without a config.json and for a text model, `Unsupported` where transformers has no class for the
+    text model alone, or the weights are quantized.
+    """
+    if model.companions.config is None:
+        hint = "pass --base MODEL, the model that the training began with"
+        raise Usage("--text-only needs config.json, but none was found", path=model.part.path, hint=hint)
+    require_plain(model.weights, model.config)
+    try:
+        return in_text(model)
+    except CkptError as error:
+        raise error.blame(path=model.part.path) from error.__cause__
+
+
+def in_text(model: Model) -> Model:
+    """Return the text model, whose tensors come from the names in memory of both models."""
+    text = find_text_model(model.config)
+    layout, came_from = locate(unpack(model.layout)), model.weights.came_from
+    heads = predictors_in(layout.tensors, model.config)
+    others = {name: tensor for name, tensor in layout.tensors.items() if name not in heads}
+    memory = turn_between(None, TRANSFORMERS, Sizes(model.config))(others)
+    inside = {new: memory.tensors[old] for new, old in text.names.items() if old in memory.tensors}
+    made = turn_between(TRANSFORMERS, None, Sizes(text.config))(inside)
+    olds = {name: (name,) for name in heads} | {
+        new: tuple(dict.fromkeys(old for name in names for old in memory.came_from[text.names[name]]))
+        for new, names in made.came_from.items()
+    }
+    unused = layout.tensors.keys() - {old for names in olds.values() for old in names}
+    weights = replace(
+        model.weights,
+        layout=replace(
+            layout, tensors={name: layout.tensors[name] for name in heads} | made.tensors, blobs={}, keys={}, twins={}
+        ),
+        came_from={new: JOINED.join(dict.fromkeys(came_from[old] for old in names)) for new, names in olds.items()},
+        left_out={**model.weights.left_out, **dict.fromkeys(model.weights.origins_of(unused), "--text-only")},
+    )
+    files = {name: content for name, content in model.companions.files.items() if name not in _OF_IMAGES}
+    companions = replace(model.companions, files=files, config=text.config, absent=())
+    kind = f"`{text.config['model_type']}` ({text.config['architectures'][0]})"
+    return replace(model, weights=weights, companions=companions, ask_base=None).say(f"kept the text model, a {kind}")

@@ -1,0 +1,275 @@
+"""Write a drafted conversion to a store, piece by piece: nothing of it is ever whole on a local disk.
+
+create, with holes, in a temporary directory -> plan -> claim -> copy -> seal -> complete -> mark -> commit
+
+Several processes may share the work. Each sends the pieces that its share fills, and leaves a note with its ledgers;
+one of them sends the pieces on the borders between shares, and does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.marks import PlacedFiles, find_marks
+from ckptkit.checkpoints.replaceable import marks_in
+from ckptkit.engine.blocks import Block, blocks
+from ckptkit.engine.copy import check_complete, copy, copy_unit
+from ckptkit.engine.copy_files import JOBS
+from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.shares import WHOLE, Share
+from ckptkit.engine.sources import Sources, place_of
+from ckptkit.errors import Occupied, Unsupported
+from ckptkit.io.allocation import create_file, make_folder
+from ckptkit.io.assembly import AssembledFiles, Assembly, Gap, PieceKey
+from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.destination import Destination
+from ckptkit.io.destinations import keeping, open_destination
+from ckptkit.io.file import file_size, opening, read_at
+from ckptkit.io.path import RemotePath
+from ckptkit.io.pieces import FilePiece, cut_file, is_large, new_piece
+from ckptkit.io.progress import telling
+from ckptkit.layout import FileOffset
+from ckptkit.layout.plan import Plan
+from ckptkit.state.draft import Conversion
+from ckptkit.state.made_files import create, seal, write_made
+from ckptkit.state.report import Written
+
+KEY = "key.json"  # the note that says what is being made
+
+
+def write_alone(conversion: Conversion) -> Written:
+    """Do all of the work. Goes on with what an interrupted call for the same has sent."""
+    with uploading(conversion, WHOLE.count) as upload:
+        assembly = upload.assemble()
+        ledgers = upload.copy(assembly, WHOLE)
+        return upload.finish(assembly, ledgers)
+
+
+def write_share(conversion: Conversion, share: Share) -> Written:
+    """Do one share of the work, and leave the rest to others."""
+    with uploading(conversion, share.count) as upload:
+        noted = upload.there.notes()
+        if share_name(share.number) in noted:
+            return Written(read_share(noted[share_name(share.number)])[0])
+        upload.there.note(KEY, conversion.key(share.count))
+        assembly = upload.assemble(only={key for key in upload.pieces if not upload.is_small_mark(*key)})
+        ledgers = upload.copy(assembly, share)
+        words = {"ledgers": [ledger.to_json() for ledger in ledgers], "sent": sorted(assembly.sent)}
+        upload.there.note(share_name(share.number), json.dumps(words).encode())
+    return Written(ledgers, kept_bytes=upload.there.kept_bytes)
+
+
+def finish_shares(conversion: Conversion, count: int) -> Written:
+    """Check that every one of `count` shares has been done and all fits together, and let the destination appear."""
+    with uploading(conversion, count) as upload:
+        shares = [read_share(text) for text in require_shares(conversion, upload.there.notes(), count)]
+        ledgers = [Ledger() for _ in upload.plans]
+        for found, _ in shares:
+            for ledger, part in zip(ledgers, found, strict=True):
+                ledger.add(part)
+        sent = {key for _, keys in shares for key in keys}
+        assembly = upload.assemble(only=upload.pieces - sent)
+        upload.copy_rest(assembly, ledgers)
+        return upload.finish(assembly, ledgers)
+
+
+def share_name(number: int) -> str:
+    return f"share-{number}.json"
+
+
+def read_share(text: bytes) -> tuple[list[Ledger], list[PieceKey]]:
+    """Return the ledgers of a share, one for each draft, and the pieces that it sent."""
+    words = json.loads(text)
+    return [Ledger.from_json(one) for one in words["ledgers"]], [(name, number) for name, number in words["sent"]]
+
+
+def require_shares(conversion: Conversion, notes: Mapping[str, bytes], count: int) -> list[bytes]:
+    """Return the notes of all shares. Raises `Occupied` if some are unfinished."""
+    missing = [number for number in range(count) if share_name(number) not in notes]
+    if missing:
+        parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
+        hint = "run these parts, or run them again: they continue where they stopped"
+        raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
+    return [notes[share_name(number)] for number in range(count)]
+
+
+@contextmanager
+def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
+    """Prepare the files in a temporary directory, and claim the destination for what `count` processes make."""
+    assert isinstance(conversion.output, RemotePath)
+    refuse_repeats(conversion)
+    with TemporaryDirectory(prefix="ckptkit-") as room:
+        plans = [without_copies(plan) for plan in create(conversion, Path(room), is_sparse=True)]
+        sizes, marks = conversion.file_sizes, marks_of(conversion, plans)
+        sizes = {name: size for name, size in sizes.items() if name not in conversion.made}
+        plan = blake2b(conversion.key(count), digest_size=16).hexdigest()
+        there = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
+        if count > 1:
+            there.notes()  # refuses before anything is claimed
+        check = partial(marks_in, conversion.output, conversion.file_sizes)
+        there.claim(overwrite=conversion.options.overwrite, check=check)
+        with keeping(there):
+            yield OutputUpload(conversion, Path(room), plans, there, marks)
+    conversion.output.store.forget()
+
+
+def refuse_repeats(conversion: Conversion) -> None:
+    """Raise `Unsupported` for a format that has some data several times: that can be copied on a disk only."""
+    for draft in conversion.drafts:
+        if draft.writer.repeats:
+            message = f"`{draft.writer.name}` repeats data in several files, which needs a local disk"
+            hint = "write to a local directory first, then copy it with `ckptkit cp`"
+            raise Unsupported(message, path=conversion.output, hint=hint)
+
+
+def without_copies(plan: Plan) -> Plan:
+    """Return the plan with one target for bytes that several tied tensors share."""
+    places = {(target.chunk.path, target.chunk.offset): target for target in reversed(plan.targets)}
+    return replace(plan, targets=tuple(reversed(places.values())))
+
+
+def marks_of(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
+    """Return the files of an output that come last, in this order."""
+    drafts = conversion.drafts
+    parts = [
+        PlacedFiles(draft.place, [file.name for file in draft.files], plan.dst.descriptions)
+        for draft, plan in zip(drafts, plans, strict=True)
+    ]
+    manifests = [] if conversion.is_file else [str(Path(draft.place, MANIFEST)) for draft in drafts]
+    names = {*conversion.file_sizes, *manifests}
+    return find_marks(parts, names, is_for_loaders=conversion.options.writer.is_model_only)
+
+
+@dataclass(slots=True)
+class OutputUpload:
+    """An output on its way to a store: all but its data lies in directory `room`. `held` are marks that are whole."""
+
+    conversion: Conversion
+    room: Path
+    plans: Sequence[Plan]
+    there: Destination
+    marks: Sequence[str]
+    held: dict[str, memoryview] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the files that have data, or may have, in bytes."""
+        drafts = self.conversion.drafts
+        return {str(Path(draft.place, file.name)): file.nbytes for draft in drafts for file in draft.files}
+
+    @property
+    def pieces(self) -> set[PieceKey]:
+        return {piece.key for name, size in self.sizes.items() for piece in cut_file(name, size)}
+
+    @property
+    def jobs(self) -> int:
+        return self.conversion.options.jobs or JOBS
+
+    def is_small_mark(self, name: str, number: int = 1) -> bool:  # noqa: ARG002
+        return name in self.marks and not is_large(self.sizes.get(name, 0))
+
+    def assemble(self, only: Iterable[PieceKey] | None = None) -> Assembly:
+        """Return the pieces of all files to be put together, or `only` some of them."""
+        gaps: dict[FileOffset, Gap] = {}
+        for draft, plan in zip(self.conversion.drafts, self.plans, strict=True):
+            own: dict[FileOffset, Gap] = {}
+            for target in plan.targets:
+                own[place_of(target.chunk)] = Gap(target.chunk.bytes[1])
+            for place, at in draft.writer.checksum_places(plan.dst):
+                if place in own:
+                    own[place].crc_at.append(at)
+            gaps |= {(str(Path(draft.place, name)), offset): gap for (name, offset), gap in own.items()}
+        return Assembly(self.room, self.sizes, gaps, self, only)
+
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
+        """Send a piece, or hold it if it is the whole of a mark."""
+        if self.is_small_mark(piece.name):
+            self.held[piece.name] = data
+        else:
+            self.there.put(piece, data, crc)
+
+    def stop(self, error: BaseException) -> None:
+        self.there.stop(error)
+
+    def copy(self, assembly: Assembly, share: Share) -> list[Ledger]:
+        """Copy a share of each plan into the pieces."""
+        options = self.conversion.options
+        total = sum(plan.whole_nbytes for plan in self.plans) // share.count
+        progress = telling(options.progress, total) if options.progress else None
+        return [
+            copy(plan, share, jobs=self.jobs, progress=progress, output=assembly.at(draft.place))
+            for draft, plan in zip(self.conversion.drafts, self.plans, strict=True)
+        ]
+
+    def copy_rest(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> None:
+        """Copy what meets pieces that no share could fill. The ledgers know the CRC-32 of all data."""
+        for draft, plan, ledger in zip(self.conversion.drafts, self.plans, ledgers, strict=True):
+            output = assembly.at(draft.place)
+            for target in plan.targets:
+                offset, nbytes = target.chunk.bytes
+                crc = ledger.written.whole(place_of(target.chunk), nbytes)
+                if crc is not None:
+                    output.note(target.chunk.path, offset, 0, nbytes, crc)
+            wanted = (block for block in blocks(plan) if wants(output, block))
+            copy_unit(plan, wanted, Sources(plan, Ledger()), self.jobs, lambda _: None, output)
+
+    def finish(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> Written:
+        """Check that all was sent, send what had to wait for the data, and let the destination appear."""
+        conversion = self.conversion
+        assembly.send_rest()
+        assembly.require_all()
+        pairs = zip(self.plans, ledgers, strict=True)
+        copied = [check_complete(plan, ledger, jobs=self.jobs) for plan, ledger in pairs]
+        sums = {name: self.send_file(name, path) for name, path in conversion.copied_files.items()}
+        write_made(conversion, self.room)
+        files = seal(conversion, self.plans, copied, sums)
+        for origin in (*conversion.origins, *conversion.also_read):
+            origin.check()
+        for name in (*self.sizes, *sums):
+            if name not in self.marks:
+                self.there.complete(name, files[name].crc32)
+        for name, made in conversion.made.items():
+            if name not in self.marks:
+                self.there.put_small(name, made, crc32(made))
+        for name in self.marks:
+            if is_large(self.sizes.get(name, 0)):
+                self.there.complete(name, files[name].crc32)
+            else:
+                content = self.held.get(name) or self.read(name)
+                self.there.mark(name, content, crc32(content))
+        self.there.commit()
+        return Written(ledgers, copied, self.there.remarks(), self.there.kept_bytes)
+
+    def send_file(self, name: str, path: Path) -> int:
+        """Send a file that goes along as it is, and return its CRC-32."""
+        whole = 0
+        with opening(path) as file:
+            size = file.size
+            make_folder((self.room / name).parent)
+            create_file(self.room / name, size, (), is_sparse=True)
+            for piece in cut_file(name, size):
+                data = new_piece(piece.length)
+                file.read_into(data, piece.start)
+                crc = crc32(data)
+                self.put(piece, data, crc)
+                whole = combine(whole, crc, piece.length)
+        return whole
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file that has no data."""
+        with opening(self.room / name) as file:
+            return bytes(read_at(file, file_size(self.room / name), 0))
+
+
+def wants(output: AssembledFiles, block: Block) -> bool:
+    """Return whether pieces that are still missing have some of a block's bytes."""
+    chunk = block.target.chunk
+    return output.wants(chunk.path, chunk.offset + block.start, block.nbytes)

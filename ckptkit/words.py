@@ -1,0 +1,107 @@
+"""Put counts and numbers into words, make any text safe to print, and break it into lines."""
+
+from __future__ import annotations
+
+import math
+
+_SUFFIXES = ("", "k", "M", "G", "T", "P")
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+_PLURALS = {"index": "indices", "axis": "axes", "is": "are", "was": "were", "has": "have", "does": "do"}
+
+
+def count(number: int, noun: str, verb: str = "") -> str:
+    """Return a number with its noun, and verb: `1 tensor is`, `2 tensors are`, `3 entries`."""
+    if number == 1:
+        words = (noun, verb)
+    else:
+        words = (_PLURALS.get(noun) or plural(noun), _PLURALS.get(verb) or verb.removesuffix("s"))
+    return " ".join(filter(None, (f"{number:,}", *words)))
+
+
+def plural(noun: str) -> str:
+    return noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
+
+
+def visible(text: str) -> str:
+    """Return text in which nothing moves the cursor: what a checkpoint calls its tensors is not ours to trust."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def fold(text: str, width: int) -> list[str]:
+    """Break text into lines of at most `width` characters; each further line is indented by two more.
+
+    It breaks after a space, or else after a dot or slash, or else after another sign. Only a word that is longer than
+    a line breaks inside.
+    """
+    indent = " " * min(len(text) - len(text.lstrip(" ")) + 2, width // 2)
+    lines = []
+    while len(text) > width:
+        end = find_break(text, width)
+        lines.append(text[:end].rstrip(" "))
+        text = indent + text[end:].lstrip(" ")
+    return [*lines, text]
+
+
+def find_break(text: str, width: int) -> int:
+    """Return where the first line of a text ends, so that it is at most `width` characters and not nearly empty."""
+    least = max(width // 3, len(text) - len(text.lstrip(" ")) + 1)
+    for signs in (" ", "./", ",_-:="):
+        # the space after a line does not count
+        end = max(text.rfind(sign, least, width + (sign == " ")) for sign in signs) + 1
+        if end:
+            return end
+    return width
+
+
+def brief(number: float) -> str:
+    """Return a number in at most four digits: `0.00012`, `3.412`, `31.64k`, `2e-07`."""
+    size = abs(number)
+    if size < 999.95 or not size < 1e18:
+        return f"{number:.4g}"
+    power = min(int(math.log10(size * 1.0001) / 3), len(_SUFFIXES) - 1)
+    return f"{number / 1000**power:.4g}{_SUFFIXES[power]}"
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return bytes as `1.6 GB`: three digits, decimal units as disks count them."""
+    power = 0
+    while round(nbytes) >= 1000 and power < len(_UNITS) - 1:
+        nbytes /= 1000
+        power += 1
+    return f"{nbytes:.0f} {_UNITS[power]}" if power == 0 or nbytes >= 100 else f"{nbytes:.3g} {_UNITS[power]}"
+
+
+def format_count(number: int) -> str:
+    """Return a count in words: `8.03 billion`, `218 million`, `1,234`."""
+    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
+
+
+def per_cent(part: float) -> str:
+    """Return a part of a whole as `99.03%`, never rounded to all or nothing."""
+    if part in (0, 1):
+        return f"{part:.0%}"
+    return f"{part if part > 1 else min(max(part, 0.0001), 0.9999):.2%}"
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Return about `count` round numbers between two others."""
+    span = high - low
+    if not (math.isfinite(span) and span > 0):
+        return [low]
+    rough = span / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = power * max(factor for factor in (1, 2, 5, 10) if factor * power <= rough * 1.3)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def powers(low: float, high: float) -> list[float]:
+    """Return round numbers between two positive ones, by powers of ten: all of 1, 2 and 5 where these are few."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    every = max(1, (last - first) // 4)
+    found = (factor * 10.0**power for power in range(first, last + 1, every) for factor in factors)
+    return [number for number in found if low * 0.999 <= number <= high * 1.001]
