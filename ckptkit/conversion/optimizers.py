@@ -14,7 +14,7 @@ from ckptkit.layout import Layout
 from ckptkit.layout.recorded_names import bare
 from ckptkit.names.weights import find_model_key
 from ckptkit.optimizers.flattened import find_flattened, nest
-from ckptkit.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers, numbers_of, rekeyed
+from ckptkit.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers, numbers_of, rekeyed, split_groups
 from ckptkit.optimizers.owners import (
     ORDER,
     ORDER_HINT,
@@ -54,6 +54,7 @@ def nest_optimizers(
     `Unsupported` where that is not certain, `Mismatch` if the order that the user says does not fit.
     """
     remarks = []
+    layout = split_groups(layout)
     for optimizer in find_flattened(layout):
         names = list(optimizer.settings)
         is_any = not is_numbered and len(optimizer.groups(layout, names)) == 1
@@ -129,8 +130,12 @@ def by_name(
             f"`{optimizer.name}` keeps its parameter numbers, because the names are not certain ({why}); see {ORDER}"
         )
         return Rekeying(optimizer, {}, keeps)
-    remark = f"`{optimizer.name}` got names for its {count(len(found.names), 'parameter')}: {found.proof}"
-    return Rekeying(optimizer, {**found.names}, remark)
+    return Rekeying(optimizer, {**found.names}, describe_names(optimizer, found))
+
+
+def describe_names(optimizer: Optimizer, found: NamedNumbers) -> str:
+    """Return in words that an optimizer got names, and what proves them."""
+    return f"`{optimizer.name}` got names for its {count(len(found.names), 'parameter')}: {found.proof}"
 
 
 def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None = None) -> NamedNumbers:
@@ -139,7 +144,7 @@ def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order
     Raises `Unsupported` or `Mismatch` if they are not certain, or not in the `order` that the user says.
     """
     path = checkpoint.model_component.path
-    return find_names(layout, optimizer, models_of(checkpoint), path, trainer=checkpoint.trainer, order=order)
+    return find_names(layout, optimizer, models_of(checkpoint), path, order)
 
 
 def models_of(checkpoint: Checkpoint) -> list[OneModel]:

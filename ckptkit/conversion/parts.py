@@ -31,7 +31,7 @@ from ckptkit.names.naming import AskedNames, name_training
 from ckptkit.names.parameters import parameters_in, rename_parameters
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import find_weights, has_weights
-from ckptkit.optimizers.keys import IDS
+from ckptkit.optimizers.keys import IDS, split_groups
 from ckptkit.trainers import say_opaque, who_wrote
 
 CheckCasts = Callable[[Component, Mapping[str, str]], None]  # a part, and what becomes of dtypes by name
@@ -86,7 +86,8 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     """
     origin = Origin.of(checkpoint.path)
     pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
-    layouts = [piece.layout for piece in pieces]
+    layouts = [piece.layout if options.keeps_groups else split_groups(piece.layout) for piece in pieces]
+    pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
     nested: list[str] = []
     if options.optimizer_keys == IDS:
         found = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]

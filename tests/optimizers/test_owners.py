@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
@@ -202,6 +203,45 @@ def test_names_are_right_or_there_are_none(tmp_path: Path, shapes: list[tuple[in
                 else f"assumed, as --optimizer-order {tmp_path / file} says"
             )
             assert any(proof in note for note in done.notes)
+
+
+@pytest.mark.parametrize("trainer", ["nanoGPT", "transformers' Trainer"])
+def test_marks_of_a_trainer_prove_no_order(tmp_path: Path, trainer: str) -> None:
+    """A fork of nanoGPT, and a script that passes an optimizer to the Trainer, may reverse the layers in each group."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    every = list(model.named_parameters())[::-1]
+    groups = [[pair for pair in every if (pair[1].ndim > 1) is is_matrix] for is_matrix in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": [one for _, one in group]} for group in groups])
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    source = tmp_path / "checkpoint-1"
+    source.mkdir()
+    if trainer == "nanoGPT":
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**state, "model_args": {}, "iter_num": 1, "best_val_loss": 1.0}, source / "ckpt.pt")
+    else:
+        save_file(model.state_dict(), source / "model.safetensors", metadata={"format": "pt"})
+        torch.save(optimizer.state_dict(), source / "optimizer.pt")
+        (source / "trainer_state.json").write_text('{"global_step": 1}')
+    assert ckptkit.inspect(source).trainer == trainer
+    ckptkit.convert(source, tmp_path / "numbered", to="dcp")
+    assert moments_in(tmp_path / "numbered").keys() == {str(number) for number in range(6)}
+    with pytest.raises(Unsupported, match="no file says") as raised:
+        ckptkit.convert(source, tmp_path / "no", to="universal")
+    assert "optimizer-order model" in str(raised.value.hint).replace("_", "-")
+    (tmp_path / "order").write_text("\n".join(name for group in groups for name, _ in group))
+    (tmp_path / "other").write_text("\n".join(name for group in groups for name, _ in group[::-1]))
+    ckptkit.convert(source, tmp_path / "named", to="dcp", optimizer_order=tmp_path / "order")
+    moments = moments_in(tmp_path / "named")
+    assert all(torch.equal(moments[name], optimizer.state[one]["exp_avg"]) for name, one in every)
+    assert ckptkit.diff(source, tmp_path / "named", optimizer_order=tmp_path / "order").is_equal
+    found = ckptkit.diff(source, tmp_path / "named", optimizer_order=tmp_path / "other")
+    assert not found.is_equal
+    assert any(f"assumed, as --optimizer-order {tmp_path / 'other'} says" in note for note in found.notes)
+    assert not ckptkit.diff(source, tmp_path / "named").is_equal
+    with pytest.raises(Usage, match="expected numbers of parameters in one optimizer and names in the other"):
+        ckptkit.diff(source, tmp_path / "numbered", optimizer_order="model")
 
 
 def moments_in(path: Path) -> dict[str, Tensor]:
