@@ -14,7 +14,16 @@ from ckptkit.layout import Layout
 from ckptkit.layout.recorded_names import bare
 from ckptkit.names.weights import find_model_key
 from ckptkit.optimizers.flattened import find_flattened, nest
-from ckptkit.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers, numbers_of, rekeyed, split_groups
+from ckptkit.optimizers.keys import (
+    IDS,
+    NAMES,
+    Optimizer,
+    find_optimizers,
+    kind_of_keys,
+    numbers_of,
+    rekeyed,
+    split_groups,
+)
 from ckptkit.optimizers.owners import (
     ORDER,
     ORDER_HINT,
@@ -93,14 +102,22 @@ def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: C
     else:
         wants = [wanted] * len(layouts)
     found = [find_optimizers(layout) if want else [] for layout, want in zip(layouts, wants, strict=True)]
-    if wanted is not None and not any(found):
-        message = "found no optimizer with parameter groups, such as torch's own"
-        option = "--optimizer-keys" if options.optimizer_keys else ORDER
-        raise Unsupported(message, path=checkpoint.path, hint=f"drop {option}")
+    is_done = options.optimizer_keys == NAMES and any(kind_of_keys(layout) == NAMES for layout in layouts)
+    if wanted is not None and not any(found) and (options.order or not is_done):
+        raise without_groups(checkpoint, layouts, "--optimizer-keys" if options.optimizer_keys else ORDER)
     return [
         [rekeying for optimizer in optimizers if (rekeying := rekey(checkpoint, layout, optimizer, options))]
         for layout, optimizers in zip(layouts, found, strict=True)
     ]
+
+
+def without_groups(checkpoint: Checkpoint, layouts: Sequence[Layout], option: str) -> Unsupported:
+    """Return the error for a checkpoint in which no group of an optimizer lists parameters, as `option` needs."""
+    message = "found no optimizer with parameter groups, such as torch's own"
+    kind = next(filter(None, map(kind_of_keys, layouts)), None)
+    if kind is not None:
+        message = f"the optimizer's states have the {kind} of their parameters, but no group lists the parameters"
+    return Unsupported(message, path=checkpoint.path, hint=f"drop {option}")
 
 
 def rekey(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options: ConvertOptions) -> Rekeying | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from ckptkit.files.path import RemotePath
 from ckptkit.models.companions import CONFIG
 from ckptkit.models.computation import describe_differences, find_differences
 from ckptkit.ops.as_consolidated import ConsolidatedView, both_consolidated
+from ckptkit.ops.convert import warn_of_weights
 from ckptkit.pictures.numbers import format_bytes, per_cent
 from ckptkit.pictures.words import count
 from ckptkit.progress import Progress, Told, telling
@@ -187,7 +189,7 @@ class ComparedPair:
             output=output,
             record=found.record(dict.fromkeys(found.payload, "")),
             nbytes=found.payload_bytes,
-            notes=(*notes, *self.compare_configs()),
+            notes=(*notes, *self.compare_configs(), *chain(*(warn_of_weights(side.checkpoint) for side in self.sides))),
             checked_bytes=checked,
             dry_run=True,
         )

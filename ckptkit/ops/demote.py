@@ -21,6 +21,8 @@ from ckptkit.conversion.options import ConvertOptions
 from ckptkit.destinations.allocation import create_file
 from ckptkit.destinations.staging import Stage
 from ckptkit.errors import Mismatch
+from ckptkit.examination import examine_checkpoint
+from ckptkit.examination.optimizers import find_training_point
 from ckptkit.files.system import again
 from ckptkit.layout import Layout, Spec
 from ckptkit.ops.consolidate import consolidate
@@ -46,9 +48,13 @@ def foresee(checkpoint: Path) -> Demotion:
     """Return what `demote` would do, to the byte. Writes nothing.
 
     Raises a `CkptError` where `demote` would, as far as that is known without reading tensors: also if more would be
-    deleted than state of the training, such as a second model, another checkpoint or an unknown file.
+    deleted than state of the training, such as a second model, another checkpoint or an unknown file, and if only the
+    optimizer has the average that is evaluated.
     """
-    weights = Checkpoint.open(checkpoint).weights.layout
+    opened = Checkpoint.open(checkpoint)
+    for one in examine_checkpoint(opened, (find_training_point,)):
+        raise one.to_error(checkpoint)  # the average is in the optimizer alone
+    weights = opened.weights.layout
     options = ConvertOptions.of({"dtype": dtypes_for(weights), "allow_unmatched": True}, to="hf")
     conversion = draft([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
     require_all_taken(conversion)

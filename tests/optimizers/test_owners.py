@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ckptkit
 from ckptkit.errors import Mismatch, Unsupported, Usage
+from tests.examination.inconsistent import save_dcp, save_joined
 
 DOUBT = "no file says which of them it trains"
 SAME_SHAPE = "no file says which state belongs to it"
@@ -286,6 +287,43 @@ def test_an_order_needs_an_optimizer_with_numbers(tmp_path: Path) -> None:
     assert raised.value.hint == "drop --optimizer-order"
     with pytest.raises(Usage, match="has no optimizer"):
         ckptkit.convert(tmp_path / "x", tmp_path / "no", to="hf", optimizer_order="model")
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_an_optimizer_with_names_and_no_lists_needs_none(tmp_path: Path, is_flat: bool) -> None:
+    """As Megatron's `torch_dist` has it, with the kind of a state first, and torch's flattened one."""
+    optimizer: dict[str, Any] = {"state": {"exp_avg": {"w": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}
+    if is_flat:
+        optimizer = {"state.w.exp_avg": torch.ones(2), "param_groups.w.lr": 0.1}
+    save_dcp({"w": torch.ones(2), "optimizer": optimizer}, tmp_path / "step-1")
+    ckptkit.convert(tmp_path / "step-1", tmp_path / "out", to="dcp", optimizer_keys="names")
+    assert ckptkit.diff(tmp_path / "step-1", tmp_path / "out").is_equal
+    with pytest.raises(Unsupported, match="have the names of their parameters, but no group lists the parameters"):
+        ckptkit.convert(tmp_path / "step-1", tmp_path / "no", to="dcp", optimizer_order="model")
+
+
+def test_groups_in_one_entry_are_edited_as_others(tmp_path: Path) -> None:
+    """As torch before 2.4 saves the groups of an optimizer."""
+    root, model = tmp_path / "step-1", gen()
+    state: dict[str, Any] = get_optimizer_state_dict(model, trained(model))
+    del state["state"]["1.bias"]
+    save_joined({"model": model.state_dict(), "optimizer": state}, root)
+    assert "optimizer.param_groups" in ckptkit.open_layout(root).blobs
+    ckptkit.convert(root, tmp_path / "named.pt", to="pt", rename="^0=>first")
+    (group,) = torch.load(tmp_path / "named.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert group["params"] == ["first.weight", "first.bias", "1.weight", "1.bias"]
+    assert group["betas"] == (0.9, 0.999)
+    ckptkit.convert(root, tmp_path / "ids.pt", to="pt", optimizer_keys="ids")
+    numbered = torch.load(tmp_path / "ids.pt", weights_only=True)["optimizer"]
+    assert (numbered["param_groups"][0]["params"], list(numbered["state"])) == ([0, 1, 2, 3], [0, 1, 2])
+    ckptkit.convert(root, tmp_path / "full.pt", to="pt", complete_optimizer=True)
+    assert "1.bias" in torch.load(tmp_path / "full.pt", weights_only=True)["optimizer"]["state"]
+    ckptkit.reshard(root, tmp_path / "same", to=2)
+    assert "optimizer.param_groups" in ckptkit.open_layout(tmp_path / "same").blobs  # torch before 2.4 asks for it
+    ckptkit.convert(root, tmp_path / "later", to="dcp", optimizer_keys="names")
+    assert "optimizer.param_groups.0.params" in ckptkit.open_layout(tmp_path / "later").blobs
+    assert ckptkit.diff(root, tmp_path / "same").is_equal
+    assert ckptkit.diff(root, tmp_path / "later").is_equal
 
 
 def test_zeros_have_the_shapes_of_the_optimizers_own_model(tmp_path: Path) -> None:
