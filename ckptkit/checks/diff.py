@@ -10,6 +10,8 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, kind_of_keys
+from ckptkit.checkpoints.optimizers.owners import ORDER, read_order
 from ckptkit.checks.differences import Diff, Difference, Reason
 from ckptkit.checks.entries import differing_entries
 from ckptkit.checks.renames import find_renames
@@ -39,6 +41,7 @@ def diff(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     allow_unmatched: bool = False,
+    optimizer_order: str | Path | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Diff:
@@ -48,13 +51,18 @@ def diff(
     `|a - b| <= atol + rtol * |b|`; NaN equals NaN. Another dtype is a difference, unless you pass `allow_cast`: then
     the wider of two floats is first converted to the other. `include` and `exclude` are globs of names; a glob that
     matches nothing is an error unless you pass `allow_unmatched`. If only one has an optimizer, only the models are
-    compared. Raises a `CkptError` if one of them cannot be read or is damaged.
+    compared. If one optimizer numbers its parameters and the other names them, `optimizer_order` is as in `convert`.
+    Raises a `CkptError` if one of them cannot be read or is damaged.
     """
     asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     terms = Terms(tolerance, allow_cast)
     one, two = Checkpoint.open(a), Checkpoint.open(b)
-    found_parts, remarks = pair_parts(one, two)
+    order = None if optimizer_order is None else read_order(str(optimizer_order))
+    if order is not None and {kind_of_keys(side.layout) for side in (one, two)} != {NAMES, IDS}:
+        message = f"{ORDER}: expected numbers of parameters in one optimizer and names in the other"
+        raise Usage(message, hint=f"drop {ORDER}")
+    found_parts, remarks = pair_parts(one, two, order)
     parts = [with_names_of_hub(one, two, pair) for pair in found_parts]
     matches = [match(part.layout, other.layout) for part, other in parts]
     notes = [*remarks, *(remark for pair in parts for side in pair for remark in side.remarks)]

@@ -60,6 +60,7 @@ OF_ONE = (
 Include = Annotated[list[str] | None, described(OPTIONS["include"])]
 Exclude = Annotated[list[str] | None, described(OPTIONS["exclude"])]
 AllowUnmatched = Annotated[bool, described(OPTIONS["allow_unmatched"])]
+OptimizerOrder = Annotated[str | None, described(OPTIONS["optimizer_order"])]
 Overwrite = Annotated[bool, described(OPTIONS["overwrite"])]
 Jobs = Annotated[int | None, described(OPTIONS["jobs"])]
 NoSync = Annotated[bool, described(OPTIONS["sync"])]

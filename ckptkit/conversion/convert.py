@@ -26,7 +26,7 @@ from ckptkit.io.origin import Origin
 from ckptkit.io.path import RemotePath, remarks_on_id, to_model_path
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.names import HUB, KEEP
-from ckptkit.models.names.weights import UNKNOWN
+from ckptkit.models.names.weights import UNKNOWN, names_of_training
 from ckptkit.state.directories import (
     check_free,
     files_taken,
@@ -235,13 +235,26 @@ def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertO
 
     Raises `Mismatch` for states that have no place in a format that keeps each beside its parameter.
     """
-    is_model = options.writer.is_model_only
     for checkpoint in checkpoints:
-        for one in examine_checkpoint(checkpoint, OF_EXPORTS if is_model else RULES):
+        if options.writer.is_model_only or not has_states(checkpoint, options):
+            yield from warn_of_weights(checkpoint)
+            continue
+        for one in examine_checkpoint(checkpoint, RULES):
             if one.certainty is Certainty.CERTAIN and options.writer.needs_shapes:
                 raise one.to_error(checkpoint.path)
-            if is_model or one.certainty > Certainty.NOTE:
+            if one.certainty > Certainty.NOTE:
                 yield Caution(f"{checkpoint.path}: {one.line}")
+
+
+def has_states(checkpoint: Checkpoint, options: ConvertOptions) -> bool:
+    """Return whether states of a training are among the tensors that are chosen."""
+    return any(map(options.edits.admit, names_of_training(checkpoint.layout)))
+
+
+def warn_of_weights(checkpoint: Checkpoint) -> Iterator[Caution]:
+    """Yield a warning for what contradicts the rest of a checkpoint whose weights alone are written."""
+    for one in examine_checkpoint(checkpoint, OF_EXPORTS):
+        yield Caution(f"{checkpoint.path}: {one.line}")
 
 
 def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions, look: Look | None = None) -> Conversion:

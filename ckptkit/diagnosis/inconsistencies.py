@@ -23,6 +23,7 @@ def find_inconsistencies(case: Case) -> Iterator[Finding]:
 
 def fix_of(case: Case, one: Inconsistency) -> Fix | None:
     """Return the command that takes a prefix off all names; None for anything else."""
-    if one.code not in ("wrapped_state", "wrapped_weight"):
-        return None
-    return rewrite(case.checkpoint, rename=(rf"(^|\.){re.escape(one.data['prefix'])}=>\1",))
+    prefix = re.escape(one.data.get("prefix", ""))
+    if one.code in ("wrapped_state", "wrapped_weight"):
+        return rewrite(case.checkpoint, rename=(rf"(^|\.){prefix}=>\1",))
+    return rewrite(case.checkpoint, rename=(rf"^{prefix}=>",)) if one.code == "prefixed_state" else None

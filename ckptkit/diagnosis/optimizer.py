@@ -14,6 +14,8 @@ from ckptkit.errors import Corrupt
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.words import count
 
+_MISNAMED = ("prefixed_state", "prefixed_weight", "unknown_parameter")
+
 
 def find_missing_states(case: Case) -> Iterator[Finding]:
     """Yield the parameters without a state, of an optimizer in shards, whose loader asks for a state of each.
@@ -29,12 +31,19 @@ def list_missing_states(case: Case) -> Iterator[Finding]:
     is_sharded = case.checkpoint.model_component.reader.is_sharded
     words = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
     for states in named_states(case.layout):
-        for name in without_state(states):
+        for name in without_state(states) if not is_misnamed(case, states) else ():
             message = (
                 "the optimizer has no state for this parameter because it never received a gradient; "
                 f"unless it is frozen, torch's load fails with {words}"
             )
             yield Finding("optimizer_state", spell(states.above, name), message, complete(case))
+
+
+def is_misnamed(case: Case, states: States) -> bool:
+    """Return whether the optimizer has states under unknown names: they may be those that parameters lack."""
+    above = f"{'.'.join(map(str, states.above))}.state."
+    is_unknown = any(one.code in _MISNAMED and f"{one.tensor}".startswith(above) for one in case.inconsistencies)
+    return is_unknown or bool(states.strays)
 
 
 def complete(case: Case) -> Fix:

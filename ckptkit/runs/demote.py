@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.examination import examine_checkpoint
+from ckptkit.checkpoints.examination.optimizers import find_training_point
 from ckptkit.checkpoints.find_components import CHECKPOINT, LINK
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.seal import replace_manifest, sum_files
@@ -46,9 +48,13 @@ def foresee(checkpoint: Path) -> Demotion:
     """Return what `demote` would do, to the byte. Writes nothing.
 
     Raises a `CkptError` where `demote` would, as far as that is known without reading tensors: also if more would be
-    deleted than state of the training, such as a second model, another checkpoint or an unknown file.
+    deleted than state of the training, such as a second model, another checkpoint or an unknown file, and if only the
+    optimizer has the average that is evaluated.
     """
-    weights = Checkpoint.open(checkpoint).weights.layout
+    opened = Checkpoint.open(checkpoint)
+    for one in examine_checkpoint(opened, (find_training_point,)):
+        raise one.to_error(checkpoint)  # the average is in the optimizer alone
+    weights = opened.weights.layout
     options = ConvertOptions.of({"dtype": dtypes_for(weights), "allow_unmatched": True}, to="hf")
     conversion = draft([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
     require_all_taken(conversion)

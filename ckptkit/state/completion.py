@@ -13,7 +13,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.layout.wrappers import own_name
 from ckptkit.models.names.weights import find_weights
-from ckptkit.state.optimizers import models_of, names_in
+from ckptkit.state.optimizers import models_of, names_in, without_groups
 from ckptkit.words import count
 
 
@@ -34,8 +34,7 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], order
     """
     found = [find_states(layout) for layout in layouts]
     if not any(found):
-        message = "found no optimizer with parameter groups, such as torch's own"
-        raise Unsupported(message, path=checkpoint.path, hint="drop --complete-optimizer")
+        raise without_groups(checkpoint, layouts, "--complete-optimizer")
     completed: list[Layout] = []
     made: dict[str, str] = {}
     remarks: list[str] = []

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed
+from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed, split_groups
+from ckptkit.checkpoints.optimizers.owners import ORDER, Order
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import get_format
 from ckptkit.layout import KeyPath, Layout, edits
@@ -21,7 +22,7 @@ from ckptkit.models.names import HUB
 from ckptkit.models.names.naming import AskedNames, name_training
 from ckptkit.models.names.parameters import NewName, rename_in, rename_lists
 from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights, has_weights
-from ckptkit.state.optimizers import names_in
+from ckptkit.state.optimizers import describe_names, names_in
 from ckptkit.state.quantized.require_plain import require_plain
 
 
@@ -75,18 +76,20 @@ class Compared(NamedTuple):
 Pair = tuple[Compared, Compared]
 
 
-def pair_parts(one: Checkpoint, two: Checkpoint) -> tuple[list[Pair], list[str]]:
+def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> tuple[list[Pair], list[str]]:
     """Return the parts to be compared: all of both if they have the same parts, or else those with the model.
 
-    Files beside a model are compared with it, where the other checkpoint has all in one. Return remarks, too, on what
-    is not compared.
+    Files beside a model are compared with it, where the other checkpoint has all in one. `order` is the order of a
+    numbered optimizer's parameters, as the user says. Return remarks, too, on what is not compared. Raises `Mismatch`
+    or `Unsupported` if that order does not fit.
     """
     ours, theirs = ({part.place: part for part in checkpoint.components} for checkpoint in (one, two))
     if len(ours) > 1 and ours.keys() == theirs.keys():
-        return [(as_part(ours[place]), as_part(theirs[place])) for place in ours], []
+        pairs = [((one, as_part(ours[place])), (two, as_part(theirs[place]))) for place in ours]
+        return [with_names_of_both(*pair, order) for pair in pairs], []
     whole = join_files(one), join_files(two)
     if whole[0] is not None and whole[1] is not None:
-        return [with_names_of_both((one, whole[0]), (two, whole[1]))], []
+        return [with_names_of_both((one, whole[0]), (two, whole[1]), order)], []
     remarks = []
     for checkpoint in (one, two):
         model = checkpoint.model_component
@@ -96,7 +99,7 @@ def pair_parts(one: Checkpoint, two: Checkpoint) -> tuple[list[Pair], list[str]]
 
 
 def as_part(part: Component) -> Compared:
-    return Compared(part.path, part.layout)
+    return Compared(part.path, split_groups(part.layout))
 
 
 def join_files(checkpoint: Checkpoint) -> Compared | None:
@@ -104,7 +107,7 @@ def join_files(checkpoint: Checkpoint) -> Compared | None:
     model = checkpoint.model_component
     if any(part.under is None for part in checkpoint.components if part is not model):
         return None
-    return Compared(model.path, checkpoint.layout)
+    return Compared(model.path, split_groups(checkpoint.layout))
 
 
 def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair) -> Pair:
@@ -141,25 +144,29 @@ def named_as_on_hub(checkpoint: Checkpoint, side: Compared, config: Mapping[str,
     return side.becomes(layout, *remarks)
 
 
-def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared]) -> Pair:
+def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], order: Order | None) -> Pair:
     """Return both sides with optimizers by name, where one has names, and numbers in the other can get them."""
     kinds = {kind_of_keys(side.layout) for _, side in (one, two)}
     if kinds != {NAMES, IDS}:
         return one[1], two[1]
-    return named(*one), named(*two)
+    return named(*one, order), named(*two, order)
 
 
-def named(checkpoint: Checkpoint, side: Compared) -> Compared:
-    """Return a side with names for the numbers of its optimizers, as far as they are certain."""
+def named(checkpoint: Checkpoint, side: Compared, order: Order | None) -> Compared:
+    """Return a side with names for the numbers of its optimizers, as far as they are certain or the user says them."""
     for optimizer in find_optimizers(side.layout):
-        if not optimizer.is_named:
-            try:
-                names = names_in(checkpoint, side.layout, optimizer).names
-            except (Mismatch, Unsupported) as error:
-                remark = f"`{optimizer.name}` in {side.path} lists its parameters by number: {error.message}"
-                side = side.becomes(side.layout, remark)
-            else:
-                side = side.becomes(rekeyed(side.layout, optimizer, names))
+        if optimizer.is_named:
+            continue
+        try:
+            found = names_in(checkpoint, side.layout, optimizer, order)
+        except (Mismatch, Unsupported) as error:
+            if order is not None:
+                raise
+            remark = f"`{optimizer.name}` in {side.path} lists its parameters by number: {error.message}; see {ORDER}"
+            side = side.becomes(side.layout, remark)
+        else:
+            renamed = rekeyed(side.layout, optimizer, found.names)
+            side = side.becomes(renamed, *([describe_names(optimizer, found)] if order else ()))
     return side
 
 

@@ -8,7 +8,16 @@ from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.flattened import find_flattened, nest
-from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers, numbers_of, rekeyed
+from ckptkit.checkpoints.optimizers.keys import (
+    IDS,
+    NAMES,
+    Optimizer,
+    find_optimizers,
+    kind_of_keys,
+    numbers_of,
+    rekeyed,
+    split_groups,
+)
 from ckptkit.checkpoints.optimizers.owners import (
     ORDER,
     ORDER_HINT,
@@ -54,6 +63,7 @@ def nest_optimizers(
     `Unsupported` where that is not certain, `Mismatch` if the order that the user says does not fit.
     """
     remarks = []
+    layout = split_groups(layout)
     for optimizer in find_flattened(layout):
         names = list(optimizer.settings)
         is_any = not is_numbered and len(optimizer.groups(layout, names)) == 1
@@ -92,14 +102,22 @@ def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: C
     else:
         wants = [wanted] * len(layouts)
     found = [find_optimizers(layout) if want else [] for layout, want in zip(layouts, wants, strict=True)]
-    if wanted is not None and not any(found):
-        message = "found no optimizer with parameter groups, such as torch's own"
-        option = "--optimizer-keys" if options.optimizer_keys else ORDER
-        raise Unsupported(message, path=checkpoint.path, hint=f"drop {option}")
+    is_done = options.optimizer_keys == NAMES and any(kind_of_keys(layout) == NAMES for layout in layouts)
+    if wanted is not None and not any(found) and (options.order or not is_done):
+        raise without_groups(checkpoint, layouts, "--optimizer-keys" if options.optimizer_keys else ORDER)
     return [
         [rekeying for optimizer in optimizers if (rekeying := rekey(checkpoint, layout, optimizer, options))]
         for layout, optimizers in zip(layouts, found, strict=True)
     ]
+
+
+def without_groups(checkpoint: Checkpoint, layouts: Sequence[Layout], option: str) -> Unsupported:
+    """Return the error for a checkpoint in which no group of an optimizer lists parameters, as `option` needs."""
+    message = "found no optimizer with parameter groups, such as torch's own"
+    kind = next(filter(None, map(kind_of_keys, layouts)), None)
+    if kind is not None:
+        message = f"the optimizer's states have the {kind} of their parameters, but no group lists the parameters"
+    return Unsupported(message, path=checkpoint.path, hint=f"drop {option}")
 
 
 def rekey(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options: ConvertOptions) -> Rekeying | None:
@@ -129,8 +147,12 @@ def by_name(
             f"`{optimizer.name}` keeps its parameter numbers, because the names are not certain ({why}); see {ORDER}"
         )
         return Rekeying(optimizer, {}, keeps)
-    remark = f"`{optimizer.name}` got names for its {count(len(found.names), 'parameter')}: {found.proof}"
-    return Rekeying(optimizer, {**found.names}, remark)
+    return Rekeying(optimizer, {**found.names}, describe_names(optimizer, found))
+
+
+def describe_names(optimizer: Optimizer, found: NamedNumbers) -> str:
+    """Return in words that an optimizer got names, and what proves them."""
+    return f"`{optimizer.name}` got names for its {count(len(found.names), 'parameter')}: {found.proof}"
 
 
 def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None = None) -> NamedNumbers:
@@ -139,7 +161,7 @@ def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order
     Raises `Unsupported` or `Mismatch` if they are not certain, or not in the `order` that the user says.
     """
     path = checkpoint.model_component.path
-    return find_names(layout, optimizer, models_of(checkpoint), path, trainer=checkpoint.trainer, order=order)
+    return find_names(layout, optimizer, models_of(checkpoint), path, order)
 
 
 def models_of(checkpoint: Checkpoint) -> list[OneModel]:

@@ -330,6 +330,11 @@ class ConvertOptions:
         return self.optimizer_keys or (NAMES if needs_names else None)
 
     @property
+    def keeps_groups(self) -> bool:
+        """Return whether the groups of an optimizer are copied unchanged, as the torch that saved them reads them."""
+        return self.to == "dcp" and not (self.rename or self.changes_names or self.wanted_keys)
+
+    @property
     def order(self) -> Order | None:
         """Return the order of the optimizer's parameters that the user says. Raises `Usage` for an unknown one."""
         return None if self.optimizer_order is None else read_order(self.optimizer_order)

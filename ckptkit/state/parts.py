@@ -11,7 +11,7 @@ from typing import Self
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, join_layouts, moved
 from ckptkit.checkpoints.evidence import gather
-from ckptkit.checkpoints.optimizers.keys import IDS
+from ckptkit.checkpoints.optimizers.keys import IDS, split_groups
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.formats import detect_format, get_format
 from ckptkit.io.origin import Origin
@@ -86,7 +86,8 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     """
     origin = Origin.of(checkpoint.path)
     pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
-    layouts = [piece.layout for piece in pieces]
+    layouts = [piece.layout if options.keeps_groups else split_groups(piece.layout) for piece in pieces]
+    pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
     nested: list[str] = []
     if options.optimizer_keys == IDS:
         found = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]

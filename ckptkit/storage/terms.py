@@ -6,6 +6,7 @@ a word; and it never looks at dtypes: values are cast to those of the tensors th
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections import Counter
@@ -26,6 +27,8 @@ from ckptkit.words import count
 
 ERROR, KEEP, ZERO, ALLOW, WARN, IGNORE = "error", "keep", "zero", "allow", "warn", "ignore"
 _MOST = 8  # names in a message
+_NUMBERED = re.compile(r"((?:.*\.)?state\.)[0-9]+\.")  # a state of a parameter that has a number for its name
+_NAME_FIRST = "run `ckptkit convert CKPT OUT --to dcp --optimizer-keys names`, and load OUT"
 _INITIALIZE = "create the states of a new optimizer with torch's `get_optimizer_state_dict` before you load"
 _TORCH_PLAN = create_default_local_load_plan.__code__
 
@@ -104,17 +107,19 @@ class LoadTerms:
             raise Mismatch(message, tensor=next(iter(names)), hint=where)
         if self.missing == KEEP:
             return
-        refused = [name for name in names if self.missing == ERROR or not isinstance(wanted.get(name), Tensor)]
+        numbered = stored_by_number(names, stored)
+        is_refused = self.missing == ERROR
+        refused = [name for name in names if is_refused or name in numbered or not isinstance(wanted.get(name), Tensor)]
         if refused:
             what = (
                 "and only tensors can be set to zero"
-                if self.missing == ZERO
+                if self.missing == ZERO and not numbered
                 else "but the state to load into asks for it"
             )
             message = f"the checkpoint does not contain it, {what}"
             if len(refused) > 1:
                 message += f"; also missing: {abridge(refused[1:])}"
-            hint = hint_on_place(refused, stored) or hint_on(refused)
+            hint = hint_on_place(refused, stored) or (_NAME_FIRST if numbered else hint_on(refused))
             raise Mismatch(message, tensor=refused[0], hint=hint)
 
     def fill_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
@@ -176,6 +181,12 @@ def hint_on_place(missing: Collection[str], stored: Collection[str]) -> str:
         return ""
     nested = "".join(f'{{"{step}": ' for step in key.split("."))
     return f"the checkpoint has these names under `{key}`: load {nested}STATE{'}' * len(key.split('.'))}"
+
+
+def stored_by_number(missing: Collection[str], stored: Collection[str]) -> set[str]:
+    """Return the missing states of optimizers whose parameters have numbers in the checkpoint."""
+    optimizers = {found[1] for found in map(_NUMBERED.match, stored) if found}
+    return {name for name in missing if name.startswith(tuple(optimizers))}
 
 
 def fill_with_zeros(tensor: Tensor) -> None:

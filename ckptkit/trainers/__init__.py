@@ -253,12 +253,6 @@ def who_wrote(seen: Evidence) -> str | None:
     return next((title for trainer in trainers if (title := trainer.title_on(seen))), None)
 
 
-def groups_in_order(title: str) -> int | None:
-    """Return how many parameter groups the code of a trainer builds in the model's order; None if its users do."""
-    marks = (mark for trainer in TRAINERS.values() for mark in trainer.marks if mark.title == title)
-    return next((mark.optimizer_groups for mark in marks), None)
-
-
 def matches(table: str, name: str) -> Iterator[re.Match[str]]:
     """Match a whole name with all patterns of a table, those of every trainer in turn."""
     return (match for pattern in patterns(table) if (match := pattern.fullmatch(name)))

@@ -251,7 +251,7 @@ _GLOBAL_STEP = "global_step([0-9]{1,18})"
 DEEPSPEED = TrainerFacts(
     name="deepspeed",
     marks=(
-        Mark("DeepSpeed, by transformers' Trainer", files=(_ZERO,), beside=STATE, optimizer_groups=2),
+        Mark("DeepSpeed, by transformers' Trainer", files=(_ZERO,), beside=STATE),
         Mark("DeepSpeed", files=(_ZERO,)),
     ),
     steps=(_GLOBAL_STEP, f"{_GLOBAL_STEP}_universal"),
@@ -287,8 +287,7 @@ META_LLAMA = TrainerFacts(
 # nanoGPT/train.py: `ckpt.pt`, with model, optimizer and the counts of its training; only the last one is kept.
 NANOGPT = TrainerFacts(
     name="nanogpt",
-    # model.py, `configure_optimizers`: parameters of two and more axes, then the others, both of `named_parameters()`
-    marks=(Mark("nanoGPT", keys=("model", "model_args", "iter_num", "best_val_loss"), optimizer_groups=2),),
+    marks=(Mark("nanoGPT", keys=("model", "model_args", "iter_num", "best_val_loss")),),
     step_keys=(("", ("iter_num",)),),
 )
 

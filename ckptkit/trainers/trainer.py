@@ -43,9 +43,6 @@ class Mark(NamedTuple):
     A checkpoint has the mark if it has everything that is given: for each pattern in `files` a file, all entries in
     `keys`, the `format`, the world size (`by_ranks`), a small JSON file and a key in it, a place whose name matches the
     pattern `place`, and a file or directory called `beside` next to that. `beside` may refer to groups of `place`.
-
-    `optimizer_groups` is the number of parameter groups that the trainer's own code builds, each in the order of
-    `model.named_parameters()`; None if its users build the optimizer.
     """
 
     title: str
@@ -56,7 +53,6 @@ class Mark(NamedTuple):
     json: tuple[str, str] | None = None
     place: str = ".*"
     beside: str = ""
-    optimizer_groups: int | None = None
 
     def is_on(self, seen: Evidence) -> bool:
         place = re.fullmatch(self.place, seen.place.name, re.DOTALL)

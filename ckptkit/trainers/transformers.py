@@ -29,8 +29,7 @@ def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
 TRANSFORMERS = TrainerFacts(
     name="transformers",
     marks=(
-        # trainer.py, `create_optimizer`: parameters with weight decay, then those without, both of `named_parameters()`
-        Mark("transformers' Trainer", files=(r"trainer_state\.json",), optimizer_groups=2),
+        Mark("transformers' Trainer", files=(r"trainer_state\.json",)),
         Mark("transformers", json=("config.json", "transformers_version")),
     ),
     steps=("checkpoint-([0-9]{1,18})",),

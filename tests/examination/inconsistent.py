@@ -9,6 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
@@ -126,6 +127,61 @@ def empty_weight(tree: Tree) -> None:
         tree["optimizer"]["state"]["layers.1.attn.wq.weight"][kind] = torch.empty(0)
 
 
+def one_without_second_moment(tree: Tree) -> None:
+    """A state of one matrix was lost."""
+    del tree["optimizer"]["state"]["layers.1.attn.wq.weight"]["exp_avg_sq"]
+
+
+def one_without_moments(tree: Tree) -> None:
+    """Only the step of one matrix is left."""
+    tree["optimizer"]["state"]["layers.1.attn.wq.weight"] = {"step": torch.tensor(1.0)}
+
+
+def all_without_second_moment(tree: Tree) -> None:
+    """Each state of an AdamW of torch was lost: it has `amsgrad` in its groups."""
+    tree["optimizer"]["param_groups"][0]["amsgrad"] = False
+    for state in tree["optimizer"]["state"].values():
+        del state["exp_avg_sq"]
+
+
+def prefixed_states(tree: Tree) -> None:
+    """The optimizer was built of a model within another module."""
+    rename_states(tree, lambda name: f"net.{name}")
+
+
+def prefixed_state_of_one(tree: Tree) -> None:
+    """One state alone has another name than its group lists."""
+    state = tree["optimizer"]["state"]
+    state["net.norm.weight"] = state.pop("norm.weight")
+
+
+def prefixed_weights(tree: Tree) -> None:
+    """The model was saved within another module."""
+    tree["model"] = {f"net.{name}": one for name, one in tree["model"].items()}
+
+
+def ghost(tree: Tree) -> None:
+    """A parameter has a state, is in a group, and is no weight."""
+    tree["optimizer"]["state"]["ghost"] = deepcopy(tree["optimizer"]["state"]["norm.weight"])
+    tree["optimizer"]["param_groups"][0]["params"].append("ghost")
+
+
+def renamed_state(tree: Tree) -> None:
+    """A parameter was renamed in the optimizer, and in one of two places only."""
+    state = tree["optimizer"]["state"]
+    state["scale"] = state.pop("norm.weight")
+
+
+def listed_twice(tree: Tree) -> None:
+    """A group lists a tied parameter twice."""
+    tree["optimizer"]["param_groups"][0]["params"].append("norm.weight")
+
+
+def unlisted_state(tree: Tree) -> None:
+    """No group lists a parameter that has a state."""
+    tree["optimizer"]["param_groups"][0]["params"].remove("norm.weight")
+
+
 CHANGES: dict[str, tuple[Callable[[Tree], None], set[str]]] = {
     change.__name__: (change, codes)
     for change, codes in (
@@ -138,6 +194,16 @@ CHANGES: dict[str, tuple[Callable[[Tree], None], set[str]]] = {
         (ddp_states, {"wrapped_state"}),
         (compiled_weights, {"wrapped_weight"}),
         (empty_group, {"empty_group"}),
+        (one_without_second_moment, {"state_kinds"}),
+        (one_without_moments, {"state_kinds"}),
+        (all_without_second_moment, {"state_kinds"}),
+        (prefixed_states, {"prefixed_state"}),
+        (prefixed_state_of_one, {"prefixed_state"}),
+        (prefixed_weights, {"prefixed_weight"}),
+        (ghost, {"unknown_parameter"}),
+        (renamed_state, {"unknown_parameter"}),
+        (listed_twice, {"listed_twice"}),
+        (unlisted_state, {"unlisted_state"}),
         (missing_layer, {"layer_gap"}),
         (missing_experts, {"router"}),
         (experts_of_one_matrix, {"experts"}),
@@ -159,6 +225,13 @@ def save_dcp(tree: Tree, root: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(tree, checkpoint_id=root, no_dist=True)
+
+
+def save_joined(tree: Tree, root: Path) -> None:
+    """As torch before 2.4 does: all groups are one entry."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed.checkpoint._version, "_derived_version", "2_3")
+        save_dcp(tree, root)
 
 
 def save_pt(tree: Tree, root: Path) -> None:
@@ -187,4 +260,11 @@ def save_hf(tree: Tree, root: Path) -> None:
     (root / "config.json").write_text(json.dumps({"model_type": "odd"}))
 
 
-WRITERS = {"dcp": save_dcp, "pt": save_pt, "ranks": save_ranks, "accelerate": save_accelerate, "hf": save_hf}
+WRITERS = {
+    "dcp": save_dcp,
+    "joined": save_joined,
+    "pt": save_pt,
+    "ranks": save_ranks,
+    "accelerate": save_accelerate,
+    "hf": save_hf,
+}

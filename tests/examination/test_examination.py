@@ -15,7 +15,7 @@ import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.examination import examine
 from ckptkit.checkpoints.examination.inconsistency import Certainty
-from ckptkit.errors import Mismatch
+from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout
 from tests.command import ckptkit as run
 from tests.examination.inconsistent import CHANGES, OF_WEIGHTS, WRITERS, save_dcp, save_pt, tree_with
@@ -48,6 +48,36 @@ def test_states_by_index_are_compared_with_all_parameters(tmp_path: Path) -> Non
     assert codes_in(tmp_path / "step-2") == {"state_shape"}
 
 
+def by_index(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with numbers for the names of parameters."""
+    optimizer = tree["optimizer"]
+    optimizer["state"] = dict(enumerate(optimizer["state"].values()))
+    optimizer["param_groups"][0]["params"] = list(optimizer["state"])
+    return tree
+
+
+@pytest.mark.parametrize(("wrong", "code"), [(1, "state_size"), (5, "state_size"), (14, "foreign_states")])
+def test_states_by_index_of_no_parameter(wrong: int, code: str, tmp_path: Path) -> None:
+    """A few are a problem. If most fit nothing, the optimizer may be that of another model: a finding."""
+    tree = by_index(tree_with(None))
+    for i in range(wrong):
+        tree["optimizer"]["state"][i] |= {kind: zeros(5, 7 + i) for kind in ("exp_avg", "exp_avg_sq")}
+    save_pt(tree, tmp_path / "step-1")
+    assert codes_in(tmp_path / "step-1") == {code}
+    (checked,) = ckptkit.verify(tmp_path / "step-1")
+    assert checked.is_ok is (code == "foreign_states")
+    assert {one.code for one in ckptkit.doctor(tmp_path / "step-1").findings} == {code}
+
+
+def test_states_of_experts_that_the_file_has_one_by_one(tmp_path: Path) -> None:
+    """Version 5 of transformers trains the experts of a layer as one parameter, and saves each by itself."""
+    weights = {"gate.weight": zeros(4, 6), **{f"experts.{i}.up.weight": zeros(8, 6) for i in range(4)}}
+    states = {0: {"exp_avg": zeros(4, 6)}, 1: {"exp_avg": zeros(4, 8, 6)}}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    save_pt({"model": weights, "optimizer": optimizer}, tmp_path / "step-1")
+    assert codes_in(tmp_path / "step-1") == set()
+
+
 def step(optimizer: Callable[[nn.Module], torch.optim.Optimizer], root: Path) -> Layout:
     """Train a small model for a step, and save it as torch's own functions do."""
     torch.manual_seed(0)
@@ -75,6 +105,51 @@ def test_optimizers_of_torch_are_consistent(kind: Any, tmp_path: Path) -> None:
 
 def zeros(*shape: int) -> Tensor:
     return torch.zeros(shape)
+
+
+ADAM = {"exp_avg": zeros(8, 6), "exp_avg_sq": zeros(8, 6)}
+SMALL = {"exp_avg": zeros(6), "exp_avg_sq": zeros(6)}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "vector", "settings"),
+    [
+        (ADAM, {"momentum_buffer": zeros(8, 6)}, SMALL, {}),
+        (ADAM, {"exp_avg": zeros(8, 6), "exp_avg_sq_row": zeros(8), "exp_avg_sq_col": zeros(6)}, SMALL, {}),
+        ({"exp_avg": zeros(8, 6)}, {"exp_avg": zeros(8, 6)}, SMALL, {}),
+        ({"exp_avg": zeros(8, 6)}, {"exp_avg": zeros(8, 6)}, {"exp_avg": zeros(6)}, {}),
+        (ADAM, {**ADAM, "master_param": zeros(8, 6)}, SMALL, {"amsgrad": False}),
+        (ADAM, {**ADAM, "max_exp_avg_sq": zeros(8, 6)}, SMALL, {"amsgrad": True}),
+        ({"exp_avg": zeros(8, 6), "exp_avg_var": zeros(8, 6)}, {}, {}, {"amsgrad": False}),
+        (
+            {"state1": zeros(48), "state2": zeros(48)},
+            {"state1": zeros(48), "state2": zeros(48), "qmap1": zeros(256)},
+            {},
+            {},
+        ),
+        (ADAM, {}, SMALL, {"amsgrad": False}),
+    ],
+    ids=["muon", "adafactor", "by axes", "lion", "masters", "amsgrad of a group", "adabelief", "8-bit", "no gradient"],
+)
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_parameters_with_other_kinds_of_states_on_purpose(
+    a: dict[str, Any],
+    b: dict[str, Any],
+    vector: dict[str, Any],
+    settings: dict[str, Any],
+    is_flat: bool,
+    tmp_path: Path,
+) -> None:
+    states = {"a.weight": a, "b.weight": b, "norm.weight": vector}
+    states = {name: {"step": torch.tensor(1.0), **state} for name, state in states.items() if state}
+    group = {"lr": 0.1, **settings, "params": ["a.weight", "b.weight", "norm.weight"]}
+    optimizer: dict[str, Any] = {"state": states, "param_groups": [group]}
+    if is_flat:
+        flat = {f"state.{name}.{kind}": one for name, state in states.items() for kind, one in state.items()}
+        optimizer = flat | {f"param_groups.{name}.lr": 0.1 for name in group["params"]}
+    model = {"a.weight": zeros(8, 6), "b.weight": zeros(8, 6), "norm.weight": zeros(6)}
+    save_dcp({"model": model, "optimizer": optimizer}, tmp_path / "step-1")
+    assert codes_in(tmp_path / "step-1") == set()
 
 
 @pytest.mark.parametrize(
@@ -139,10 +214,12 @@ def test_doctor_and_verify(change: str, tmp_path: Path) -> None:
 
 
 def test_a_prefix_is_taken_off_by_the_fix(tmp_path: Path) -> None:
-    for change in ("checkpointed_states", "compiled_states", "ddp_states"):
+    wrapped = ("checkpointed_states", "compiled_states", "ddp_states")
+    for change in (*wrapped, "prefixed_states", "prefixed_state_of_one"):
         root = tmp_path / change / "step-1"
         save_dcp(tree_with(change), root)
-        (found,) = (one for one in ckptkit.doctor(root).findings if one.code == "wrapped_state")
+        (found,) = ckptkit.doctor(root).findings
+        assert found.code == ("wrapped_state" if change in wrapped else "prefixed_state")
         assert found.fixed_by is not None
         assert run(*found.fixed_by.words[1:]).returncode == 0
         assert codes_in(root.with_name("step-1-fixed")) == set()
@@ -184,3 +261,71 @@ def test_the_training_point_of_schedule_free(tmp_path: Path) -> None:
             assert any("schedule-free" in note for note in done.warnings) is mode
             assert ckptkit.doctor(root).is_ok
             assert any("schedule-free" in note for note in ckptkit.doctor(root).notes) is mode
+            for to in ("dcp", "pt"):
+                whole = ckptkit.convert(root, tmp_path / f"whole-{root.name}-{to}", to=to)
+                assert not any("schedule-free" in note for note in whole.warnings)
+                alone = ckptkit.convert(root, tmp_path / f"model-{root.name}-{to}", to=to, include="model.*")
+                assert (
+                    any("found True: 1 of 1 weights are the training point" in note for note in alone.warnings) is mode
+                )
+
+
+def test_the_training_point_is_said_of_deltas_and_never_all_that_is_left(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for number in range(3):
+        group = {"lr": 0.1, "betas": (0.9, 0.999), "train_mode": True, "params": ["a.weight"]}
+        states = {"a.weight": {"z": zeros(32, 32), "exp_avg_sq": zeros(32, 32)}}
+        model = {"a.weight": zeros(32, 32)}
+        model["a.weight"][0, 0] = number
+        save_dcp({"model": model, "optimizer": {"state": states, "param_groups": [group]}}, run / f"step-{number}")
+    done = ckptkit.delta(run / "step-0", run / "step-1", tmp_path / "delta")
+    assert sum("schedule-free" in note for note in done.notes) == 2
+    planned = ckptkit.prune(run, keep_last=1, demote=True)
+    assert not planned.demote
+    assert sum("cannot be demoted: expected `train_mode` False" in one.reason for one in planned.keep) == 2
+
+
+@pytest.mark.parametrize("writer", ["dcp", "joined", "ranks"])
+@pytest.mark.parametrize("change", ["one_without_second_moment", "one_without_moments", "all_without_second_moment"])
+def test_formats_of_all_states_refuse_incomplete_ones(change: str, writer: str, tmp_path: Path) -> None:
+    WRITERS[writer](tree_with(change), tmp_path / "step-1")
+    for to in ("universal", "ranks"):
+        with pytest.raises(Mismatch, match=r"expected the states .*exp_avg_sq.*, found only"):
+            ckptkit.convert(tmp_path / "step-1", tmp_path / to, to=to)
+        assert not (tmp_path / to).exists()
+
+
+def compiled_state_of_one(tree: dict[str, Any]) -> None:
+    states = tree["optimizer"]["state"]
+    states["_orig_mod.norm.weight"] = states.pop("norm.weight")
+
+
+def ghost_for_another(tree: dict[str, Any]) -> None:
+    CHANGES["ghost"][0](tree)
+    del tree["optimizer"]["state"]["norm.weight"]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(CHANGES[name][0] for name in ("prefixed_state_of_one", "renamed_state")),
+        compiled_state_of_one,
+        ghost_for_another,
+    ],
+)
+def test_no_zeros_for_a_state_under_another_name(
+    change: Callable[[dict[str, Any]], None], is_flat: bool, tmp_path: Path
+) -> None:
+    tree = tree_with(None)
+    change(tree)
+    if is_flat:
+        states, (group,) = tree["optimizer"]["state"], tree["optimizer"]["param_groups"]
+        flat = {f"state.{name}.{kind}": one for name, state in states.items() for kind, one in state.items()}
+        tree["optimizer"] = flat | {f"param_groups.{name}.lr": 0.1 for name in group["params"]}
+    save_dcp(tree, tmp_path / "step-1")
+    with pytest.raises(Unsupported, match=r"this parameter: its state may belong to `norm.weight`, which has none"):
+        ckptkit.convert(tmp_path / "step-1", tmp_path / "no", to="dcp", complete_optimizer=True)
+    (found,) = ckptkit.doctor(tmp_path / "step-1").findings
+    assert found.code in ("prefixed_state", "unknown_parameter", "wrapped_state")
+    assert "never received a gradient" not in found.message

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import ckptkit
 from ckptkit.errors import Mismatch, Unsupported, Usage
+from tests.examination.inconsistent import save_dcp, save_joined
 
 DOUBT = "no file says which of them it trains"
 SAME_SHAPE = "no file says which state belongs to it"
@@ -204,6 +206,45 @@ def test_names_are_right_or_there_are_none(tmp_path: Path, shapes: list[tuple[in
             assert any(proof in note for note in done.notes)
 
 
+@pytest.mark.parametrize("trainer", ["nanoGPT", "transformers' Trainer"])
+def test_marks_of_a_trainer_prove_no_order(tmp_path: Path, trainer: str) -> None:
+    """A fork of nanoGPT, and a script that passes an optimizer to the Trainer, may reverse the layers in each group."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    every = list(model.named_parameters())[::-1]
+    groups = [[pair for pair in every if (pair[1].ndim > 1) is is_matrix] for is_matrix in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": [one for _, one in group]} for group in groups])
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    source = tmp_path / "checkpoint-1"
+    source.mkdir()
+    if trainer == "nanoGPT":
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**state, "model_args": {}, "iter_num": 1, "best_val_loss": 1.0}, source / "ckpt.pt")
+    else:
+        save_file(model.state_dict(), source / "model.safetensors", metadata={"format": "pt"})
+        torch.save(optimizer.state_dict(), source / "optimizer.pt")
+        (source / "trainer_state.json").write_text('{"global_step": 1}')
+    assert ckptkit.inspect(source).trainer == trainer
+    ckptkit.convert(source, tmp_path / "numbered", to="dcp")
+    assert moments_in(tmp_path / "numbered").keys() == {str(number) for number in range(6)}
+    with pytest.raises(Unsupported, match="no file says") as raised:
+        ckptkit.convert(source, tmp_path / "no", to="universal")
+    assert "optimizer-order model" in str(raised.value.hint).replace("_", "-")
+    (tmp_path / "order").write_text("\n".join(name for group in groups for name, _ in group))
+    (tmp_path / "other").write_text("\n".join(name for group in groups for name, _ in group[::-1]))
+    ckptkit.convert(source, tmp_path / "named", to="dcp", optimizer_order=tmp_path / "order")
+    moments = moments_in(tmp_path / "named")
+    assert all(torch.equal(moments[name], optimizer.state[one]["exp_avg"]) for name, one in every)
+    assert ckptkit.diff(source, tmp_path / "named", optimizer_order=tmp_path / "order").is_equal
+    found = ckptkit.diff(source, tmp_path / "named", optimizer_order=tmp_path / "other")
+    assert not found.is_equal
+    assert any(f"assumed, as --optimizer-order {tmp_path / 'other'} says" in note for note in found.notes)
+    assert not ckptkit.diff(source, tmp_path / "named").is_equal
+    with pytest.raises(Usage, match="expected numbers of parameters in one optimizer and names in the other"):
+        ckptkit.diff(source, tmp_path / "numbered", optimizer_order="model")
+
+
 def moments_in(path: Path) -> dict[str, Tensor]:
     found = ckptkit.open(path)
     names = [name for name in found if name.endswith(".exp_avg") and name.startswith("optimizer.state.")]
@@ -246,6 +287,43 @@ def test_an_order_needs_an_optimizer_with_numbers(tmp_path: Path) -> None:
     assert raised.value.hint == "drop --optimizer-order"
     with pytest.raises(Usage, match="has no optimizer"):
         ckptkit.convert(tmp_path / "x", tmp_path / "no", to="hf", optimizer_order="model")
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_an_optimizer_with_names_and_no_lists_needs_none(tmp_path: Path, is_flat: bool) -> None:
+    """As Megatron's `torch_dist` has it, with the kind of a state first, and torch's flattened one."""
+    optimizer: dict[str, Any] = {"state": {"exp_avg": {"w": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}
+    if is_flat:
+        optimizer = {"state.w.exp_avg": torch.ones(2), "param_groups.w.lr": 0.1}
+    save_dcp({"w": torch.ones(2), "optimizer": optimizer}, tmp_path / "step-1")
+    ckptkit.convert(tmp_path / "step-1", tmp_path / "out", to="dcp", optimizer_keys="names")
+    assert ckptkit.diff(tmp_path / "step-1", tmp_path / "out").is_equal
+    with pytest.raises(Unsupported, match="have the names of their parameters, but no group lists the parameters"):
+        ckptkit.convert(tmp_path / "step-1", tmp_path / "no", to="dcp", optimizer_order="model")
+
+
+def test_groups_in_one_entry_are_edited_as_others(tmp_path: Path) -> None:
+    """As torch before 2.4 saves the groups of an optimizer."""
+    root, model = tmp_path / "step-1", gen()
+    state: dict[str, Any] = get_optimizer_state_dict(model, trained(model))
+    del state["state"]["1.bias"]
+    save_joined({"model": model.state_dict(), "optimizer": state}, root)
+    assert "optimizer.param_groups" in ckptkit.open_layout(root).blobs
+    ckptkit.convert(root, tmp_path / "named.pt", to="pt", rename="^0=>first")
+    (group,) = torch.load(tmp_path / "named.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert group["params"] == ["first.weight", "first.bias", "1.weight", "1.bias"]
+    assert group["betas"] == (0.9, 0.999)
+    ckptkit.convert(root, tmp_path / "ids.pt", to="pt", optimizer_keys="ids")
+    numbered = torch.load(tmp_path / "ids.pt", weights_only=True)["optimizer"]
+    assert (numbered["param_groups"][0]["params"], list(numbered["state"])) == ([0, 1, 2, 3], [0, 1, 2])
+    ckptkit.convert(root, tmp_path / "full.pt", to="pt", complete_optimizer=True)
+    assert "1.bias" in torch.load(tmp_path / "full.pt", weights_only=True)["optimizer"]["state"]
+    ckptkit.reshard(root, tmp_path / "same", to=2)
+    assert "optimizer.param_groups" in ckptkit.open_layout(tmp_path / "same").blobs  # torch before 2.4 asks for it
+    ckptkit.convert(root, tmp_path / "later", to="dcp", optimizer_keys="names")
+    assert "optimizer.param_groups.0.params" in ckptkit.open_layout(tmp_path / "later").blobs
+    assert ckptkit.diff(root, tmp_path / "same").is_equal
+    assert ckptkit.diff(root, tmp_path / "later").is_equal
 
 
 def test_zeros_have_the_shapes_of_the_optimizers_own_model(tmp_path: Path) -> None:

@@ -84,6 +84,20 @@ def test_what_is_missing_becomes_zero(tmp_path: Path) -> None:
     assert "only tensors can be set to zero" in cause_of(caught).message
 
 
+@pytest.mark.parametrize("missing", ["error", "zero"])
+def test_states_by_number_are_not_those_by_name(missing: str, tmp_path: Path) -> None:
+    """They are there, so the hint is to name them, and they never become zero."""
+    state = {0: {"exp_avg": counted(3)}}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    path = write(tmp_path / "f.pt", model={"w": counted(3)}, optimizer=optimizer)
+    found: dict[str, Any] = {"model": {"w": torch.ones(3)}, "optimizer": {"state": {"w": {"exp_avg": torch.ones(3)}}}}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(found, storage_reader=Reader(path, missing=missing))
+    assert cause_of(caught).tensor == "optimizer.state.w.exp_avg"
+    assert cause_of(caught).hint == "run `ckptkit convert CKPT OUT --to dcp --optimizer-keys names`, and load OUT"
+    assert torch.equal(found["optimizer"]["state"]["w"]["exp_avg"], torch.ones(3))
+
+
 def test_a_planner_that_allows_a_partial_load(tmp_path: Path) -> None:
     path = write(tmp_path / "f.pt", w=counted(3))
     found = {"w": torch.ones(3), "x": torch.ones(2)}

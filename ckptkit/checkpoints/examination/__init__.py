@@ -13,8 +13,11 @@ from ckptkit.checkpoints.examination.facts import Facts
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency, fold_layers
 from ckptkit.checkpoints.examination.optimizers import (
     find_empty_groups,
+    find_lists,
+    find_state_kinds,
     find_state_shapes,
     find_training_point,
+    find_unknown_names,
     find_wrapped_states,
 )
 from ckptkit.checkpoints.examination.weights import find_empty_weights, find_layer_gaps, find_router_rows
@@ -25,7 +28,8 @@ Rule = Callable[[Facts], Iterator[Inconsistency]]
 
 OF_WEIGHTS: tuple[Rule, ...] = (find_empty_weights, find_layer_gaps, find_router_rows)
 OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_training_point)
-RULES: tuple[Rule, ...] = (*OF_EXPORTS, find_state_shapes, find_wrapped_states, find_empty_groups)
+OF_STATES: tuple[Rule, ...] = (find_state_shapes, find_state_kinds, find_wrapped_states, find_unknown_names)
+RULES: tuple[Rule, ...] = (*OF_EXPORTS, *OF_STATES, find_empty_groups, find_lists)
 
 
 _NO_WHOLE = (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported)
@@ -41,5 +45,5 @@ def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) 
 
 def examine(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
     """Return what in a checkpoint contradicts the rest of it; what is the same in every layer once."""
-    facts = Facts(layout)
+    facts = Facts.of(layout)
     return fold_layers(found for rule in rules for found in rule(facts))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, recorded_names
+from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, recorded_names, split_groups
 from ckptkit.errors import Corrupt, Unsafe, Unsupported
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import unwrapped, without_ddp
-from ckptkit.models.names.parameters import FLATTENED
+from ckptkit.models.names.parameters import FLATTENED, split_flattened
 from ckptkit.models.names.weights import names_of_training
 
 _STATE, _GROUPS = "state", "param_groups"
@@ -41,6 +41,14 @@ class Facts:
 
     layout: Layout
 
+    @classmethod
+    def of(cls, layout: Layout) -> Self:
+        """Return the facts of a checkpoint."""
+        try:
+            return cls(split_groups(layout))
+        except _UNREADABLE:
+            return cls(layout)
+
     @cached_property
     def weights(self) -> Mapping[str, str]:
         """Return the tensors that belong to no training state, by their name in the checkpoint: the dotted key path."""
@@ -66,11 +74,31 @@ class Facts:
     @cached_property
     def states(self) -> Mapping[KeyPath, States]:
         """Return the tensors of all optimizers that name or number their parameters, by the optimizer's key path."""
+        return self.states_among(self.layout.tensors)
+
+    @cached_property
+    def kinds(self) -> Mapping[KeyPath, Mapping[str, frozenset[str]]]:
+        """Return which kinds of state each parameter has in each optimizer, also those that are no tensors."""
+        return {
+            above: {one: frozenset(kind.partition(".")[0] for kind in entries) for one, entries in states.items()}
+            for above, states in self.states_among(self.layout.names).items()
+        }
+
+    def states_among(self, names: Iterable[str]) -> Mapping[KeyPath, States]:
+        """Return the entries of these names that are states, by the optimizer's key path."""
         found: dict[KeyPath, dict[str, dict[str, str]]] = {}
-        for name in self.layout.tensors:
+        for name in names:
             if place := self.place_of(self.layout.key(name)):
                 found.setdefault(place.above, {}).setdefault(place.parameter, {})[place.kind] = name
         return found
+
+    def is_known(self, name: str) -> bool:
+        """Return whether a weight has a name, but for the prefixes of wrappers."""
+        return name in self.shapes_by_name or unwrap(name) in self.plain_names
+
+    def shapes_of(self, name: str) -> set[Shape]:
+        """Return the shapes of the weights that a parameter's name may mean, but for the prefixes of wrappers."""
+        return self.shapes_by_name.get(self.plain_names.get(unwrap(name), name), set())
 
     def place_of(self, key: KeyPath) -> StatePlace | None:
         """Return which state lies at a key path, None if none does."""
@@ -117,6 +145,24 @@ class Facts:
                     yield load_value(self.layout.root, blob)
                 except _UNREADABLE:
                     return
+
+    def settings_of(self, above: KeyPath) -> Mapping[str, frozenset[str]]:
+        """Return the names of the settings that each parameter of the optimizer at a key path has, by the parameter."""
+        found: dict[str, set[str]] = defaultdict(set)
+        members = {
+            self.layout.key(entry)[:-1]: group
+            for one in self.optimizers
+            if one.above == above
+            for entry, group in zip(one.lists, one.groups, strict=True)
+        }
+        for entry in self.layout.names:
+            key = self.layout.key(entry)
+            for parameter in members.get(key[:-1], ()):
+                found[str(parameter)].add(str(key[-1]))
+            if key[:-1] == above and str(key[-1]).startswith(FLATTENED[1]):
+                _, parameter, setting = split_flattened(str(key[-1]))
+                found[parameter].add(setting)
+        return {parameter: frozenset(settings) for parameter, settings in found.items()}
 
     def has_setting(self, above: KeyPath, names: frozenset[str]) -> bool:
         """Return whether a group of the optimizer at a key path has one of these settings."""

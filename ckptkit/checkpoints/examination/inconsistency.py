@@ -23,11 +23,36 @@ class Certainty(IntEnum):
 _PREFIX_OF = "names have the prefix `{prefix}` (added by {whose})"
 _NO_STATES = "a load by the weights' names finds no states"
 _LOST_SETTINGS = "torch's `set_optimizer_state_dict` loses its settings, and the next step fails with a KeyError"
-_TRAIN_MODE = "a schedule-free optimizer was saved in training mode (`train_mode` is true)"
-_NO_AVERAGE = "the weights are the point where gradients are taken, not the average to be used"
+_TRAIN_MODE = "expected `train_mode` False in a schedule-free optimizer, found True"
+_NO_AVERAGE = "{averaged} of {total} weights are the training point, not the average to evaluate"
 _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "state_shape": (Certainty.CERTAIN, "expected shape {expected} of its parameter, found {found}"),
-    "state_size": (Certainty.LIKELY, "no parameter has the shape {found} of this state, and {others} other states fit"),
+    "state_size": (
+        Certainty.CERTAIN,
+        "no parameter has the shape {found} of this state, and {others} other states fit",
+    ),
+    "foreign_states": (
+        Certainty.LIKELY,
+        "expected states with the shapes of the weights, found other shapes for {unfit} of {total} parameters",
+    ),
+    "state_kinds": (Certainty.CERTAIN, "expected the states {expected} of this parameter, found only {found}"),
+    "prefixed_state": (
+        Certainty.LIKELY,
+        f"the optimizer's names have the prefix `{{prefix}}`, and the weights' names do not: {_NO_STATES}",
+    ),
+    "prefixed_weight": (
+        Certainty.LIKELY,
+        f"the weights' names have the prefix `{{prefix}}`, and the optimizer's names do not: {_NO_STATES}",
+    ),
+    "unknown_parameter": (
+        Certainty.LIKELY,
+        "no weight has this name; {unknown} of the optimizer's {total} names are unknown",
+    ),
+    "listed_twice": (Certainty.LIKELY, "the optimizer's groups list this parameter {times} times"),
+    "unlisted_state": (
+        Certainty.LIKELY,
+        "the optimizer has a state for this parameter, but no group contains the parameter",
+    ),
     "wrapped_state": (Certainty.LIKELY, f"the optimizer's {_PREFIX_OF}, and the weights' names do not: {_NO_STATES}"),
     "wrapped_weight": (Certainty.LIKELY, f"the weights' {_PREFIX_OF}, and the optimizer's names do not: {_NO_STATES}"),
     "empty_group": (Certainty.LIKELY, f"group {{number}} is without parameters: {_LOST_SETTINGS}"),
@@ -38,7 +63,7 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "router": (Certainty.LIKELY, "expected a row for each of {expected} experts, found {found} rows"),
     "training_point": (
         Certainty.NOTE,
-        f"{_TRAIN_MODE}: {_NO_AVERAGE}; to export the average, call `optimizer.eval()` before the save",
+        f"{_TRAIN_MODE}: {_NO_AVERAGE}; call `optimizer.eval()` before the save",
     ),
 }
 

@@ -8,15 +8,15 @@ parameter.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from ckptkit.checkpoints.examination.facts import Facts, unwrap
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
-from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix
+from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapted
 from ckptkit.models.names.group_map import GROUP_MAP
 
 # states with an element for each of the parameter's. Sources: torch/optim, facebookresearch/schedule_free,
@@ -32,12 +32,21 @@ _SECOND = frozenset(["exp_avg_sq", "max_exp_avg_sq", "square_avg"])  # some opti
 _LOW_RANK = frozenset(["rank", "update_proj_gap", "proj_type", "projection_type", "proj", "subspace_update_interval"])
 _MARKS = ("projector", "ortho_matrix", "absmax", "qmap")  # states beside those that are projected or packed
 _FLOATS = ("float", "small_float")
+_FUSED = 3  # axes of all experts of a layer, which a Hugging Face model has one by one
+# States that a parameter has if another like it has them. Only low-precision parameters have masters, the last gradient
+# may be missing after one step, and `max_exp_avg_sq` is a setting of single groups.
+_TOGETHER = _ELEMENTWISE.difference(
+    ["max_exp_avg_sq", "master_param", "fp32_param", "prev_grad", "previous_grad", "neg_pre_grad"]
+) | {"sum", "state1", "state2"}
+# of an optimizer with the setting `amsgrad`, unless it has others beside them. Source: torch/optim/adam.py
+_AMSGRAD, _ADAM, _BESIDE = "amsgrad", frozenset(["exp_avg", "exp_avg_sq"]), frozenset(["step", "max_exp_avg_sq"])
 
 
 def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the elementwise states that do not have the shape of their parameter.
 
-    Where only an index tells the parameter, a shape that no parameter has is likely wrong, unless few others fit.
+    Where only an index tells the parameter, a shape that no parameter has is wrong if most others fit. If most do not,
+    the optimizer may belong to another model. States of one axis may be flat shards: those alone show nothing.
     """
     every = {facts.layout.tensors[name].spec.shape for name in facts.weights}
     for above, states in facts.states.items():
@@ -46,18 +55,23 @@ def find_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
         names = facts.names_of_indices(above)
         fitting, odd = 0, []
         for index, entries in states.items():
-            name = names.get(index, index)
-            shapes = facts.shapes_by_name.get(facts.plain_names.get(unwrap(name), name), set())
+            shapes = facts.shapes_of(names.get(index, index))
             is_index = not shapes and index.isdecimal()
             wrong = misshaped(facts, entries, every if is_index else shapes) if shapes or is_index else {}
+            if is_index and not any(len(shape) == _FUSED for shape in every):
+                wrong = {shape: kinds for shape, kinds in wrong.items() if len(shape) != _FUSED}
             fitting += is_index and not wrong
             if is_index and wrong:
                 odd.append(wrong)
             for found, kinds in wrong.items() if shapes else ():
                 data = {"expected": list(min(shapes)), "found": list(found)}
                 yield Inconsistency("state_shape", kinds[0], data, kinds)
-        for found, kinds in (pair for wrong in odd if len(odd) <= fitting for pair in wrong.items()):
-            yield Inconsistency("state_size", kinds[0], {"found": list(found), "others": fitting}, kinds)
+        if len(odd) <= fitting:
+            for found, kinds in (pair for wrong in odd for pair in wrong.items()):
+                yield Inconsistency("state_size", kinds[0], {"found": list(found), "others": fitting}, kinds)
+        elif every and any(len(shape) > 1 for wrong in odd for shape in wrong):
+            numbers = {"unfit": len(odd), "total": len(odd) + fitting}
+            yield Inconsistency("foreign_states", text_of(above), numbers)
 
 
 def misshaped(facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape]) -> dict[Shape, tuple[str, ...]]:
@@ -77,6 +91,36 @@ def misshaped(facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape
         if spec.dtype.kind in _FLOATS and spec.numel != 1 and not fits:
             found[spec.shape] = (*found.get(spec.shape, ()), entries[kind])
     return {shape: tuple(sorted(kinds)) for shape, kinds in found.items()}
+
+
+def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the parameters without a state that others have which are like them: a load, or the next step, fails.
+
+    Alike are parameters with the same settings and as many axes: some optimizers treat vectors, or groups, in another
+    way. A parameter without any state never received a gradient.
+    """
+    for above, kinds in facts.kinds.items():
+        settings = facts.settings_of(above)
+        alike: dict[object, set[frozenset[str]]] = defaultdict(set)
+        places = {one: (settings.get(one), axes_of(facts, above, one)) for one in kinds}
+        for one, own in kinds.items():
+            alike[places[one]].add(own)
+        lacking: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for one, own in kinds.items():
+            more = {kind for other in alike[places[one]] if own < other for kind in other - own} & _TOGETHER
+            if _AMSGRAD in settings.get(one, ()) and own <= _ADAM | _BESIDE:
+                more |= _ADAM - own
+            if more:
+                lacking[", ".join(sorted(own | more)), ", ".join(sorted(own))].append(entry_of(above, one))
+        for (expected, found), names in lacking.items():
+            yield Inconsistency("state_kinds", names[0], {"expected": expected, "found": found}, tuple(names))
+
+
+def axes_of(facts: Facts, above: KeyPath, parameter: str) -> int:
+    """Return how many axes a parameter has, by the weight of its name or else by its states."""
+    states = facts.states.get(above, {}).get(parameter, {})
+    shapes = facts.shapes_of(parameter) or {facts.layout.tensors[name].spec.shape for name in states.values()}
+    return max(map(len, shapes), default=0)
 
 
 def may_be_of(found: Shape, shape: Shape, *, is_reduced: bool = False) -> bool:
@@ -109,6 +153,46 @@ def find_wrapped_states(facts: Facts) -> Iterator[Inconsistency]:
         yield Inconsistency(code, names[0], {"prefix": wrapper.text, "whose": wrapper.whose}, tuple(names))
 
 
+def find_unknown_names(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the names in optimizers that belong to no weight: under an unknown prefix, or of no parameter at all."""
+    listed = {one.above: {str(name) for group in one.groups for name in group} for one in facts.optimizers}
+    for above, kinds in facts.kinds.items():
+        names = {name for name in kinds.keys() | listed.get(above, set()) if not name.isdecimal()}
+        unknown = sorted(name for name in names if not facts.is_known(name))
+        if not unknown or not facts.weights or has_group_map(facts.layout, above) or may_be_adapted(unknown):
+            continue
+        entries = tuple(entry_of(above, name) for name in unknown)
+        if (prefix := added_prefix(facts, unknown, kinds)) is not None:
+            yield Inconsistency("prefixed_state", entries[0], {"prefix": prefix}, entries)
+        elif (prefix := lacking_prefix(facts, unknown)) is not None:
+            yield Inconsistency("prefixed_weight", entries[0], {"prefix": prefix}, entries)
+        else:
+            data = {"unknown": len(unknown), "total": len(names)}
+            yield Inconsistency("unknown_parameter", entries[0], data, entries)
+
+
+def added_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) -> str | None:
+    """Return the prefix without which all unknown names are those of weights that have no state; None if there is none.
+
+    A prefix of weights is no such prefix.
+    """
+    first = unknown[0]
+    for prefix in (first[: at + 1] for at, letter in enumerate(first) if letter == "."):
+        rest = [name.removeprefix(prefix) for name in unknown if name.startswith(prefix)]
+        is_free = not any(name.startswith(prefix) for name in facts.shapes_by_name)
+        if len(rest) == len(unknown) and is_free and all(facts.is_known(one) and one not in states for one in rest):
+            return prefix
+    return None
+
+
+def lacking_prefix(facts: Facts, unknown: Sequence[str]) -> str | None:
+    """Return the prefix with which all unknown names are those of weights, None if there is none."""
+    first = f".{unknown[0]}"
+    prefixes = (name.removesuffix(unknown[0]) for name in facts.shapes_by_name if name.endswith(first))
+    fitting = [one for one in prefixes if all(facts.is_known(one + name) for name in unknown)]
+    return min(fitting, key=len, default=None)
+
+
 def has_group_map(layout: Layout, above: KeyPath) -> bool:
     """Return whether an optimizer has a map from parameters to groups in the place of lists."""
     key = (*above, GROUP_MAP)
@@ -128,12 +212,36 @@ def find_empty_groups(facts: Facts) -> Iterator[Inconsistency]:
                     yield Inconsistency("empty_group", optimizer.name, {"number": number})
 
 
+def find_lists(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the parameters that groups list twice, and those of known names with a state that no group lists."""
+    for optimizer in facts.optimizers:
+        above = optimizer.above
+        times = Counter(str(one) for group in optimizer.groups for one in group)
+        for one, number in times.items():
+            if number > 1:
+                yield Inconsistency("listed_twice", entry_of(above, one), {"times": number})
+        listed = set(map(unwrap, times))
+        for one in facts.kinds.get(above, {}):
+            if unwrap(one) not in listed and (one.isdecimal() or facts.is_known(one)):
+                yield Inconsistency("unlisted_state", entry_of(above, one))
+
+
+def entry_of(above: KeyPath, parameter: str) -> str:
+    """Return what the states of a parameter are called, in the optimizer at a key path."""
+    return ".".join([*map(str, above), "state", parameter])
+
+
 def find_training_point(facts: Facts) -> Iterator[Inconsistency]:
     """Yield that a schedule-free optimizer was saved in training mode.
 
     Source: `train` and `eval` in schedulefree/adamw_schedulefree.py.
     """
     for above, states in facts.states.items():
-        has_average = any("z" in entries for entries in states.values())
-        if has_average and any(value is True for value in facts.settings(above, "train_mode")):
-            yield Inconsistency("training_point", ".".join(map(str, above)) or None)
+        averaged = sum("z" in entries for entries in states.values())
+        if averaged and any(value is True for value in facts.settings(above, "train_mode")):
+            yield Inconsistency("training_point", text_of(above), {"averaged": averaged, "total": len(states)})
+
+
+def text_of(above: KeyPath) -> str | None:
+    """Return what an optimizer at a key path is called; None if it is the checkpoint itself."""
+    return ".".join(map(str, above)) or None

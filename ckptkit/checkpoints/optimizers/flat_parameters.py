@@ -16,16 +16,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from ckptkit.checkpoints.optimizers.keys import find_optimizers
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats import detect_format, locate
-from ckptkit.formats.archives.values import load_value
 from ckptkit.io.file import folders
 from ckptkit.layout import KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.layout.flat import FlatPiece, cut_out
 from ckptkit.layout.wrappers import is_flat_name
 from ckptkit.models.companions import find_companions, find_config
-from ckptkit.models.names.parameters import is_list_of_parameters
 from ckptkit.trainers import is_other_part
 
 _ALIGNMENTS = (1, 4, 8, 16)  # elements: none, and 16 bytes of each size of number
@@ -111,13 +110,10 @@ def shapes_in(layout: Layout) -> dict[str, Shape] | None:
         key = layout.key(name)
         if len(key) > 2 and key[-3] == "state" and isinstance(key[-2], str) and tensor.spec.shape:
             moments.setdefault(key[-2], tensor.spec.shape)
-    lists = [name for name in layout.blobs if is_list_of_parameters(layout.key(name))]
-    if len(lists) != 1 or not moments:
+    groups = [group for optimizer in find_optimizers(layout) for group in optimizer.groups] if moments else []
+    if len(groups) != 1 or not set(groups[0]) <= moments.keys():
         return None
-    names = load_value(layout.root, layout.blobs[lists[0]])
-    if not isinstance(names, list) or not set(names) <= moments.keys():
-        return None
-    return {name: moments[name] for name in names}
+    return {name: moments[name] for name in groups[0]}
 
 
 def members(key: KeyPath, shapes: Mapping[str, Shape], flat: Sequence[KeyPath]) -> dict[str, Shape]:

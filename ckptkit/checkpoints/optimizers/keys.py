@@ -8,14 +8,15 @@ another part of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.values import load_value, with_value
-from ckptkit.layout import KeyPath, Layout, edits
+from ckptkit.layout import Blob, KeyPath, Layout, edits
 from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import check_numbers
 from ckptkit.layout.recorded_names import is_record_of, read_recorded
@@ -64,8 +65,40 @@ def kind_of_keys(layout: Layout) -> str | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
+def split_groups(layout: Layout) -> Layout:
+    """Return a layout in which each setting of an optimizer's group is an entry, as torch 2.4 and later store them.
+
+    Earlier versions store all groups of an optimizer as one entry. Source: `flatten_state_dict` in
+    torch/distributed/checkpoint/_nested_dict.py of torch 2.3 (`_traverse_v_2_3` in later versions).
+    """
+    joined = [name for name in layout.blobs if layout.key(name)[-1] == _GROUPS]
+    if not joined:
+        return layout
+    blobs = {name: blob for name, blob in layout.blobs.items() if name not in joined}
+    keys = {name: layout.key(name) for name in layout.names if name not in joined}
+    for name in joined:
+        for key, blob in entries_of_groups(layout, name):
+            new = ".".join(map(str, key))
+            blobs[new], keys[new] = blob, key
+    return replace(layout, blobs=blobs, keys=keys)
+
+
+def entries_of_groups(layout: Layout, name: str) -> Iterator[tuple[KeyPath, Blob]]:
+    """Yield an entry for each setting of the groups in the entry `name`; that entry itself if it is no such list."""
+    key, blob = layout.key(name), layout.blobs[name]
+    value = load_value(layout.root, blob)
+    groups = [pairs_of(group) for group in value] if isinstance(value, list) else []
+    if not groups or not all(groups):
+        yield key, blob
+        return
+    for i, settings in enumerate(groups):
+        for setting, its_value in settings or ():
+            yield (*key, i, setting), with_value(blob, its_value)
+
+
 def find_optimizers(layout: Layout) -> list[Optimizer]:
     """Return the optimizers that are nested as torch has them. Reads the lists of their groups."""
+    layout = split_groups(layout)
     lists: dict[KeyPath, dict[int, str]] = {}
     recorded: dict[KeyPath, str] = {}
     for name in layout.blobs:

@@ -48,6 +48,12 @@ class States:
         """Return the parameters in its groups that it has no state of."""
         return [one for group in self.groups for one in group if one not in self.of]
 
+    @property
+    def strays(self) -> list[str]:
+        """Return the parameters that it has a state of and that are in none of its groups."""
+        listed = {one for group in self.groups for one in group}
+        return [one for one in self.of if one not in listed]
+
     def way(self, parameter: str, kind: str) -> KeyPath:
         """Return where an entry of a parameter's state belongs."""
         if self.optimizer is None:
@@ -112,6 +118,8 @@ def complete_states(
     made: dict[str, Spec | None] = {}
     at = 0  # tensors are told apart by where they lie, and so are these, in a file that there is not
     try:
+        if states.lacking:
+            require_known_states(states, parameters)
         for group in states.groups:
             lacking = [one for one in group if one not in states.of]
             forms = forms_for(layout, states, group, parameters) if lacking else {}
@@ -130,6 +138,15 @@ def complete_states(
     except CkptError as error:
         raise error.blame(path=layout.root) from None
     return replace(layout, tensors=tensors, blobs=blobs, keys=keys), made
+
+
+def require_known_states(states: States, parameters: Mapping[str, StoredTensor]) -> None:
+    """Raise `Unsupported` for a state that no group lists or no model has: a parameter may lack just this one."""
+    stray = next(iter(states.strays), None) or next((one for one in states.of if one not in parameters), None)
+    if stray is not None:
+        owner = "group lists" if stray in states.strays else "model has"
+        message = f"no {owner} this parameter: its state may belong to `{states.lacking[0]}`, which has none"
+        raise Unsupported(message, tensor=stray, hint="rename the parameter with --rename")
 
 
 def parameter_of(parameters: Mapping[str, StoredTensor], parameter: str) -> StoredTensor:

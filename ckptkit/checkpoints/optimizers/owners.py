@@ -3,8 +3,10 @@
 A number becomes a name only where something proves it:
 
 - the optimizer has recorded the names (`param_names`);
-- the shapes of the states allow exactly one assignment to the parameters of all models in the checkpoint;
-- the trainer that wrote the checkpoint fills its parameter groups in the model's order, which its code fixes.
+- the shapes of the states allow exactly one assignment to the parameters of all models in the checkpoint.
+
+The marks of a trainer prove nothing here: those that fill groups in the model's order also save an optimizer that the
+user's script has built.
 
 Or the user says in which order the optimizer got its parameters (`--optimizer-order`). That is an assumption: it must
 not contradict a proof, and the report repeats it.
@@ -41,7 +43,6 @@ from ckptkit.layout.matching import KEEP_NUMBERS, match_by_size, match_trained
 from ckptkit.layout.recorded_names import PARAM_NAMES, bare, match_recorded, match_with_prefix
 from ckptkit.models.companions import find_config
 from ckptkit.models.names.weights import find_model_key, names_of_training
-from ckptkit.trainers import groups_in_order
 
 _HINT = (
     f"{KEEP_NUMBERS}; if you know the model, write it and its optimizer alone with "
@@ -161,19 +162,17 @@ def find_names(
     optimizer: Optimizer,
     models: Sequence[OneModel],
     path: Path,
-    *,
-    trainer: str | None = None,
     order: Order | None = None,
 ) -> NamedNumbers:
     """Return the name for each number of an optimizer in a layout.
 
-    `models` are all of the checkpoint, which `trainer` wrote; config.json lies at `path`, or above it. `order` is what
+    `models` are all of the checkpoint; config.json lies at `path`, or above it. `order` is what
     the user says of the optimizer. Raises `Unsupported` or `Mismatch` if the names are not certain, or contradict it.
     """
     try:
         assumed = None if order is None else assume_names(layout, optimizer, models, path, order)
         try:
-            proven = prove_names(layout, optimizer, models, path, trainer)
+            proven = prove_names(layout, optimizer, models)
         except (Mismatch, Unsupported):
             if assumed is None:
                 raise
@@ -185,31 +184,17 @@ def find_names(
     return proven
 
 
-def prove_names(
-    layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path, trainer: str | None
-) -> NamedNumbers:
+def prove_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]) -> NamedNumbers:
     """Return the names that the checkpoint proves. Raises `Unsupported` or `Mismatch` if it proves none."""
     recorded = recorded_names(layout, optimizer)
     if recorded:
         model, names = find_recorded(recorded, known_sizes_of(layout, optimizer), models, optimizer)
         return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
-    sizes = sizes_of(layout, optimizer)
     try:
-        return find_by_shapes(optimizer, sizes, models)
+        return find_by_shapes(optimizer, sizes_of(layout, optimizer), models)
     except Unsupported as error:
-        if trainer is None or not has_groups_of(trainer, optimizer, sizes):
-            error.hint = ORDER_HINT
-            raise
-    return find_by_order(optimizer, sizes, models, find_config(path), f"{trainer} keeps the model's order")
-
-
-def has_groups_of(trainer: str, optimizer: Optimizer, sizes: Mapping[int, Shape]) -> bool:
-    """Return whether the groups may be those that a trainer's code builds: the last one holds biases and norms only.
-
-    A user's own groups, such as a head with another learning rate, have any order.
-    """
-    is_plain = all(len(sizes[number]) <= 1 for number in optimizer.groups[-1] if number in sizes)
-    return len(optimizer.groups) == groups_in_order(trainer) and is_plain
+        error.hint = ORDER_HINT
+        raise
 
 
 def assume_names(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.conversion.as_consolidated import ConsolidatedView, both_consolidated
+from ckptkit.conversion.convert import warn_of_weights
 from ckptkit.errors import Occupied, Unsupported, translate_os_errors
 from ckptkit.io.allocation import make_folder
 from ckptkit.io.destinations import is_on_hub, to_destination
@@ -186,7 +188,7 @@ class ComparedPair:
             output=output,
             record=found.record(dict.fromkeys(found.payload, "")),
             nbytes=found.payload_bytes,
-            notes=(*notes, *self.compare_configs()),
+            notes=(*notes, *self.compare_configs(), *chain(*(warn_of_weights(side.checkpoint) for side in self.sides))),
             checked_bytes=checked,
             dry_run=True,
         )
