@@ -31,6 +31,7 @@ READERS = tuple(sorted(f"formats.{path.parent.name}" for path in PACKAGE.glob("f
 # below them.
 FLOORS = (
     ("errors", "version", "progress", "settings", "collector", "plugins"),
+    ("arguments",),
     ("pictures.markup", "pictures.numbers", "pictures.words"),  # arithmetic on text alone
     ("summary",),
     ("files.system", "files.stores"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, parse_bytes, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, say
 from ckptkit.pictures.numbers import format_bytes, format_count
 from ckptkit.pictures.words import count
 
@@ -99,7 +99,7 @@ def estimate(
         recompute_every=recompute_every,
         prefetch=prefetch,
         cpu_offload=cpu_offload,
-        gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory),
+        gpu_memory=gpu_memory,
     )
     if json:
         print_json(to_json(found))

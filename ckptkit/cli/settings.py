@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
-from ckptkit.cli.output import parse_bytes
 from ckptkit.files.path import to_path
+from ckptkit.pictures.numbers import parse_bytes
 from ckptkit.settings import Setting
 
 Command = Callable[..., None]

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, TypeVar
 
 from ckptkit.conversion.selection import LIKE, Edits
 from ckptkit.errors import Usage
-from ckptkit.formats import FORMATS, FormatWriter, get_writer
+from ckptkit.formats import FORMATS, FormatWriter, get_writer, writable_formats
 from ckptkit.names import FAMILIES, HUB, KEEP, check_names, get_family
 from ckptkit.names.custom import read_table
 from ckptkit.names.family import Family
 from ckptkit.optimizers.keys import IDS, NAMES
 from ckptkit.optimizers.owners import OF_MODEL, ORDER, Order, read_order
+from ckptkit.pictures.numbers import parse_bytes
 from ckptkit.progress import Progress
 from ckptkit.settings import About
 
@@ -175,7 +176,7 @@ class ConvertOptions:
         """Raise `Usage` for what is not understood, and for what the format has no use for."""
         require_least(self)
         if self.to not in (*FORMATS, ADAPTER):
-            raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*FORMATS, ADAPTER))}")
+            raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*writable_formats(), ADAPTER))}")
         if self.weights_from not in (None, MASTER, MODULE):
             raise Usage(
                 f"expected `{MASTER}` or `{MODULE}`, found `{self.weights_from}`",
@@ -356,7 +357,7 @@ class Keywords(TypedDict, total=False):
     dtype: str | torch.dtype | Sequence[str | torch.dtype]
     quantize: str | None
     exclude_quantize: str | Sequence[str]
-    max_shard_size: int
+    max_shard_size: int | str
     base: str | Path | None
     from_base: str | Sequence[str]
     text_only: bool
@@ -408,14 +409,15 @@ def normalize(name: str, value: Any) -> Any:
     if name == "dtype":
         rules = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
         return tuple(normalize_like(str(rule)) for rule in rules)
+    if name == "max_shard_size":
+        return parse_bytes(value)
     if name in _SEVERAL:
         return (value,) if isinstance(value, str) else tuple(value)
     if name in ("map", "adapter_config", "optimizer_order") and value not in (None, OF_MODEL):
         return str(Path(value).absolute())
-    if name == "base" and value is not None:
-        return str(Path(value).absolute()) if Path(value).is_dir() else str(value)
-    if name == "fill_from" and value is not None:
-        return str(Path(value).absolute()) if Path(value).exists() else str(value)
+    if name in ("base", "fill_from") and value is not None:
+        is_here = Path(value).is_dir() if name == "base" else Path(value).exists()
+        return str(Path(value).absolute()) if is_here else str(value)
     return value
 
 

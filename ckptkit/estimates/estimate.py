@@ -15,7 +15,7 @@ from ckptkit.estimates.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.files.file import read_small
 from ckptkit.files.path import hint_on_id, is_model_id, remarks_on_id
 from ckptkit.files.stores.hub import downloading
-from ckptkit.pictures.numbers import format_bytes, format_count
+from ckptkit.pictures.numbers import format_bytes, format_count, parse_bytes
 from ckptkit.summary import Summarized
 from ckptkit.tensors.dtypes import DTYPES, parse_dtype
 from ckptkit.training.models.config import SIZES, ModelConfig
@@ -81,7 +81,7 @@ def estimate(
     recompute_every: int = 1,
     prefetch: int = 1,
     cpu_offload: bool = False,
-    gpu_memory: int | None = None,
+    gpu_memory: int | str | None = None,
 ) -> Estimated:
     """Estimate the memory that training `model` needs on each of `world_size` GPUs, and the sizes of its checkpoints.
 
@@ -89,8 +89,8 @@ def estimate(
     such as "8b". For a size, `vocab_size` is by default 256, the bytes, and with `untied` embedding and output weights
     are not shared. Without `strategy`, all strategies are estimated. `replicas` is the number of copies of the model
     with hybrid_shard, by default 2. `sequence_length` is in tokens, by default the model's longest, at most 4096.
-    `gpu_memory` is in bytes. For the other options see `ckptkit.estimates.budget.Setup`. Raises `Usage` for settings
-    that exclude each other, `Unsupported` for a model of unknown sizes.
+    `gpu_memory` is in bytes, or text such as "80GB". For the other options see `ckptkit.estimates.budget.Setup`. Raises
+    `Usage` for settings that exclude each other, `Unsupported` for a model of unknown sizes.
     """
     asked = () if isinstance(model, Mapping) else remarks_on_id(str(model))
     if not isinstance(model, Mapping) and model in SIZES:
@@ -119,7 +119,7 @@ def estimate(
         architecture,
         tuple(make_budget(architecture, each) for each in setups),
         disk_bytes(architecture, setup),
-        gpu_memory,
+        None if gpu_memory is None else parse_bytes(gpu_memory),
         (*asked, *notes_on(architecture, setup)),
     )
 

@@ -37,6 +37,7 @@ from ckptkit.examination.inconsistency import Certainty
 from ckptkit.files.file import is_there
 from ckptkit.files.origin import Origin
 from ckptkit.files.path import RemotePath, remarks_on_id, to_model_path
+from ckptkit.formats import format_of_file, writable_formats
 from ckptkit.names import HUB, KEEP
 from ckptkit.names.weights import UNKNOWN
 from ckptkit.names.wrappers import may_be_adapted
@@ -52,7 +53,7 @@ def convert(
     src: Source,
     dst: str | Path,
     *,
-    to: str,
+    to: str | None = None,
     world_size: int | None = None,
     under: str = "",
     optimizer_keys: str | None = None,
@@ -63,8 +64,8 @@ def convert(
     """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
 
     "dcp" and "pt" keep everything, also the optimizer and the other files of the checkpoint. If `dst` is a name like
-    `model.pt`, the result is one file, without other files. "hf" writes only the model, as `consolidate` does, and
-    "adapter" only the adapter. `under`
+    `model.pt`, the result is one file, without other files, and `to` is by default "pt". "hf" writes only the model, as
+    `consolidate` does, and "adapter" only the adapter. `under`
     puts everything under a key, such as `model`. "dcp" is written for `world_size` ranks, by default as many as in the
     source. `optimizer_keys` writes the optimizer's parameters by "names" or "ids". By default, an optimizer in one file
     gets names when it becomes shards, if the names are certain. `optimizer_order` says in which order it got its
@@ -74,7 +75,7 @@ def convert(
     """
     own = ConvertOptions.of(
         options,
-        to=to,
+        to=to or require_format(to_output(dst)),
         world_size=world_size,
         under=under,
         optimizer_keys=optimizer_keys,
@@ -82,6 +83,14 @@ def convert(
         complete_optimizer=complete_optimizer,
     )
     return run_conversion([src], dst, own)
+
+
+def require_format(output: Path) -> str:
+    """Return the format of a file with the name of the output. Raises `Usage` if the name may be a directory's."""
+    found = format_of_file(output.name)
+    if found is None:
+        raise Usage("missing option '--to'", hint=f"pass --to with one of {', '.join((*writable_formats(), ADAPTER))}")
+    return found
 
 
 def has_quantized(model: Model, options: ConvertOptions) -> bool:

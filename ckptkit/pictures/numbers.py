@@ -1,11 +1,18 @@
-"""Format numbers for people, and choose the round ones that label an axis."""
+"""Format numbers for people, read what they write, and choose the round ones that label an axis."""
 
 from __future__ import annotations
 
 import math
 
+from ckptkit.errors import Usage
+
 _SUFFIXES = ("", "k", "M", "G", "T", "P")
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+_FACTORS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGTP", start=1)
+    for suffix, base in (("B", 1000), ("", 1000), ("iB", 1024))
+}
 
 
 def brief(number: float) -> str:
@@ -24,6 +31,22 @@ def format_bytes(nbytes: float) -> str:
         nbytes /= 1000
         power += 1
     return f"{nbytes:.0f} {_UNITS[power]}" if power == 0 or nbytes >= 100 else f"{nbytes:.3g} {_UNITS[power]}"
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes, which may be text: `5GB`, `512MiB`, `1000`. Raises `Usage` for any other text."""
+    if not isinstance(size, str):
+        return size
+    number = size.rstrip("BiKMGTPbkmgtp").strip()
+    unit = size[len(number) :].strip()
+    factor = _FACTORS.get(unit) or _FACTORS.get(unit.upper().replace("IB", "iB"))
+    try:
+        nbytes = int(float(number) * (factor or 0))
+    except (ValueError, OverflowError):
+        nbytes = 0
+    if nbytes <= 0:
+        raise Usage(f"expected a size, found `{size}`", hint="write it like 5GB or 512MiB")
+    return nbytes
 
 
 def format_count(number: int) -> str:

@@ -24,6 +24,9 @@ class Best:
     highest: bool = False
     count: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.metric}:{'max' if self.highest else 'min'}:{self.count}"
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read METRIC[:min|max][:N]. Raises `Usage` if `text` is not that."""
@@ -119,6 +122,14 @@ def best_of(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCh
     """
     measured = [saved for saved in newest_first if math.isfinite(saved.metrics.get(best.metric, math.nan))]
     return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
+
+
+def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy) -> None:
+    """Raise `Usage` if no checkpoint has the metric of the best: a typo would cost all but the newest."""
+    if policy.best and complete and not best_of(complete, policy.best):
+        known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
+        hint = f"use one of {', '.join(known)}" if known else "none of them has any"
+        raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
 
 
 def find_saved(run: RunFolder) -> list[SavedCheckpoint]:

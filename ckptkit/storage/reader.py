@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckptkit.arguments import checked
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.engine.blocks import Block, blocks_of
@@ -46,6 +47,7 @@ from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
 from ckptkit.storage.terms import ERROR, IGNORE, WARN, LoadTerms, PlannerEntries
 from ckptkit.storage.ties import find_tied, require_equal
+from ckptkit.summary import as_call
 from ckptkit.tensors.box import Box
 from ckptkit.tensors.dtypes import DType
 
@@ -181,6 +183,7 @@ class Reader(LayoutReader):
     `torch.load(weights_only=True)` would, or are `io.BytesIO`.
     """
 
+    @checked
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -199,6 +202,11 @@ class Reader(LayoutReader):
         self.rank = 0
         self._failure: CkptError | None = None
         super().__init__(missing=missing, cast=cast, unasked=unasked)
+
+    def __repr__(self) -> str:
+        terms, names = self.terms, "" if self.names == KEEP else self.names
+        asked = {"missing": terms.missing, "cast": terms.cast, "unasked": terms.unasked}
+        return as_call(self, self.path, under=self.under, names=names, **asked)
 
     def open(self) -> tuple[Layout, ...]:
         """Open the parts of the checkpoint, the model's first: by the names by which they are read."""

@@ -6,8 +6,11 @@ Each field of `TrainConfig` is a key of the TOML file and an option of `ckptkit 
 from __future__ import annotations
 
 import json
+import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -177,20 +180,32 @@ def read_settings(path: Path) -> dict[str, Any]:
         values = tomllib.loads(read_small(path, _LIMIT).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Usage(f"not a TOML file: {error}", path=path) from error
-    unknown = values.keys() - settings().keys()
-    if unknown:
-        raise Usage(f"unknown setting `{min(unknown)}`", path=path, hint=f"use one of {', '.join(settings())}")
-    return {name: from_toml(name, value, path) for name, value in values.items()}
+    return check_settings(values, path)
 
 
-def from_toml(name: str, value: object, path: Path) -> object:
-    """Return a value of TOML in the type of its setting."""
+def check_settings(values: Mapping[str, Any], path: Path | None = None) -> dict[str, Any]:
+    """Return settings, of a TOML file or of a call in Python, to make a `TrainConfig` of.
+
+    Raises `Usage` for an unknown or ill-typed one.
+    """
+    for name in values.keys() - settings().keys():
+        near = get_close_matches(name, settings())
+        raise Usage(f"unknown setting `{name}`", path=path, hint=f"use one of {', '.join(near or settings())}")
+    return {name: to_setting(name, value, path) for name, value in values.items()}
+
+
+def to_setting(name: str, value: object, path: Path | None) -> object:
+    """Return a value in the type of its setting."""
     kind = settings()[name].kind
+    if value is None and settings()[name].default is None:
+        return None
     if kind is float and type(value) is int:
         return float(value)
-    if kind is Path and isinstance(value, str):
+    if kind is Path and isinstance(value, str | os.PathLike):
         return to_path(value)
-    if isinstance(value, list) and get_origin(kind) is tuple and all(isinstance(item, str) for item in value):
+    if kind is str and isinstance(value, os.PathLike):  # of a model or a tokenizer
+        return os.fspath(value)
+    if isinstance(value, list | tuple) and get_origin(kind) is tuple and all(isinstance(item, str) for item in value):
         return tuple(value)
     if get_origin(kind) is Literal:
         kind = str
