@@ -31,7 +31,7 @@ class Summarized:
 
 
 def as_call(of: object, place: object, **options: object) -> str:
-    """Return an object as the call that makes it, `Run('run', keep_last=2)`, without options that are False or empty."""
+    """Return an object as the call that makes it, such as `Run('run', keep_last=2)`; leaves out empty options."""
     given = [f"{name}={value!r}" for name, value in options.items() if value not in (None, False, "", ())]
     return f"{type(of).__name__}({', '.join([repr(str(place)), *given])})"
 

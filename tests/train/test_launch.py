@@ -73,7 +73,7 @@ def test_a_rank_that_leaves_early_ends_the_run() -> None:
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import ckptkit\nckptkit.train('run', nproc=2, steps=1)\n")
-    command = [sys.executable, script]
+    command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     *_, last = done.stderr.splitlines()
     assert last.startswith("ckptkit.errors.Usage: each new process imports this script")
