@@ -141,10 +141,24 @@ class NotACheckpoint(CkptError):
     code, exit_code = "not_a_checkpoint", 3
 
 
+DAMAGED = "restore the file from a copy, or keep the other tensors with --salvage of consolidate, convert or reshard"
+
+
 class Corrupt(CkptError):
-    """Files that contradict themselves: a gap, an overlap, a short file, a bad CRC."""
+    """Files that contradict themselves: a gap, an overlap, a short file, a bad CRC.
+
+    The hint on a tensor is by default how to keep the others.
+    """
 
     code, exit_code = "corrupt", 3
+
+    @property
+    def hint(self) -> str | None:
+        return self._hint or (DAMAGED if self.tensor else None)
+
+    @hint.setter
+    def hint(self, hint: str | None) -> None:
+        self._hint = hint
 
 
 class Incomplete(Corrupt):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptkit.collector import collector_paused
 from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
 from ckptkit.errors import Corrupt
-from ckptkit.files.crc32 import WAS_CHANGED, tell_damage
+from ckptkit.files.crc32 import tell_damage
 from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.plan import Copy, Plan, Target, in_order, itself
 from ckptkit.tensors.box import whole
@@ -107,7 +107,6 @@ class Sources:
                 tell_damage(length, offset, found, chunk.crc32),
                 path=self._plan.sources[place[0]].root / chunk.path,
                 tensor=name,
-                hint=WAS_CHANGED,
             )
         self.checked_bytes += self._asked[place]
         self._compared.add(place)

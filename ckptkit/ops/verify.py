@@ -29,7 +29,7 @@ from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, translate_os_errors
 from ckptkit.examination import examine_checkpoint
 from ckptkit.examination.inconsistency import Certainty
-from ckptkit.files.crc32 import RESTORE, WAS_CHANGED, tell_damage
+from ckptkit.files.crc32 import RESTORE, tell_damage
 from ckptkit.files.file import children, file_size, is_there
 from ckptkit.files.origin import Origin
 from ckptkit.formats import detect_format, find_format, locate
@@ -423,16 +423,16 @@ def compare_extents(
                 path=own.root / extent.path,
                 tensor=extent.name or None,
                 offset=extent.offset,
-                hint=RESTORE if is_whole else describe_damage(own.root, extent),
+                hint=RESTORE if is_whole else hint_on_zeros(own.root, extent),
             )
         )
 
 
-def describe_damage(root: Path, extent: Extent) -> str:
-    """Return a hint on what may have happened to an extent, and what to do."""
+def hint_on_zeros(root: Path, extent: Extent) -> str | None:
+    """Return what to do about an extent of which a page was never written, None if all pages were."""
     zeros = find_zeros(root, extent)
     if zeros is None:
-        return WAS_CHANGED
+        return None
     return f"use another checkpoint: the page at byte {zeros} is all zeros and was never written, as after a crash"
 
 
