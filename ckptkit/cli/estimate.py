@@ -38,12 +38,16 @@ def estimate(
     world_size: Annotated[int, typer.Option("--world-size", help="The total number of GPUs.")],
     strategy: Annotated[
         str | None,
-        typer.Option("--strategy", help="Show one in detail: full_shard, shard_grad_op, hybrid_shard or ddp."),
+        typer.Option(
+            "--strategy", metavar="STRATEGY", help="Show one in detail: full_shard, shard_grad_op, hybrid_shard or ddp."
+        ),
     ] = None,
     replicas: Annotated[
         int | None, typer.Option("--replicas", help="Copies of the model with hybrid_shard; by default 2.")
     ] = None,
-    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", help="Memory of one GPU, such as 80GB.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, such as 80GB.")
+    ] = None,
     micro_batch_size: Annotated[
         int, typer.Option("--micro-batch-size", help="Sequences that a GPU computes at once.")
     ] = 1,
@@ -51,8 +55,12 @@ def estimate(
         int | None,
         typer.Option("--sequence-length", help="Tokens per sequence; by default the model's longest, or 4096."),
     ] = None,
-    param_dtype: Annotated[str, typer.Option("--param-dtype", help="Compute in bf16 or fp32.")] = "bf16",
-    master_dtype: Annotated[str, typer.Option("--master-dtype", help="Store and update in fp32 or bf16.")] = "fp32",
+    param_dtype: Annotated[
+        str, typer.Option("--param-dtype", metavar="DTYPE", help="Compute in bf16 or fp32.")
+    ] = "bf16",
+    master_dtype: Annotated[
+        str, typer.Option("--master-dtype", metavar="DTYPE", help="Store and update in fp32 or bf16.")
+    ] = "fp32",
     recompute_every: Annotated[
         int, typer.Option("--recompute-every", help="Recompute the activations of every n-th block; 0: none.")
     ] = 1,

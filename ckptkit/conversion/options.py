@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -348,7 +349,7 @@ class ConvertOptions:
     def to_json(self) -> dict[str, Any]:
         """Return what all processes that make the same thing have in common."""
         common = [field.name for field in fields(self) if not field.metadata]
-        return {name: getattr(self, name) for name in common}
+        return {name: anywhere(name, getattr(self, name)) for name in common}
 
 
 class Keywords(TypedDict, total=False):
@@ -408,20 +409,26 @@ def normalize(name: str, value: Any) -> Any:
     """Return an option as `ConvertOptions` holds it."""
     if name == "dtype":
         rules = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-        return tuple(normalize_like(str(rule)) for rule in rules)
+        return tuple(map(str, rules))
     if name == "max_shard_size":
         return parse_bytes(value)
     if name in _SEVERAL:
         return (value,) if isinstance(value, str) else tuple(value)
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+def anywhere(name: str, value: Any) -> Any:
+    """Return an option with its paths as processes with other working directories need them."""
+    if name == "dtype":
+        return tuple(map(like_anywhere, value))
     if name in ("map", "adapter_config", "optimizer_order") and value not in (None, OF_MODEL):
         return str(Path(value).absolute())
-    if name in ("base", "fill_from") and value is not None:
-        is_here = Path(value).is_dir() if name == "base" else Path(value).exists()
-        return str(Path(value).absolute()) if is_here else str(value)
+    if name in ("base", "fill_from") and value is not None and Path(value).exists():
+        return str(Path(value).absolute())
     return value
 
 
-def normalize_like(rule: str) -> str:
+def like_anywhere(rule: str) -> str:
     before, like, model = rule.partition(LIKE)
     return f"{before}{like}{Path(model).absolute()}" if like and Path(model).is_dir() else rule
 

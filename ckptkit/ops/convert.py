@@ -353,6 +353,9 @@ def with_left_behind(conversion: Conversion, checkpoints: Sequence[Checkpoint]) 
     found: list[LeftBehind] = []
     for checkpoint in checkpoints:
         taken = files_taken(checkpoint, conversion.made, conversion.output)
+        if len(checkpoints) > 1:  # the account of entries is that of the first
+            layout = checkpoint.model_component.layout
+            taken = {*taken, *(layout.root / name for name in layout.files)}
         found += checkpoint.left_behind({*conversion.files_used, *taken})
     return replace(conversion, left_behind=tuple(found))
 

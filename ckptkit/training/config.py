@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from ckptkit.errors import Usage, translate_os_errors
 from ckptkit.files.file import read_small
 from ckptkit.files.path import RemotePath, to_path
-from ckptkit.settings import Setting, settings_of
+from ckptkit.settings import About, Setting, settings_of
 from ckptkit.training.models.config import require_at_least
 from ckptkit.training.places import look_again, require_storable
 
@@ -36,16 +36,22 @@ class TrainConfig:
 
     run: Path
     # the model
-    model: Annotated[str, "A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id."] = "tiny"
+    model: Annotated[
+        str, About("A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id.", "MODEL")
+    ] = "tiny"
     untied: Annotated[bool, "Do not share embedding and output weights, if the model is a size such as 8b."] = False
     weights: Annotated[Path | None, "Start from the weights of this checkpoint; any format."] = None
-    freeze: Annotated[tuple[str, ...], "Do not train parameters that match this glob; repeatable."] = ()
+    freeze: Annotated[tuple[str, ...], About("Do not train parameters that match this glob; repeatable.", "GLOB")] = ()
     lora_rank: Annotated[int | None, "Train LoRA adapters of this rank instead of the model."] = None
     lora_alpha: Annotated[int, "Scale adapters by alpha / rank."] = LORA_ALPHA
-    lora_targets: Annotated[tuple[str, ...], "Linear layers to adapt; repeatable; by default all in the blocks."] = ()
+    lora_targets: Annotated[
+        tuple[str, ...], About("Linear layers to adapt; repeatable; by default all in the blocks.", "NAME")
+    ] = ()
     # the data
     data: Annotated[Path | None, "Text, JSONL or token files; by default the Python library's sources."] = None
-    tokenizer: Annotated[str | None, "A Hugging Face tokenizer; by default the model's own, or bytes."] = None
+    tokenizer: Annotated[
+        str | None, About("A Hugging Face tokenizer; by default the model's own, or bytes.", "MODEL")
+    ] = None
     sequence_length: Annotated[int, "Tokens per sequence."] = 256
     batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
     micro_batch_size: Annotated[
@@ -82,7 +88,9 @@ class TrainConfig:
     background: Annotated[bool, "Continue training while a checkpoint is written."] = False
     keep_last: Annotated[int | None, "Keep the last N checkpoints; without any --keep option, all."] = None
     keep_every: Annotated[int | None, "Keep checkpoints whose step is a multiple of N."] = None
-    keep_best: Annotated[str | None, "Keep the best checkpoints by METRIC[:min|max][:N], such as loss."] = None
+    keep_best: Annotated[
+        str | None, About("Keep the best checkpoints by a metric, such as loss.", "METRIC[:min|max][:N]")
+    ] = None
     resume: Annotated[str | None, "Continue from a checkpoint; auto: from the latest, if there is one."] = None
     tensorboard: Annotated[bool, "Also write the metrics for TensorBoard."] = False
 
