@@ -25,7 +25,10 @@ from pathlib import Path
 from typing import Self
 
 _COMMAND_LINE = re.compile(r"(`ckptkit [^`]*`)")
-_OPTION = re.compile(r"(?<![\w-])--(?P<name>[a-z][a-z0-9-]*)(?:[= ](?P<value>[A-Z]+\b|[0-9]+|'[^']*'))?")
+_WORDS = "adapter|auto|bf16|block|dcp|hf|hub|hybrid_shard|keep|pt|sharded"  # values of options that messages name
+_OPTION = re.compile(
+    rf"(?<![\w-])--(?P<name>[a-z][a-z0-9-]*)(?:[= ](?:(?P<value>[A-Z]+\b|[0-9]+|'[^']*')|(?P<word>(?:{_WORDS})\b)))?"
+)
 
 
 class CkptError(Exception):
@@ -95,7 +98,8 @@ def in_python(text: str) -> str:
 
 def as_argument(match: re.Match[str]) -> str:
     name = match["name"].replace("-", "_")
-    return f"{name}={match['value']}" if match["value"] else name
+    value = f"'{match['word']}'" if match["word"] else match["value"]
+    return f"{name}={value}" if value else name
 
 
 # what to do about files of ranks that are missing

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import ckptkit
 from ckptkit import Checkpoint, CkptError, Run
-from ckptkit.errors import Usage
-from ckptkit.storage import Reader, Writer
+from ckptkit.errors import Usage, in_python
+from ckptkit.storage import Reader, Writer, find_cause
 
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: ckptkit.inspect(None), "`source`: expected str, Path or Checkpoint, found None"),  # type: ignore[arg-type]
@@ -30,7 +33,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: ckptkit.convert("run", "out", to="dcp", world_size=True),
         r"`world_size`: expected int or None, found True",
     ),
-    (lambda: ckptkit.convert("run", "out"), "missing option 'to' .hint: pass to with one of dcp, hf, "),
+    (lambda: ckptkit.convert("run", "out"), "missing option 'to' .hint: pass one of dcp, hf, "),
     (lambda: ckptkit.estimate("8b", world_size="8"), r"`world_size`: expected int, found '8' \(str\)"),  # type: ignore[arg-type]
     (lambda: ckptkit.estimate("8b", world_size=8, gpu_memory="80 potatoes"), "expected a size, found `80 potatoes`"),
     (lambda: ckptkit.push("out", None), "`repo_id`: expected str, found None"),  # type: ignore[arg-type]
@@ -103,3 +106,39 @@ def test_objects_show_how_they_were_made(tmp_path: Path) -> None:
     assert repr(Checkpoint.open(tmp_path)) == f"<dcp checkpoint: {tmp_path / 'ckpt-1'}>"
     with pytest.raises(TypeError, match="use `is_equal`"):
         bool(ckptkit.diff(tmp_path, tmp_path))
+
+
+def test_errors_of_torch_s_storage_name_the_checkpoint_and_the_shapes(tmp_path: Path) -> None:
+    Run(tmp_path).save(1, nn.Linear(4, 8))
+    wider, more = nn.Linear(4, 9), nn.Sequential(nn.Linear(4, 8))
+    for model, message in (
+        (wider, r"ckpt-1: tensor `model.weight`: expected shape \[9, 4\] as in the state to load into, found \[8, 4\]"),
+        (more, "ckpt-1: tensor `model.0.(weight|bias)`: "),
+    ):
+        with pytest.raises(CheckpointException) as raised:
+            dcp.load({"model": model.state_dict()}, storage_reader=Reader(tmp_path), no_dist=True)
+        assert re.search(message, str(find_cause(raised.value)))
+
+
+def test_an_occupied_destination_is_named_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Run("run").save(1, nn.Linear(2, 2))
+    with pytest.raises(
+        CkptError, match=r"^run/ckpt-1: the destination exists .hint: save another step, or delete this"
+    ):
+        Run("run").save(1, nn.Linear(2, 2))
+    two = {"a": nn.Linear(2, 2).state_dict(), "b": nn.Linear(3, 2).state_dict(), "step": 3}
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save(two, storage_writer=Writer("out"), no_dist=True)
+    assert str(find_cause(raised.value)).startswith("out: several entries could be the model: a, b")
+
+
+def test_metrics_are_numbers(tmp_path: Path) -> None:
+    with pytest.raises(Usage, match=r"`metrics`: expected numbers by name, found {'loss': 'low'}"):
+        Run(tmp_path).save(1, nn.Linear(2, 2), metrics={"loss": "low"})  # type: ignore[dict-item]
+    Run(tmp_path).save(1, nn.Linear(2, 2), metrics={"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+
+
+def test_options_with_words_become_arguments() -> None:
+    text = "pass --to hf, --names keep or --jobs, then run `ckptkit convert SRC OUT --to dcp`"
+    assert in_python(text) == "pass to='hf', names='keep' or jobs, then run `ckptkit convert SRC OUT --to dcp`"

@@ -39,7 +39,7 @@ def estimate(
     strategy: Annotated[
         str | None,
         typer.Option(
-            "--strategy", metavar="STRATEGY", help="Show one in detail: full_shard, shard_grad_op, hybrid_shard or ddp."
+            "--strategy", metavar="full_shard|shard_grad_op|hybrid_shard|ddp", help="Show one strategy in detail."
         ),
     ] = None,
     replicas: Annotated[
@@ -56,10 +56,10 @@ def estimate(
         typer.Option("--sequence-length", help="Tokens per sequence; by default the model's longest, or 4096."),
     ] = None,
     param_dtype: Annotated[
-        str, typer.Option("--param-dtype", metavar="DTYPE", help="Compute in bf16 or fp32.")
+        str, typer.Option("--param-dtype", metavar="bf16|fp32", help="Dtype to compute in.")
     ] = "bf16",
     master_dtype: Annotated[
-        str, typer.Option("--master-dtype", metavar="DTYPE", help="Store and update in fp32 or bf16.")
+        str, typer.Option("--master-dtype", metavar="bf16|fp32", help="Dtype to store and update in.")
     ] = "fp32",
     recompute_every: Annotated[
         int, typer.Option("--recompute-every", help="Recompute the activations of every n-th block; 0: none.")

@@ -89,7 +89,7 @@ def require_format(output: Path) -> str:
     """Return the format of a file with the name of the output. Raises `Usage` if the name may be a directory's."""
     found = format_of_file(output.name)
     if found is None:
-        raise Usage("missing option '--to'", hint=f"pass --to with one of {', '.join((*writable_formats(), ADAPTER))}")
+        raise Usage("missing option '--to'", hint=f"pass one of {', '.join((*writable_formats(), ADAPTER))} as --to")
     return found
 
 
@@ -352,11 +352,11 @@ def with_left_behind(conversion: Conversion, checkpoints: Sequence[Checkpoint]) 
     """Return the conversion with the files that stay in the directories of its sources."""
     found: list[LeftBehind] = []
     for checkpoint in checkpoints:
-        taken = files_taken(checkpoint, conversion.made, conversion.output)
+        used = {*conversion.files_used, *files_taken(checkpoint, conversion.made, conversion.output)}
         if len(checkpoints) > 1:  # the account of entries is that of the first
             layout = checkpoint.model_component.layout
-            taken = {*taken, *(layout.root / name for name in layout.files)}
-        found += checkpoint.left_behind({*conversion.files_used, *taken})
+            used |= {layout.root / name for name in layout.files}
+        found += checkpoint.left_behind(used)
     return replace(conversion, left_behind=tuple(found))
 
 

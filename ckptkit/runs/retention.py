@@ -144,7 +144,10 @@ def find_saved(run: RunFolder) -> list[SavedCheckpoint]:
 
 def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
     """Return the content of the file that keeps the metrics of a step beside the checkpoint."""
-    numbers = {name: float(value) for name, value in metrics.items()}
+    try:
+        numbers = {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise Usage(f"`metrics`: expected numbers by name, found {dict(metrics)}") from error
     return json.dumps({**numbers, "step": step}, indent=1).encode()
 
 

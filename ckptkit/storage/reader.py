@@ -87,7 +87,7 @@ class LayoutReader(StorageReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Return every tensor as one chunk: the layout knows of which pieces it is made, the planner need not."""
-        entries = PlannerEntries()
+        entries = PlannerEntries(self.layouts[0].root if self.layouts else None)
         keys: dict[str, KeyPath] = {}
         for layout in reversed(self.layouts):
             entries.update({name: describe(tensor.spec) for name, tensor in layout.tensors.items()})
@@ -118,13 +118,17 @@ class LayoutReader(StorageReader):
                 missing[item.storage_index.fqn] = None
             else:
                 items[number].append(item)
-        terms.check_missing(missing, wanted, {name for layout in self.layouts for name in layout.names})
-        if wanted and terms.unasked != IGNORE:
-            terms.check_unasked(keys_beside(self.layouts, wanted), find_ways(planner))
-        if fills_state(planner):
-            self._read_together(items, planner, terms)
-        else:
-            self._read_in_turn(items, planner, terms)
+        try:
+            terms.check_missing(missing, wanted, {name for layout in self.layouts for name in layout.names})
+            if wanted and terms.unasked != IGNORE:
+                terms.check_unasked(keys_beside(self.layouts, wanted), find_ways(planner))
+            if fills_state(planner):
+                self._read_together(items, planner, terms)
+            else:
+                self._read_in_turn(items, planner, terms)
+        except CkptError as error:
+            error.blame(path=self.layouts[0].root if self.layouts else None)
+            raise
         terms.fill_missing(missing, wanted)
         done: Future[None] = Future()
         done.set_result(None)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ckptkit.arguments import checked
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.destinations.stores import to_destination
-from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
+from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate_os_errors
 from ckptkit.files.file import check_name
 from ckptkit.files.path import RemotePath
 from ckptkit.runs.keeper import keeper_of
@@ -145,8 +145,10 @@ class Run:
         try:
             place.open()
             held = self._saver.hold({"step": step, **training.take()}, copy=self._thread is not None)
-        except BaseException:
+        except BaseException as error:
             place.discard()
+            if isinstance(error, Occupied):
+                error.path, error.hint = self.checkpoint(step), "save another step, or delete this checkpoint first"
             raise
         finish = partial(self._finish, place, held, files)
         if self._thread is None:
