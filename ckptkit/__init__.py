@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.version import __version__
@@ -184,10 +185,19 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: `import ckptkit` itself must cost nothing."""
+    """Import a public name when it is first used: `import ckptkit` itself must cost nothing.
+
+    A function is one that checks the types of its arguments first.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    found = getattr(import_module(_HOMES[name]), name)
+    if isinstance(found, FunctionType):
+        from ckptkit.arguments import checked
+
+        found = checked(found)
+        found.__module__ = __name__  # where pickle finds it again
+    return globals().setdefault(name, found)
 
 
 def __dir__() -> list[str]:

@@ -25,7 +25,10 @@ from pathlib import Path
 from typing import Self
 
 _COMMAND_LINE = re.compile(r"(`ckptkit [^`]*`)")
-_OPTION = re.compile(r"(?<![\w-])--(?P<name>[a-z][a-z0-9-]*)(?:[= ](?P<value>[A-Z]+\b|[0-9]+|'[^']*'))?")
+_WORDS = "adapter|auto|bf16|block|dcp|hf|hub|hybrid_shard|keep|pt|sharded"  # values of options that messages name
+_OPTION = re.compile(
+    rf"(?<![\w-])--(?P<name>[a-z][a-z0-9-]*)(?:[= ](?:(?P<value>[A-Z]+\b|[0-9]+|'[^']*')|(?P<word>(?:{_WORDS})\b)))?"
+)
 
 
 class CkptError(Exception):
@@ -95,7 +98,8 @@ def in_python(text: str) -> str:
 
 def as_argument(match: re.Match[str]) -> str:
     name = match["name"].replace("-", "_")
-    return f"{name}={match['value']}" if match["value"] else name
+    value = f"'{match['word']}'" if match["word"] else match["value"]
+    return f"{name}={value}" if value else name
 
 
 # what to do about files of ranks that are missing
@@ -141,10 +145,24 @@ class NotACheckpoint(CkptError):
     code, exit_code = "not_a_checkpoint", 3
 
 
+DAMAGED = "restore the file from a copy, or keep the other tensors with --salvage of consolidate, convert or reshard"
+
+
 class Corrupt(CkptError):
-    """Files that contradict themselves: a gap, an overlap, a short file, a bad CRC."""
+    """Files that contradict themselves: a gap, an overlap, a short file, a bad CRC.
+
+    The hint on a tensor is by default how to keep the others.
+    """
 
     code, exit_code = "corrupt", 3
+
+    @property
+    def hint(self) -> str | None:
+        return self._hint or (DAMAGED if self.tensor else None)
+
+    @hint.setter
+    def hint(self, hint: str | None) -> None:
+        self._hint = hint
 
 
 class Incomplete(Corrupt):

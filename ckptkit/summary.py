@@ -30,6 +30,12 @@ class Summarized:
         return element("div", *(element("div", line) for line in self.summary()))
 
 
+def as_call(of: object, place: object, **options: object) -> str:
+    """Return an object as the call that makes it, such as `Run('run', keep_last=2)`; leaves out empty options."""
+    given = [f"{name}={value!r}" for name, value in options.items() if value not in (None, False, "", ())]
+    return f"{type(of).__name__}({', '.join([repr(str(place)), *given])})"
+
+
 def first_few(lines: Iterable[str], total: int) -> Iterator[str]:
     """Yield the first of `total` lines, and how many more there are."""
     yield from (f"  {line}" for line in islice(lines, _MOST))

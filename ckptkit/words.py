@@ -1,8 +1,10 @@
-"""Put counts and numbers into words, make any text safe to print, and break it into lines."""
+"""Put counts and numbers into words, read sizes, make any text safe to print, and break it into lines."""
 
 from __future__ import annotations
 
 import math
+
+from ckptkit.errors import Usage
 
 _SUFFIXES = ("", "k", "M", "G", "T", "P")
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
@@ -53,6 +55,13 @@ def find_break(text: str, width: int) -> int:
     return width
 
 
+_FACTORS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGTP", start=1)
+    for suffix, base in (("B", 1000), ("", 1000), ("iB", 1024))
+}
+
+
 def brief(number: float) -> str:
     """Return a number in at most four digits: `0.00012`, `3.412`, `31.64k`, `2e-07`."""
     size = abs(number)
@@ -69,6 +78,22 @@ def format_bytes(nbytes: float) -> str:
         nbytes /= 1000
         power += 1
     return f"{nbytes:.0f} {_UNITS[power]}" if power == 0 or nbytes >= 100 else f"{nbytes:.3g} {_UNITS[power]}"
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes, which may be text: `5GB`, `512MiB`, `1000`. Raises `Usage` for any other text."""
+    if not isinstance(size, str):
+        return size
+    number = size.rstrip("BiKMGTPbkmgtp").strip()
+    unit = size[len(number) :].strip()
+    factor = _FACTORS.get(unit) or _FACTORS.get(unit.upper().replace("IB", "iB"))
+    try:
+        nbytes = int(float(number) * (factor or 0))
+    except (ValueError, OverflowError):
+        nbytes = 0
+    if nbytes <= 0:
+        raise Usage(f"expected a size, found `{size}`", hint="write it like 5GB or 512MiB")
+    return nbytes
 
 
 def format_count(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import traceback
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.errors import Corrupt, Incomplete, Usage, and_more
+from ckptkit.errors import DAMAGED, Corrupt, Incomplete, Mismatch, Usage, and_more
 
 PACKAGE = Path(ckptkit.__file__).parent
 
@@ -36,7 +37,16 @@ def test_an_error_as_text_has_path_tensor_message_and_hint() -> None:
 
 
 def test_an_error_that_learns_its_place_says_it() -> None:
-    assert str(Corrupt("a gap").blame(path="a.pt", tensor="w")) == "a.pt: tensor `w`: a gap"
+    assert str(Mismatch("a gap").blame(path="a.pt", tensor="w")) == "a.pt: tensor `w`: a gap"
+
+
+def test_damage_of_a_tensor_has_one_hint() -> None:
+    error = Corrupt("a gap")
+    assert error.hint is None
+    assert error.blame(tensor="w").hint == DAMAGED
+    assert str(error).endswith("or keep the other tensors with salvage of consolidate, convert or reshard)")
+    assert Corrupt("a gap", tensor="w", hint="use another").hint == "use another"
+    assert pickle.loads(pickle.dumps(error)).hint == DAMAGED
 
 
 def test_a_traceback_shows_path_and_hint(tmp_path: Path) -> None:

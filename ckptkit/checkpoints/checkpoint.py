@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ckptkit import trainers
+from ckptkit.arguments import checked
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.component import Component, join
 from ckptkit.checkpoints.evidence import gather, gather_names, read_number
@@ -80,7 +81,12 @@ class Checkpoint:
     components: tuple[Component, ...]
     strange: tuple[Path, ...] = ()
 
+    def __repr__(self) -> str:
+        formats = dict.fromkeys(component.reader.name for component in self.components)
+        return f"<{' and '.join(formats) or 'no'} checkpoint: {self.path}>"
+
     @classmethod
+    @checked
     def open(cls, source: Source, also: Others = ()) -> Checkpoint:
         """Open the checkpoint at a path or URL, or the latest complete one of the run that lies there.
 

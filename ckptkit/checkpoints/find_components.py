@@ -266,10 +266,10 @@ def is_left(name: str, beside: Iterable[str]) -> bool:
 
 def describe_left(found: Iterable[LeftBehind], verb: str) -> list[str]:
     """Return a line for each reason: the verb, the first names, and the reason."""
-    names: dict[str, list[str]] = {}
+    names: dict[str, dict[str, None]] = {}
     for left in found:
-        names.setdefault(left.why, []).append(left.name)
-    return [f"{verb}: {', '.join(some[:6])}{and_more(len(some) - 6)} ({why})" for why, some in names.items()]
+        names.setdefault(left.why, {})[left.name] = None  # once, where several sources have it
+    return [f"{verb}: {', '.join(list(some)[:6])}{and_more(len(some) - 6)} ({why})" for why, some in names.items()]
 
 
 def left_in(

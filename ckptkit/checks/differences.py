@@ -62,7 +62,7 @@ class Diff(Summarized):
 
     `different` has first what matters most. `renamed` gives names in `b` by those in `a`; what is in tensors under two
     names was compared. `checked_bytes` had a CRC-32 to be compared with. `configs` are the keys of config.json by which
-    the two models compute differently.
+    the two models compute differently. A `Diff` is neither true nor false: ask `is_equal`.
     """
 
     a: Path
@@ -90,6 +90,9 @@ class Diff(Summarized):
             key = (one.name if has_nan else fold(one.name), one.reason, one.a, one.b, one.values)
             kinds[key] = kinds[key].merge(one) if key in kinds else Kind(one, 1)
         return tuple(sorted(kinds.values(), key=lambda kind: kind.difference.rank))
+
+    def __bool__(self) -> bool:
+        raise TypeError("a Diff is neither true nor false, which could mean equal or different; use `is_equal`")
 
     @property
     def is_equal(self) -> bool:

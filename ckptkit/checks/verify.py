@@ -31,7 +31,7 @@ from ckptkit.checks.own_files import OwnFiles, within
 from ckptkit.engine.scan import find_zeros, scan
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, translate_os_errors
 from ckptkit.formats import detect_format, find_format, locate
-from ckptkit.io.crc32 import RESTORE, WAS_CHANGED, tell_damage
+from ckptkit.io.crc32 import RESTORE, tell_damage
 from ckptkit.io.file import children, file_size, is_there
 from ckptkit.io.origin import Origin
 from ckptkit.io.progress import Progress, Told, telling
@@ -422,16 +422,16 @@ def compare_extents(
                 path=own.root / extent.path,
                 tensor=extent.name or None,
                 offset=extent.offset,
-                hint=RESTORE if is_whole else describe_damage(own.root, extent),
+                hint=RESTORE if is_whole else hint_on_zeros(own.root, extent),
             )
         )
 
 
-def describe_damage(root: Path, extent: Extent) -> str:
-    """Return a hint on what may have happened to an extent, and what to do."""
+def hint_on_zeros(root: Path, extent: Extent) -> str | None:
+    """Return what to do about an extent of which a page was never written, None if all pages were."""
     zeros = find_zeros(root, extent)
     if zeros is None:
-        return WAS_CHANGED
+        return None
     return f"use another checkpoint: the page at byte {zeros} is all zeros and was never written, as after a crash"
 
 

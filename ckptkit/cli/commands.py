@@ -8,13 +8,12 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.main import get_command
 
+from ckptkit.cli.guesses import OPTION_SYNONYMS, SYNONYMS, hint_on_command, hint_on_format, hint_on_option
 from ckptkit.cli.settings import name_options
-from ckptkit.cli.values import PlainCommand, PlainGroup, print_help
+from ckptkit.cli.values import PlainCommand, PlainGroup, UsageError, print_help
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import Usage
 from ckptkit.version import __version__
-
-UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of it that newer versions of typer contain
 
 # What pydantic says of a value that an option cannot take, in our words.
 _PYDANTIC = (
@@ -68,13 +67,6 @@ COMMANDS = PluginTable(
     },
 )
 
-# What people type before they read the help, which does not show it: commands, and options of a command.
-SYNONYMS = {"export": "consolidate", "info": "inspect"}
-OPTION_SYNONYMS = {
-    "consolidate": {"--model": "--base", "--config": "--base"},
-    "reshard": {"--world-size": "--to", "--ranks": "--to"},
-}
-
 
 def make_command(name: str) -> Any:
     """Return a command, made out of its function."""
@@ -104,8 +96,11 @@ class Commands(PlainGroup):
         return make_command(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name of a command, the command and its arguments."""
-        return super().resolve_command(ctx, [SYNONYMS.get(args[0], args[0]), *args[1:]])
+        """Return the name of a command, the command and its arguments. Raises `Usage` for an unknown one."""
+        name = SYNONYMS.get(args[0], args[0])
+        if name not in COMMANDS and not name.startswith("-"):
+            raise Usage(f"no such command '{name}'", hint=hint_on_command(name, COMMANDS))
+        return super().resolve_command(ctx, [name, *args[1:]])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """Write a section of the help for each group, with the whole summary of each command."""
@@ -133,11 +128,24 @@ class Commands(PlainGroup):
 
 def usage(error: Any) -> Usage:
     """Return an error of click as one of ours."""
-    message = " ".join(error.format_message().removesuffix(".").split())
+    is_unknown = hasattr(error, "possibilities")  # an option, with click's guesses; ours are better
+    text = error.message if is_unknown else error.format_message()
+    message = " ".join(text.removesuffix(".").split())
     for theirs, ours in _PYDANTIC:
         message = re.sub(theirs, ours, message)
+    return Usage(message[:1].lower() + message[1:], hint=hint_on(error, message))
+
+
+def hint_on(error: Any, message: str) -> str:
+    """Return what to type instead."""
     command = error.ctx.command_path if error.ctx else "ckptkit"
-    return Usage(message[:1].lower() + message[1:], hint=f"run `{command} --help`")
+    if hasattr(error, "possibilities") and error.ctx and error.ctx.parent:
+        shown = error.ctx.command
+        options = [name for param in shown.params for name in param.opts if name.startswith("--")]
+        arguments = " ".join(shown.collect_usage_pieces(error.ctx)[1:])
+        return hint_on_option(command, arguments, error.option_name, options)
+    choice = re.search(r"'--to': '(\S+)' is not one of", message)
+    return (hint_on_format(choice[1]) if choice else None) or f"run `{command} --help`"
 
 
 app = typer.Typer(
@@ -165,5 +173,5 @@ def options(
     """Convert and check checkpoints of PyTorch distributed training: consolidate, reshard, inspect, verify, train.
 
     Exit codes: 0 done; 1 a check found something; 2 usage; 3 the input is not a checkpoint, is damaged, or is not
-    supported; 4 an I/O failure; 5 refused: the destination exists or a path is unsafe; 130 interrupted.
+    supported; 4 an I/O failure; 5 refused: the destination exists or a path is unsafe; 130 interrupted; 143 terminated.
     """

@@ -9,9 +9,6 @@ from ckptkit.cli.conversion import OPTIONS, Out, Source, ToOrAdapter, asked, sho
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.errors import Usage
-from ckptkit.formats import format_of_file, writable_formats
-from ckptkit.state.options import ADAPTER
 
 
 @with_options(OPTIONS)
@@ -36,9 +33,6 @@ def convert(
     """
     from ckptkit.conversion.convert import convert as run
 
-    to = to or format_of_file(out.name)
-    if to is None:
-        raise Usage("missing option '--to'", hint=f"pass one of {', '.join((*writable_formats(), ADAPTER))}")
     src = with_others(src, also)
     with progress_bar("converting") as progress:
         done = run(src, out, to=to, **asked(options) | withhold(out, yes=yes), progress=progress)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptkit.errors import CkptError, Usage
+from ckptkit.errors import CkptError
 from ckptkit.words import fold, format_bytes, visible
 
 _quiet = False
@@ -24,11 +24,6 @@ _NARROWEST = 16  # columns that a column keeps in a terminal too narrow for a ta
 _AGES = ((60, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"))  # below so many seconds, divided by, unit
 _SOON = 0.5  # seconds: work that is done by then shows no bar
 _LEAST_LOGGED = 10**8  # bytes: less is done before anybody reads the log
-_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("KMGTP", start=1)
-    for suffix, base in (("B", 1000), ("", 1000), ("iB", 1024))
-}
 
 
 def be_quiet(wanted: bool) -> None:
@@ -165,20 +160,6 @@ class ProgressLog:
         if tenths > self.tenths and total >= _LEAST_LOGGED:
             note(f"{self.verb}: {tenths}0 % of {format_bytes(total)}")
         self.tenths = tenths
-
-
-def parse_bytes(text: str) -> int:
-    """Read bytes: `5GB`, `512MiB`, `1000`."""
-    number = text.rstrip("BiKMGTPbkmgtp").strip()
-    unit = text[len(number) :].strip()
-    factor = _UNITS.get(unit) or _UNITS.get(unit.upper().replace("IB", "iB"))
-    try:
-        size = int(float(number) * (factor or 0))
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise Usage(f"expected a size, found `{text}`", hint="write it like 5GB or 512MiB")
-    return size
 
 
 def age(seconds: float) -> str:

@@ -10,7 +10,7 @@ import typer
 from ckptkit.cli.output import Json, Quiet, note, print_json, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.io.path import to_place
+from ckptkit.io.path import spelled_like, to_place
 
 
 def pin(
@@ -45,7 +45,7 @@ def pin(
         print_json({"pinned": pinned})
         return
     for path in pinned:
-        say(f"pinned {path}")
+        say(f"pinned {spelled_like(checkpoints[0], path)}")
 
 
 def unpin(
@@ -71,6 +71,6 @@ def unpin(
         print_json({"unpinned": unpinned})
         return
     for path in unpinned:
-        say(f"unpinned {path}")
+        say(f"unpinned {spelled_like(checkpoints[0], path)}")
     if not unpinned:
         note("note: nothing was pinned here; `ckptkit ls RUN` shows the pins of a run")

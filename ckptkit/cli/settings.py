@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
-from ckptkit.cli.output import parse_bytes
 from ckptkit.io.path import to_path
 from ckptkit.settings import Setting
+from ckptkit.words import parse_bytes
 
 Command = Callable[..., None]
 _SIZE = "SIZE"  # the placeholder of a number of bytes
@@ -101,7 +101,12 @@ def overriding(name: str, setting: Setting) -> inspect.Parameter:
     is_given = setting.default not in (MISSING, None, ())
     text = f"{setting.text} [{spell(setting.default)}]" if is_given else setting.text
     place: dict[str, Any] = {"parser": to_path} if setting.kind is Path else {}
-    return parameter(name, kind_of(setting) | None, None, typer.Option(help=text, show_default=False, **place))
+    return parameter(
+        name,
+        kind_of(setting) | None,
+        None,
+        typer.Option(help=text, metavar=setting.placeholder, show_default=False, **place),
+    )
 
 
 def parameter(name: str, kind: Any, default: object, described: Any) -> inspect.Parameter:

@@ -43,7 +43,11 @@ def train(
     ] = Path("run"),
     resume: Annotated[
         str | None,
-        typer.Option("--resume", help="Continue from this checkpoint; auto: from the latest, if there is one."),
+        typer.Option(
+            "--resume",
+            metavar="auto|CKPT",
+            help="Continue from this checkpoint; auto: from the latest, if there is one.",
+        ),
     ] = None,
     config: Annotated[
         Path | None,

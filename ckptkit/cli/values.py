@@ -14,6 +14,7 @@ from typing import Any, NoReturn, get_args
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of it that newer versions of typer contain
 Parameter = TyperArgument | TyperOption
 _PLAIN = (bool, int, float, str)
 
@@ -37,7 +38,11 @@ class PlainCommand(TyperCommand):
         if self.no_args_is_help and not args and not ctx.resilient_parsing:
             print_help(ctx)
         take_over(self.get_params(ctx))
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            error.ctx = error.ctx or ctx  # click does not say which command lacks the value of an option
+            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002
         """Return the words of the usage: `SRC`, `SRC...` for one or more, `[OUT]` for what may be left out."""

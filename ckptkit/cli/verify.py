@@ -100,7 +100,7 @@ def verify(
         report_comparison(found)
         if stats and is_ok:
             report_numbers(numbers)
-        if not is_ok and (stats or (against and not any(part.compared for part in found))):
+        if not is_ok and (stats or (against and not any(part.compared is not None for part in found))):
             note("nothing else was checked")
     if not is_ok:
         raise typer.Exit(1)
@@ -154,7 +154,7 @@ def to_json(found: Sequence[Verified]) -> dict[str, Any]:
         "compared": [
             {"path": pair.a, "other": pair.b, **pick(pair, "tensors", "nbytes")}
             for part in found
-            if (pair := part.compared)
+            if (pair := part.compared) is not None
         ],
     }
 
@@ -188,7 +188,7 @@ def report(found: Sequence[Verified], deltas: Collection[Path], *, fast: bool) -
 
 def report_comparison(found: Sequence[Verified]) -> None:
     """Say what was compared with another checkpoint, and whether it is the same; each note once."""
-    pairs = [part.compared for part in found if part.compared]
+    pairs = [part.compared for part in found if part.compared is not None]
     for pair in pairs:
         equal = "are the same" if pair.has_same_entries else "were compared, and are not the same"
         say(f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.a} and {pair.b} {equal}")

@@ -20,6 +20,7 @@ from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.one_of_several import require_whole
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.errors import Caution, Corrupt, Mismatch, Unsupported, Usage
+from ckptkit.formats import format_of_file, writable_formats
 from ckptkit.io.collector import collector_paused
 from ckptkit.io.file import is_there
 from ckptkit.io.origin import Origin
@@ -52,7 +53,7 @@ def convert(
     src: Source,
     dst: str | Path,
     *,
-    to: str,
+    to: str | None = None,
     world_size: int | None = None,
     under: str = "",
     optimizer_keys: str | None = None,
@@ -63,8 +64,8 @@ def convert(
     """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
 
     "dcp" and "pt" keep everything, also the optimizer and the other files of the checkpoint. If `dst` is a name like
-    `model.pt`, the result is one file, without other files. "hf" writes only the model, as `consolidate` does, and
-    "adapter" only the adapter. `under`
+    `model.pt`, the result is one file, without other files, and `to` is by default "pt". "hf" writes only the model, as
+    `consolidate` does, and "adapter" only the adapter. `under`
     puts everything under a key, such as `model`. "dcp" is written for `world_size` ranks, by default as many as in the
     source. `optimizer_keys` writes the optimizer's parameters by "names" or "ids". By default, an optimizer in one file
     gets names when it becomes shards, if the names are certain. `optimizer_order` says in which order it got its
@@ -74,7 +75,7 @@ def convert(
     """
     own = ConvertOptions.of(
         options,
-        to=to,
+        to=to or require_format(to_output(dst)),
         world_size=world_size,
         under=under,
         optimizer_keys=optimizer_keys,
@@ -82,6 +83,14 @@ def convert(
         complete_optimizer=complete_optimizer,
     )
     return run_conversion([src], dst, own)
+
+
+def require_format(output: Path) -> str:
+    """Return the format of a file with the name of the output. Raises `Usage` if the name may be a directory's."""
+    found = format_of_file(output.name)
+    if found is None:
+        raise Usage("missing option '--to'", hint=f"pass one of {', '.join((*writable_formats(), ADAPTER))} as --to")
+    return found
 
 
 def has_quantized(model: Model, options: ConvertOptions) -> bool:
@@ -356,8 +365,11 @@ def with_left_behind(conversion: Conversion, checkpoints: Sequence[Checkpoint]) 
     """Return the conversion with the files that stay in the directories of its sources."""
     found: list[LeftBehind] = []
     for checkpoint in checkpoints:
-        taken = files_taken(checkpoint, conversion.made, conversion.output)
-        found += checkpoint.left_behind({*conversion.files_used, *taken})
+        used = {*conversion.files_used, *files_taken(checkpoint, conversion.made, conversion.output)}
+        if len(checkpoints) > 1:  # the account of entries is that of the first
+            layout = checkpoint.model_component.layout
+            used |= {layout.root / name for name in layout.files}
+        found += checkpoint.left_behind(used)
     return replace(conversion, left_behind=tuple(found))
 
 

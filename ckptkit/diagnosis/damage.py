@@ -13,7 +13,7 @@ from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import rewrite
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import RemotePath, spelled_like
 
 Damage = Mapping[Path, Sequence[CkptError]]
 
@@ -66,7 +66,7 @@ def find_whole(checkpoint: Checkpoint) -> Path | None:
     if checkpoint.own_step is None:
         return None
     try:
-        others = reversed(named_in(checkpoint.path.absolute().parent))
+        others = reversed(named_in(spelled_like(checkpoint.path, checkpoint.path.absolute().parent)))
         return next((one.path for one in others if one.name != checkpoint.name and one.is_complete), None)
     except IOFailure:
         return None

@@ -11,7 +11,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert, draft_salvage
 from ckptkit.conversion.reshard import reshard
-from ckptkit.conversion.salvaging.survey import look_at_sizes
+from ckptkit.conversion.salvaging.survey import look_at_sizes, look_at_structure
 from ckptkit.diagnosis.choose_fixes import Trial
 from ckptkit.diagnosis.exports import repaired
 from ckptkit.diagnosis.fix import Fix
@@ -61,9 +61,10 @@ def options_of(fix: Fix) -> dict[str, Any]:
 
 
 def dry_run_salvage(fix: Fix, checkpoint: Checkpoint) -> Account:
-    """Return what a salvage would lose and fill, as if all bytes that are there had been found undamaged."""
+    """Return what a salvage would lose and fill, as if the bytes of all tensors had been found undamaged."""
+    look = look_at_sizes if isinstance(checkpoint.path, RemotePath) else look_at_structure
     asked = ConvertOptions.of({}, **{"to": "hf", **options_of(fix)})
-    salvaged = draft_salvage(checkpoint.with_base(asked.base), Path(fix.paths[1]), asked, look_at_sizes).salvaged
+    salvaged = draft_salvage(checkpoint.with_base(asked.base), Path(fix.paths[1]), asked, look).salvaged
     assert salvaged is not None
     return salvaged
 

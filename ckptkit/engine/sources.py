@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
 from ckptkit.errors import Corrupt
 from ckptkit.io.collector import collector_paused
-from ckptkit.io.crc32 import WAS_CHANGED, tell_damage
+from ckptkit.io.crc32 import tell_damage
 from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.box import whole
 from ckptkit.layout.dtypes import DTYPES
@@ -107,7 +107,6 @@ class Sources:
                 tell_damage(length, offset, found, chunk.crc32),
                 path=self._plan.sources[place[0]].root / chunk.path,
                 tensor=name,
-                hint=WAS_CHANGED,
             )
         self.checked_bytes += self._asked[place]
         self._compared.add(place)

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import NamedTuple, cast
 
 from ckptkit.entry_points import PluginTable, load
-from ckptkit.errors import NotACheckpoint, Report, Unsupported, refuse, translate_os_errors
+from ckptkit.errors import NotACheckpoint, Report, Unsupported, Usage, refuse, translate_os_errors
 from ckptkit.formats.protocols import EntryWriter, FormatReader, FormatWriter
 from ckptkit.io.file import names_in
 from ckptkit.layout import Layout
@@ -140,7 +140,9 @@ def get_format(name: str) -> FormatReader:
 
 
 def get_writer(name: str) -> FormatWriter:
-    """Return the format `name`, to write. Raises `Unsupported` for one that can only be read."""
+    """Return the format `name`, to write. Raises `Usage` if there is none, `Unsupported` for one that is only read."""
+    if name not in FORMATS:
+        raise Usage(f"unknown format `{name}`", hint=f"use one of {', '.join(writable_formats())}")
     found = get_format(name)
     if not isinstance(found, FormatWriter):
         raise Unsupported(f"ckptkit reads `{name}`, but does not write it")

@@ -27,7 +27,6 @@ def combine(first: int, second: int, length: int) -> int:
 
 
 RESTORE = "restore the file from a copy, or run `ckptkit manifest --overwrite` if you changed it on purpose"
-WAS_CHANGED = "the file changed after it was written: restore it from a copy, or use another checkpoint"
 
 
 def tell_damage(length: int, offset: int, found: int | None, recorded: int | None) -> str:

@@ -179,6 +179,13 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     return (find_offline(path) or path) if isinstance(path, RemotePath) and path.parts[0] == "hf:" else path
 
 
+def spelled_like(typed: Path, absolute: Path) -> Path:
+    """Return an absolute path as a relative one if the user typed such a path and it is below the current directory."""
+    here = Path.cwd()
+    is_plain = type(absolute) is type(here) and not typed.is_absolute()
+    return absolute.relative_to(here) if is_plain and absolute.is_relative_to(here) else absolute
+
+
 def to_model_path(place: str | os.PathLike[str]) -> Path:
     """Return the path of the model that a user means by `place`: as `to_path`, or of a model id on the Hub."""
     return to_path(f"hf://{place}" if is_model_id(place) else place)

@@ -14,7 +14,7 @@ from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, tr
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import children, read_small
 from ckptkit.io.local import is_strange_link
-from ckptkit.io.path import hint_on_id, is_model_id, to_model_path, to_path
+from ckptkit.io.path import hint_on_id, is_model_id, spelled_like, to_model_path, to_path
 from ckptkit.io.stores.hub import downloading
 from ckptkit.layout import Spec
 from ckptkit.trainers import companion_folders, config_of, step_of
@@ -103,7 +103,7 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
         return with_tokenizer(found, checkpoint)
     own = checkpoint.absolute() if checkpoint.is_dir() else checkpoint.absolute().parent
     for place in places_of(checkpoint.absolute()):
-        found = read_companions(place)
+        found = read_companions(spelled_like(checkpoint, place))
         if found is not None and (found.library is None or place == own):
             return with_tokenizer(found, checkpoint)
     return Companions()
@@ -114,7 +114,7 @@ def with_tokenizer(found: Companions, checkpoint: Path) -> Companions:
     if found.files.keys() & set(TOKENIZERS):
         return found
     for place in places_of(checkpoint.absolute()):
-        beside = tokenizer_beside(place)
+        beside = tokenizer_beside(spelled_like(checkpoint, place))
         if beside.keys() & set(TOKENIZERS):
             files = {name: read_small(path, _LIMIT) for name, path in beside.items() if name not in found.files}
             return replace(found, files=found.files | files, beside={name: beside[name] for name in files})

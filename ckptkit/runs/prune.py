@@ -5,7 +5,7 @@ A checkpoint that is not whole is left alone, and does not count as one of those
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from ckptkit.io.progress import Progress, Told, telling
 from ckptkit.runs.demote import demote, foresee
 from ckptkit.runs.keeper import Keeper, find_holds, keeper_of, run_of
 from ckptkit.runs.ls import describe, measure
-from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, best_of, decide, read_metrics
+from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, check_metric, decide, read_metrics
 from ckptkit.summary import Summarized
 from ckptkit.trainers import is_epoch
 from ckptkit.words import count, format_bytes
@@ -146,14 +146,6 @@ def make_plan(keeper: Keeper, policy: Policy, *, demote: bool) -> Pruned:
         (go if entry.freed_bytes else keep).append(entry)
     gone = (*go, *(clear_entry(path, reason) for path, reason in unfinished.items()))
     return Pruned(tuple(keep), () if demote else gone, tuple(other), deleted=False, demote=gone if demote else ())
-
-
-def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy) -> None:
-    """Raise `Usage` if no checkpoint has the metric of the best: a typo would cost all but the newest."""
-    if policy.best and complete and not best_of(complete, policy.best):
-        known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
-        hint = f"use one of {', '.join(known)}" if known else "none of them has any"
-        raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
 
 
 def clear_entry(path: Path, reason: str) -> PruneEntry:

@@ -24,6 +24,9 @@ class Best:
     highest: bool = False
     count: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.metric}:{'max' if self.highest else 'min'}:{self.count}"
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read METRIC[:min|max][:N]. Raises `Usage` if `text` is not that."""
@@ -121,6 +124,14 @@ def best_of(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCh
     return sorted(measured, key=lambda saved: saved.metrics[best.metric] * (-1 if best.highest else 1))[: best.count]
 
 
+def check_metric(root: Path, complete: Sequence[SavedCheckpoint], policy: Policy) -> None:
+    """Raise `Usage` if no checkpoint has the metric of the best: a typo would cost all but the newest."""
+    if policy.best and complete and not best_of(complete, policy.best):
+        known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
+        hint = f"use one of {', '.join(known)}" if known else "none of them has any"
+        raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
+
+
 def find_saved(run: RunFolder) -> list[SavedCheckpoint]:
     """Return the complete checkpoints that the run saved itself: no links, no other names, not only weights."""
     return [
@@ -133,7 +144,10 @@ def find_saved(run: RunFolder) -> list[SavedCheckpoint]:
 
 def write_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
     """Return the content of the file that keeps the metrics of a step beside the checkpoint."""
-    numbers = {name: float(value) for name, value in metrics.items()}
+    try:
+        numbers = {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise Usage(f"`metrics`: expected numbers by name, found {dict(metrics)}") from error
     return json.dumps({**numbers, "step": step}, indent=1).encode()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, TypeVar
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES
 from ckptkit.checkpoints.optimizers.owners import OF_MODEL, ORDER, Order, read_order
 from ckptkit.errors import Usage
-from ckptkit.formats import FORMATS, FormatWriter, get_writer
+from ckptkit.formats import FORMATS, FormatWriter, get_writer, writable_formats
 from ckptkit.io.progress import Progress
 from ckptkit.models.names import FAMILIES, HUB, KEEP, check_names, get_family
 from ckptkit.models.names.custom import read_table
 from ckptkit.models.names.family import Family
 from ckptkit.settings import About
 from ckptkit.state.selection import LIKE, Edits
+from ckptkit.words import parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -175,7 +177,7 @@ class ConvertOptions:
         """Raise `Usage` for what is not understood, and for what the format has no use for."""
         require_least(self)
         if self.to not in (*FORMATS, ADAPTER):
-            raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*FORMATS, ADAPTER))}")
+            raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*writable_formats(), ADAPTER))}")
         if self.weights_from not in (None, MASTER, MODULE):
             raise Usage(
                 f"expected `{MASTER}` or `{MODULE}`, found `{self.weights_from}`",
@@ -352,7 +354,7 @@ class ConvertOptions:
     def to_json(self) -> dict[str, Any]:
         """Return what all processes that make the same thing have in common."""
         common = [field.name for field in fields(self) if not field.metadata]
-        return {name: getattr(self, name) for name in common}
+        return {name: anywhere(name, getattr(self, name)) for name in common}
 
 
 class Keywords(TypedDict, total=False):
@@ -361,7 +363,7 @@ class Keywords(TypedDict, total=False):
     dtype: str | torch.dtype | Sequence[str | torch.dtype]
     quantize: str | None
     exclude_quantize: str | Sequence[str]
-    max_shard_size: int
+    max_shard_size: int | str
     base: str | Path | None
     from_base: str | Sequence[str]
     text_only: bool
@@ -412,19 +414,26 @@ def normalize(name: str, value: Any) -> Any:
     """Return an option as `ConvertOptions` holds it."""
     if name == "dtype":
         rules = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-        return tuple(normalize_like(str(rule)) for rule in rules)
+        return tuple(map(str, rules))
+    if name == "max_shard_size":
+        return parse_bytes(value)
     if name in _SEVERAL:
         return (value,) if isinstance(value, str) else tuple(value)
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+def anywhere(name: str, value: Any) -> Any:
+    """Return an option with its paths as processes with other working directories need them."""
+    if name == "dtype":
+        return tuple(map(like_anywhere, value))
     if name in ("map", "adapter_config", "optimizer_order") and value not in (None, OF_MODEL):
         return str(Path(value).absolute())
-    if name == "base" and value is not None:
-        return str(Path(value).absolute()) if Path(value).is_dir() else str(value)
-    if name == "fill_from" and value is not None:
-        return str(Path(value).absolute()) if Path(value).exists() else str(value)
+    if name in ("base", "fill_from") and value is not None and Path(value).exists():
+        return str(Path(value).absolute())
     return value
 
 
-def normalize_like(rule: str) -> str:
+def like_anywhere(rule: str) -> str:
     before, like, model = rule.partition(LIKE)
     return f"{before}{like}{Path(model).absolute()}" if like and Path(model).is_dir() else rule
 

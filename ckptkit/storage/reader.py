@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckptkit.arguments import checked
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.engine.blocks import Block, blocks_of
@@ -48,6 +49,7 @@ from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
 from ckptkit.storage.terms import ERROR, IGNORE, WARN, LoadTerms, PlannerEntries
 from ckptkit.storage.ties import find_tied, require_equal
+from ckptkit.summary import as_call
 
 
 class LayoutReader(StorageReader):
@@ -85,7 +87,7 @@ class LayoutReader(StorageReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Return every tensor as one chunk: the layout knows of which pieces it is made, the planner need not."""
-        entries = PlannerEntries()
+        entries = PlannerEntries(self.layouts[0].root if self.layouts else None)
         keys: dict[str, KeyPath] = {}
         for layout in reversed(self.layouts):
             entries.update({name: describe(tensor.spec) for name, tensor in layout.tensors.items()})
@@ -116,13 +118,17 @@ class LayoutReader(StorageReader):
                 missing[item.storage_index.fqn] = None
             else:
                 items[number].append(item)
-        terms.check_missing(missing, wanted, {name for layout in self.layouts for name in layout.names})
-        if wanted and terms.unasked != IGNORE:
-            terms.check_unasked(keys_beside(self.layouts, wanted), find_ways(planner))
-        if fills_state(planner):
-            self._read_together(items, planner, terms)
-        else:
-            self._read_in_turn(items, planner, terms)
+        try:
+            terms.check_missing(missing, wanted, {name for layout in self.layouts for name in layout.names})
+            if wanted and terms.unasked != IGNORE:
+                terms.check_unasked(keys_beside(self.layouts, wanted), find_ways(planner))
+            if fills_state(planner):
+                self._read_together(items, planner, terms)
+            else:
+                self._read_in_turn(items, planner, terms)
+        except CkptError as error:
+            error.blame(path=self.layouts[0].root if self.layouts else None)
+            raise
         terms.fill_missing(missing, wanted)
         done: Future[None] = Future()
         done.set_result(None)
@@ -181,6 +187,7 @@ class Reader(LayoutReader):
     `torch.load(weights_only=True)` would, or are `io.BytesIO`.
     """
 
+    @checked
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -199,6 +206,11 @@ class Reader(LayoutReader):
         self.rank = 0
         self._failure: CkptError | None = None
         super().__init__(missing=missing, cast=cast, unasked=unasked)
+
+    def __repr__(self) -> str:
+        terms, names = self.terms, "" if self.names == KEEP else self.names
+        asked = {"missing": terms.missing, "cast": terms.cast, "unasked": terms.unasked}
+        return as_call(self, self.path, under=self.under, names=names, **asked)
 
     def open(self) -> tuple[Layout, ...]:
         """Open the parts of the checkpoint, the model's first: by the names by which they are read."""

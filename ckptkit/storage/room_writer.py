@@ -201,13 +201,13 @@ def is_local(checkpoint_id: object) -> bool:
 
 @contextmanager
 def naming_destination(path: Path) -> Iterator[None]:
-    """Let errors name the destination in the place of the hidden directory that becomes it."""
+    """Let errors name the destination, as it was typed, in the place of the hidden directory that becomes it."""
     try:
         yield
     except CkptError as error:
-        room = staging_path(path)
-        if error.path is not None and error.path.is_relative_to(room):
-            error.path = path / error.path.relative_to(room)
+        for place in (staging_path(path.absolute()), path.absolute()):
+            if error.path is not None and error.path.is_relative_to(place):
+                error.path = path / error.path.relative_to(place)
         raise
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -41,16 +42,33 @@ class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
     """The entries of a checkpoint, as planners see them; only torch's own plan finds every other name here as well.
 
     That plan would end with the first name that is missing. So the reader gets all of them, and applies its terms. A
-    planner that looks a name up itself, to skip what is missing, gets a true answer.
+    planner that looks a name up itself, to skip what is missing, gets a true answer. Where that plan would end with a
+    ValueError for a tensor of another size, `Mismatch` names the tensor and both shapes.
     """
+
+    def __init__(self, root: Path | None = None) -> None:
+        super().__init__()
+        self.root = root
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or sys._getframe(1).f_code is _TORCH_PLAN
 
-    def __missing__(self, name: str) -> BytesStorageMetadata:
-        if sys._getframe(1).f_code is _TORCH_PLAN:
-            return BytesStorageMetadata()
-        raise KeyError(name)
+    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        caller = sys._getframe(1)
+        if caller.f_code is not _TORCH_PLAN:
+            return super().__getitem__(name)
+        found = self.get(name) or BytesStorageMetadata()
+        if isinstance(found, TensorStorageMetadata):
+            require_size(name, found, caller.f_locals.get("obj"), self.root)
+        return found
+
+
+def require_size(name: str, found: TensorStorageMetadata, wanted: object, root: Path | None) -> None:
+    """Raise `Mismatch` if the tensor to load into has another size than the stored one."""
+    if isinstance(wanted, Tensor) and wanted.size() != found.size:
+        shapes = f"expected shape {list(wanted.size())} as in the state to load into, found {list(found.size)}"
+        hint = "build the model with the sizes of the checkpoint, or load another checkpoint"
+        raise Mismatch(f"{shapes} in the checkpoint", path=root, tensor=name, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

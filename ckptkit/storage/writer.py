@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptkit.arguments import checked
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.io.destinations import require_shared, to_destination
 from ckptkit.io.path import RemotePath
@@ -18,6 +19,8 @@ from ckptkit.state.options import DEFAULT_SHARD_SIZE
 from ckptkit.storage.room_writer import StagedWriter
 from ckptkit.storage.small_files import SmallFile
 from ckptkit.storage.store_writer import FORMAT, StoreWriter
+from ckptkit.summary import as_call
+from ckptkit.words import parse_bytes
 
 _LOCAL_FORMAT = "hf"
 
@@ -31,30 +34,34 @@ class Writer(StorageWriter):
     in the state (`model`); all else lies in a DCP directory `training` beside the weights. A state of several models
     without entries of other kinds keeps its names. `files` are small ones to put beside the weights (config.json, a
     tokenizer's): bytes, text, the path of a file, a dict, or a config of transformers, which becomes JSON. The
-    constructor refuses anything else. `max_shard_size` is in bytes.
+    constructor refuses anything else. `max_shard_size` is in bytes, or text such as "5GB".
     `overwrite` replaces a checkpoint that is there, and refuses a directory with entries that ckptkit does not know;
     without `sync` a local checkpoint may not outlive a power cut. A save that failed may leave a hidden directory,
     which goes away with the writer, or at its next save. In a store it leaves its claim and what was sent, which no
     reader takes for a checkpoint; the next save of the writer replaces them, and one of another with `overwrite`.
     """
 
+    @checked
     def __init__(
         self,
         path: str | os.PathLike[str],
         format: str | None = None,  # noqa: A002 - as users call it
         *,
         files: Mapping[str, SmallFile] | None = None,
-        max_shard_size: int = DEFAULT_SHARD_SIZE,
+        max_shard_size: int | str = DEFAULT_SHARD_SIZE,
         overwrite: bool = False,
         sync: bool = True,
     ) -> None:
         super().__init__()
         self._format = format
         self._files = dict(files or {})
-        self._max_shard_size = max_shard_size
+        self._max_shard_size = parse_bytes(max_shard_size)
         self._overwrite = overwrite
         self._sync = sync
         self._writer = self._choose(path)
+
+    def __repr__(self) -> str:
+        return as_call(self, self._writer.path, format=self._format, overwrite=self._overwrite)
 
     def _choose(self, place: str | os.PathLike[str]) -> StagedWriter | StoreWriter:
         path = to_destination(place)

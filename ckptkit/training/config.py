@@ -6,15 +6,18 @@ Each field of `TrainConfig` is a key of the TOML file and an option of `ckptkit 
 from __future__ import annotations
 
 import json
+import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from ckptkit.errors import Usage, translate_os_errors
 from ckptkit.io.file import read_small
 from ckptkit.io.path import RemotePath, to_path
-from ckptkit.settings import Setting, settings_of
+from ckptkit.settings import About, Setting, settings_of
 from ckptkit.training.models.config import require_at_least
 from ckptkit.training.places import look_again, require_storable
 
@@ -33,16 +36,22 @@ class TrainConfig:
 
     run: Path
     # the model
-    model: Annotated[str, "A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id."] = "tiny"
+    model: Annotated[
+        str, About("A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id.", "MODEL")
+    ] = "tiny"
     untied: Annotated[bool, "Do not share embedding and output weights, if the model is a size such as 8b."] = False
     weights: Annotated[Path | None, "Start from the weights of this checkpoint; any format."] = None
-    freeze: Annotated[tuple[str, ...], "Do not train parameters that match this glob; repeatable."] = ()
+    freeze: Annotated[tuple[str, ...], About("Do not train parameters that match this glob; repeatable.", "GLOB")] = ()
     lora_rank: Annotated[int | None, "Train LoRA adapters of this rank instead of the model."] = None
     lora_alpha: Annotated[int, "Scale adapters by alpha / rank."] = LORA_ALPHA
-    lora_targets: Annotated[tuple[str, ...], "Linear layers to adapt; repeatable; by default all in the blocks."] = ()
+    lora_targets: Annotated[
+        tuple[str, ...], About("Linear layers to adapt; repeatable; by default all in the blocks.", "NAME")
+    ] = ()
     # the data
     data: Annotated[Path | None, "Text, JSONL or token files; by default the Python library's sources."] = None
-    tokenizer: Annotated[str | None, "A Hugging Face tokenizer; by default the model's own, or bytes."] = None
+    tokenizer: Annotated[
+        str | None, About("A Hugging Face tokenizer; by default the model's own, or bytes.", "MODEL")
+    ] = None
     sequence_length: Annotated[int, "Tokens per sequence."] = 256
     batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
     micro_batch_size: Annotated[
@@ -79,7 +88,9 @@ class TrainConfig:
     background: Annotated[bool, "Continue training while a checkpoint is written."] = False
     keep_last: Annotated[int | None, "Keep the last N checkpoints; without any --keep option, all."] = None
     keep_every: Annotated[int | None, "Keep checkpoints whose step is a multiple of N."] = None
-    keep_best: Annotated[str | None, "Keep the best checkpoints by METRIC[:min|max][:N], such as loss."] = None
+    keep_best: Annotated[
+        str | None, About("Keep the best checkpoints by a metric, such as loss.", "METRIC[:min|max][:N]")
+    ] = None
     resume: Annotated[str | None, "Continue from a checkpoint; auto: from the latest, if there is one."] = None
     tensorboard: Annotated[bool, "Also write the metrics for TensorBoard."] = False
 
@@ -177,20 +188,32 @@ def read_settings(path: Path) -> dict[str, Any]:
         values = tomllib.loads(read_small(path, _LIMIT).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Usage(f"not a TOML file: {error}", path=path) from error
-    unknown = values.keys() - settings().keys()
-    if unknown:
-        raise Usage(f"unknown setting `{min(unknown)}`", path=path, hint=f"use one of {', '.join(settings())}")
-    return {name: from_toml(name, value, path) for name, value in values.items()}
+    return check_settings(values, path)
 
 
-def from_toml(name: str, value: object, path: Path) -> object:
-    """Return a value of TOML in the type of its setting."""
+def check_settings(values: Mapping[str, Any], path: Path | None = None) -> dict[str, Any]:
+    """Return settings, of a TOML file or of a call in Python, to make a `TrainConfig` of.
+
+    Raises `Usage` for an unknown or ill-typed one.
+    """
+    for name in values.keys() - settings().keys():
+        near = get_close_matches(name, settings())
+        raise Usage(f"unknown setting `{name}`", path=path, hint=f"use one of {', '.join(near or settings())}")
+    return {name: to_setting(name, value, path) for name, value in values.items()}
+
+
+def to_setting(name: str, value: object, path: Path | None) -> object:
+    """Return a value in the type of its setting."""
     kind = settings()[name].kind
+    if value is None and settings()[name].default is None:
+        return None
     if kind is float and type(value) is int:
         return float(value)
-    if kind is Path and isinstance(value, str):
+    if kind is Path and isinstance(value, str | os.PathLike):
         return to_path(value)
-    if isinstance(value, list) and get_origin(kind) is tuple and all(isinstance(item, str) for item in value):
+    if kind is str and isinstance(value, os.PathLike):  # of a model or a tokenizer
+        return os.fspath(value)
+    if isinstance(value, list | tuple) and get_origin(kind) is tuple and all(isinstance(item, str) for item in value):
         return tuple(value)
     if get_origin(kind) is Literal:
         kind = str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from ckptkit.training.parallel.ranks import RankPlace
 
 # What every rank imports and forking shares: FSDP wraps modules with the last one.
 PRELOADED = ["ckptkit.training.loop", "torch._dynamo"]
+
+_UNGUARDED = os.EX_USAGE  # the exit code of a rank whose script called us again when the rank imported it
 
 Report = Callable[[Any], None]
 Work = Callable[[RankPlace, Report], None]
@@ -105,7 +108,12 @@ def start(work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:
     ours, theirs = context.Pipe(duplex=False)
     given = (work, place, theirs, dict(os.environ))
     process = context.Process(target=run_rank, args=given, name=f"rank {place.rank}", daemon=True)
-    process.start()
+    try:
+        process.start()
+    except RuntimeError:
+        if "__mp_main__" in sys.modules:  # the script's name while a new process imports it, and may not start others
+            os._exit(_UNGUARDED)
+        raise
     theirs.close()  # so that the end of the process is the end of the pipe
     return ours, process
 
@@ -136,9 +144,8 @@ def follow(ranks: Ranks, report: Report) -> None:
     while open_pipes:
         for pipe in wait(list(open_pipes)):
             assert isinstance(pipe, Connection)
-            try:
-                message = pipe.recv()
-            except EOFError:
+            message = receive(pipe)
+            if message is None:
                 require_good_end(open_pipes.pop(pipe))
                 continue
             if isinstance(message, CkptError):
@@ -146,10 +153,23 @@ def follow(ranks: Ranks, report: Report) -> None:
             report(message)
 
 
+def receive(pipe: Connection) -> Any:
+    """Return what a rank reports, None when it has closed its pipe."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
 def require_good_end(process: BaseProcess) -> None:
     """Raise CkptError unless the process of a rank, which closed its pipe, ended with exit code 0."""
     process.join()
     code = process.exitcode or 0
+    if code == _UNGUARDED:
+        raise Usage(
+            "each new process imports this script, which would start processes again",
+            hint='put the call under `if __name__ == "__main__":`',
+        )
     if code < 0:
         name = signal.Signals(-code).name
         hint = "check whether this machine is out of memory" if name == "SIGKILL" else None

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from ckptkit.cli.commands import COMMANDS, OPTION_SYNONYMS, SYNONYMS, app, make_command
+from ckptkit.cli.commands import COMMANDS, app, make_command
+from ckptkit.cli.guesses import _COMMANDS, OPTION_SYNONYMS, SYNONYMS, hint_on_command
+from ckptkit.errors import Usage
 from ckptkit.settings import Setting, settings_of
 from ckptkit.state.options import ConvertOptions
 from ckptkit.training.config import settings as settings_of_training
@@ -69,10 +71,51 @@ def test_synonyms_of_commands_are_accepted(synonym: str, name: str, capsys: pyte
 def test_synonyms_of_options_are_accepted(
     command: str, synonym: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    read = [make_command(command).make_context(command, ["a", "b", option, "7"]).params for option in (synonym, name)]
+    arguments = {"train": ["a"], "smoke": [], "estimate": ["8b", "--world-size", "8"]}.get(command, ["a", "b"])
+    value = "hf" if (command, name) == ("convert", "--to") else "7"
+    make = make_command(command).make_context
+    read = [make(command, [*arguments, option, value]).params for option in (synonym, name)]
     assert read[0] == read[1]
-    assert str(read[0][name.removeprefix("--")]) == "7"
+    assert float(read[0][name.removeprefix("--").replace("-", "_")]) == 7 if value == "7" else read[0]["to"] == value
     assert synonym not in options_in(help_of(capsys, command))
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("fix run", "run `ckptkit doctor CKPT --fix OUT`"),
+        ("salvage run out", "run `ckptkit consolidate SRC OUT --salvage`"),
+        ("delete run", "run `ckptkit prune RUN`"),
+        ("shard run", "run `ckptkit reshard SRC OUT --to N`"),
+        ("verfy run", "run `ckptkit verify`"),
+        ("nonsense", "run `ckptkit --help`"),
+        ("convert run out --key model", "pass --under"),
+        ("consolidate run out --key model", "pass --include"),
+        ("consolidate run out --force", "pass --overwrite"),
+        ("prune run --force", "pass --yes"),
+        ("prune run --keep 3", "pass --keep-last, --keep-every or --keep-best"),
+        ("estimate 8b --batch-size 3", "pass --micro-batch-size"),
+        ("verify run --quick", "pass --fast"),
+        ("doctor run --fix", "run `ckptkit doctor --help`"),
+        ("consolidate run --output out", "pass it without an option: `ckptkit consolidate SRC OUT`"),
+        ("consolidate run out --to dcp", "run `ckptkit convert SRC OUT --to FORMAT` for another format"),
+        ("convert run out --to safetensors", "pass --to hf"),
+        ("convert run out --to FSDP", "pass --to dcp"),
+        ("convert run out --to zip", "run `ckptkit convert --help`"),
+    ],
+)
+def test_guesses_are_answered_with_the_right_name(line: str, hint: str) -> None:
+    with pytest.raises(Usage) as raised:
+        COMMAND.main(line.split(), prog_name="ckptkit", standalone_mode=False)
+    assert raised.value.hint == hint
+
+
+def test_every_hint_on_a_command_is_a_command_line() -> None:
+    for name in _COMMANDS:
+        verb, *options = hint_on_command(name, COMMANDS).removeprefix("run `ckptkit ").strip("`").split()
+        assert verb in (*COMMANDS, "--version")
+        known = {one for param in make_command(verb).params for one in param.opts} if verb in COMMANDS else set()
+        assert {word for word in options if word.startswith("--")} <= known
 
 
 def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from tests.command import ckptkit
         (["consolidate", "a", "b", "--jobs", "-1"], "invalid value for '--jobs'"),
         (["convert", "a", "b", "--to", "zip"], "'zip' is not one of 'dcp', 'hf', 'universal', 'ranks', 'pt'"),
         (["diff", "a", "b", "--rtol", "-0.5"], "invalid value for '--rtol'"),
-        (["consolidat"], "Did you mean 'consolidate'?"),
+        (["consolidat"], "hint: run `ckptkit consolidate`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckptkit
+from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from tests import producers
@@ -133,6 +134,15 @@ def test_the_last_of_a_run(run: Path, tmp_path: Path) -> None:
     assert manifest is not None
     assert manifest.source is not None
     assert manifest.source["mean"] == "0.5 x ckpt-10 + 0.5 x ckpt-11"
+
+
+def test_state_of_the_training_is_not_taken_for_another_model(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    for step in (1, 2):
+        optimizer = torch.optim.AdamW(model.parameters())
+        ckptkit.Run(tmp_path / "run").save(step, model, optimizer, metrics={"loss": 1.0}, more={"a": 1})
+    done = ckptkit.average(tmp_path / "run", tmp_path / "out", last=2)
+    assert describe_left(done.left_behind, "not copied") == ["not copied: metrics.json (state of the training)"]
 
 
 def test_weights_are_divided_by_their_sum(run: Path, tmp_path: Path) -> None:

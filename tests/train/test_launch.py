@@ -69,6 +69,19 @@ def test_a_rank_that_leaves_early_ends_the_run() -> None:
         launch(leave_early, 1, lambda _: None)
 
 
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import ckptkit\nckptkit.train('run', nproc=2, steps=1)\n")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("ckptkit.errors.Usage: each new process imports this script")
+    assert last.endswith('(hint: put the call under `if __name__ == "__main__":`)')
+    assert done.stderr.count("Traceback") == 1
+    assert not list((tmp_path / "run").glob("ckpt-*"))
+
+
 def test_a_rank_has_the_environment_of_now_and_prints_no_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -41,6 +41,23 @@ class Survey:
 
 def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None = None) -> Survey:
     """Find all damage in a layout: read every byte of its tensors once, except those of lost chunks."""
+    found, located = look_inside(layout)
+    sound = found.mark(located)
+    damage = find_damage(sound, jobs=jobs, progress=telling(progress, nbytes_of(sound)))
+    for name, i, chunk in numbered(sound) if damage else ():
+        wrong = None if chunk.is_lost else damage.get(run_of(chunk))
+        if wrong is not None:
+            found.chunks[name, i] = wrong.blame(path=layout.root / chunk.path)
+    return found
+
+
+def look_at_structure(layout: Layout) -> Survey:
+    """Return the chunks and entries whose files are missing or too short, or whose envelopes do not open."""
+    return look_inside(layout)[0]
+
+
+def look_inside(layout: Layout) -> tuple[Survey, Layout]:
+    """Return the damage that shows without a look at the tensors' bytes, and the layout with these located."""
     found = look_at_sizes(layout)
     reported: list[CkptError] = []
     located = locate(unpack(found.mark(layout), reported.append), reported.append)
@@ -51,13 +68,7 @@ def survey(layout: Layout, *, jobs: int | None = None, progress: Progress | None
         if chunk.wrapper is not None:
             unknown = Corrupt("the item there cannot be read", path=layout.root / chunk.path)
             found.chunks[name, i] = told.get((name, chunk.offset), unknown)
-    sound = found.mark(located)
-    damage = find_damage(sound, jobs=jobs, progress=telling(progress, nbytes_of(sound)))
-    for name, i, chunk in numbered(sound) if damage else ():
-        wrong = None if chunk.is_lost else damage.get(run_of(chunk))
-        if wrong is not None:
-            found.chunks[name, i] = wrong.blame(path=layout.root / chunk.path)
-    return found
+    return found, located
 
 
 def without_files(layout: Layout) -> Layout:

@@ -225,7 +225,6 @@ def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
                 path=path,
                 tensor=name,
                 offset=size,
-                hint="restore the file from a copy, or keep the other tensors with --salvage",
             )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, parse_bytes, print_json, print_table, say
+from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, say
 from ckptkit.words import count, format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -37,12 +37,16 @@ def estimate(
     world_size: Annotated[int, typer.Option("--world-size", help="The total number of GPUs.")],
     strategy: Annotated[
         str | None,
-        typer.Option("--strategy", help="Show one in detail: full_shard, shard_grad_op, hybrid_shard or ddp."),
+        typer.Option(
+            "--strategy", metavar="full_shard|shard_grad_op|hybrid_shard|ddp", help="Show one strategy in detail."
+        ),
     ] = None,
     replicas: Annotated[
         int | None, typer.Option("--replicas", help="Copies of the model with hybrid_shard; by default 2.")
     ] = None,
-    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", help="Memory of one GPU, such as 80GB.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, such as 80GB.")
+    ] = None,
     micro_batch_size: Annotated[
         int, typer.Option("--micro-batch-size", help="Sequences that a GPU computes at once.")
     ] = 1,
@@ -50,8 +54,12 @@ def estimate(
         int | None,
         typer.Option("--sequence-length", help="Tokens per sequence; by default the model's longest, or 4096."),
     ] = None,
-    param_dtype: Annotated[str, typer.Option("--param-dtype", help="Compute in bf16 or fp32.")] = "bf16",
-    master_dtype: Annotated[str, typer.Option("--master-dtype", help="Store and update in fp32 or bf16.")] = "fp32",
+    param_dtype: Annotated[
+        str, typer.Option("--param-dtype", metavar="bf16|fp32", help="Dtype to compute in.")
+    ] = "bf16",
+    master_dtype: Annotated[
+        str, typer.Option("--master-dtype", metavar="bf16|fp32", help="Dtype to store and update in.")
+    ] = "fp32",
     recompute_every: Annotated[
         int, typer.Option("--recompute-every", help="Recompute the activations of every n-th block; 0: none.")
     ] = 1,
@@ -98,7 +106,7 @@ def estimate(
         recompute_every=recompute_every,
         prefetch=prefetch,
         cpu_offload=cpu_offload,
-        gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory),
+        gpu_memory=gpu_memory,
     )
     if json:
         print_json(to_json(found))

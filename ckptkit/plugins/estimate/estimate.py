@@ -18,7 +18,7 @@ from ckptkit.plugins.estimate.architecture import Architecture, read_architectur
 from ckptkit.plugins.estimate.budget import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.summary import Summarized
 from ckptkit.training.models.config import SIZES, ModelConfig
-from ckptkit.words import format_bytes, format_count
+from ckptkit.words import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ def estimate(
     recompute_every: int = 1,
     prefetch: int = 1,
     cpu_offload: bool = False,
-    gpu_memory: int | None = None,
+    gpu_memory: int | str | None = None,
 ) -> Estimated:
     """Estimate the memory that training `model` needs on each of `world_size` GPUs, and the sizes of its checkpoints.
 
@@ -89,8 +89,9 @@ def estimate(
     such as "8b". For a size, `vocab_size` is by default 256, the bytes, and with `untied` embedding and output weights
     are not shared. Without `strategy`, all strategies are estimated. `replicas` is the number of copies of the model
     with hybrid_shard, by default 2. `sequence_length` is in tokens, by default the model's longest, at most 4096.
-    `gpu_memory` is in bytes. For the other options see `Setup` in `ckptkit.plugins.estimate.budget`. Raises `Usage` for
-    settings that exclude each other, `Unsupported` for a model of unknown sizes.
+    `gpu_memory` is in bytes, or text such as "80GB". For the other options see `Setup` in
+    `ckptkit.plugins.estimate.budget`. Raises `Usage` for settings that exclude each other, `Unsupported` for a model of
+    unknown sizes.
     """
     asked = () if isinstance(model, Mapping) else remarks_on_id(str(model))
     if not isinstance(model, Mapping) and model in SIZES:
@@ -119,7 +120,7 @@ def estimate(
         architecture,
         tuple(make_budget(architecture, each) for each in setups),
         disk_bytes(architecture, setup),
-        gpu_memory,
+        None if gpu_memory is None else parse_bytes(gpu_memory),
         (*asked, *notes_on(architecture, setup)),
     )
 

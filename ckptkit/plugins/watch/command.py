@@ -91,7 +91,8 @@ def watch(
 
 def require_command(line: str) -> None:
     """Raise `Usage` if a line does not begin with a command that makes sense here."""
-    from ckptkit.cli.commands import COMMANDS, SYNONYMS
+    from ckptkit.cli.commands import COMMANDS
+    from ckptkit.cli.guesses import SYNONYMS
 
     words: list[str] = []
     with suppress(ValueError):  # which is said elsewhere

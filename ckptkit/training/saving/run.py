@@ -21,15 +21,17 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from ckptkit.arguments import checked
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.errors import CkptError, NotACheckpoint, Usage, translate_os_errors
+from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate_os_errors
 from ckptkit.io.destinations import to_destination
 from ckptkit.io.file import check_name
 from ckptkit.io.path import RemotePath
 from ckptkit.runs.keeper import keeper_of
-from ckptkit.runs.retention import Best, Policy, decide, find_saved, write_metrics
+from ckptkit.runs.retention import Best, Policy, check_metric, decide, find_saved, write_metrics
 from ckptkit.storage.ranks import Ranks
+from ckptkit.summary import as_call
 from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.places import look_again, require_storable
 from ckptkit.training.saving.load import Stored
@@ -54,6 +56,7 @@ class Run:
     checkpoint, as config.json should be.
     """
 
+    @checked
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -79,6 +82,11 @@ class Run:
         self._replaced: set[Path] = set()
         if background:
             silence()
+
+    def __repr__(self) -> str:
+        best = self._policy.best
+        rules = {"keep_last": self._policy.last, "keep_every": self._policy.every, "keep_best": best and str(best)}
+        return as_call(self, self.root, state_dict=self.state_dict, background=self._thread is not None, **rules)
 
     # Both are made when first needed: the process group may be younger than the run.
 
@@ -110,6 +118,7 @@ class Run:
         """Return the run as it is now."""
         return RunFolder(look_again(self.root))
 
+    @checked
     @quiet()
     def save(
         self,
@@ -136,8 +145,10 @@ class Run:
         try:
             place.open()
             held = self._saver.hold({"step": step, **training.take()}, copy=self._thread is not None)
-        except BaseException:
+        except BaseException as error:
             place.discard()
+            if isinstance(error, Occupied):
+                error.path, error.hint = self.checkpoint(step), "save another step, or delete this checkpoint first"
             raise
         finish = partial(self._finish, place, held, files)
         if self._thread is None:
@@ -173,6 +184,7 @@ class Run:
                 for left in keeper.unfinished():
                     keeper.delete(left)
                 found = [] if self._policy.keeps_all else find_saved(self._look())
+                check_metric(self.root, found, self._policy)
                 for verdict in decide(found, self._policy):
                     path = verdict.saved.path
                     # what was saved just now is not the newest where a run was resumed from an older checkpoint
@@ -181,6 +193,7 @@ class Run:
         except CkptError as error:  # the new checkpoint is there: no reason to end a training
             warnings.warn(f"an old checkpoint was not deleted: {error}", stacklevel=2)
 
+    @checked
     @quiet()
     def load(
         self,
