@@ -345,7 +345,6 @@ def test_whatever_request_fails_a_bucket_has_no_mark_or_all(
     expected = bytes_in(tmp_path / "out")
     totals = {where: hub.fail(where, status=403, skip=_MANY) for where in ("buckets", _CHANGES)}
     convert(small, "hf://buckets/org/many/run/ckpt-5", **options)
-    failures = 0
     points = [(where, skip) for where, fault in totals.items() for skip in some(_MANY - fault.skip)]
     for where, skip in points:
         hub.buckets.clear()
@@ -359,8 +358,7 @@ def test_whatever_request_fails_a_bucket_has_no_mark_or_all(
             assert mark not in found or found.items() >= expected.items()
             convert(small, "hf://buckets/org/many/run/ckpt-5", overwrite=mark in found, **options)
         assert in_bucket(hub) == expected
-        failures += not fault.times
-    assert failures > len(points) // 2
+        assert fault.times == 0, f"request {skip} did not fail"
 
 
 def test_a_killed_upload_to_a_bucket_is_resumed(hub: Hub, source: Path, small: Path) -> None:
