@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -88,6 +89,11 @@ def _make_once(producer: Producer, home: Path) -> Produced:
             if not truth.exists():
                 torch.save(producer(root), truth)
             return Produced(root, torch.load(truth))
+
+
+def pytest_collection_finish() -> None:
+    """Spare each test the search for garbage among all that was imported and collected."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
