@@ -25,14 +25,13 @@ from ckptkit.files.path import RemotePath
 from ckptkit.files.stores import open_store
 from ckptkit.storage import Writer
 from tests.conftest import Some
-from tests.conversion.test_to_store import WAYS, bytes_in
+from tests.destinations.contract import WAYS, bytes_in
 from tests.hub_buckets import Bucket
 from tests.hub_server import Hub, start
 from tests.hub_server import ckptkit as command
-from tests.s3 import forget, serve_moto
+from tests.s3 import CLAIM, Place
 from tests.tiers import nightly_but
 
-CLAIM = ".ckptkit-upload.json"
 GIT = ".gitattributes"
 _CHANGES = "POST .*buckets.*/batch"
 _MANY = 1 << 20  # requests
@@ -309,18 +308,10 @@ def test_a_new_branch_has_the_output_alone(hub: Hub, tmp_path: Path) -> None:
     assert hub.files("org/other").keys() == {GIT}
 
 
-def test_from_s3_to_the_hub(hub: Hub, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from s3fs import S3FileSystem
-
-    with serve_moto(tmp_path / "moto") as server:
-        for name, value in server.env.items():
-            monkeypatch.setenv(name, value)
-        forget()
-        S3FileSystem().call_s3("create_bucket", Bucket="bucket")
-        ckptkit.cp(small, "s3://bucket/ckpt-5")
-        for url in ("hf://org/name/ckpt-5", "hf://buckets/org/many/run/ckpt-5"):
-            ckptkit.cp("s3://bucket/ckpt-5", url)
-        forget()
+def test_from_s3_to_the_hub(hub: Hub, small: Path, place: Place) -> None:
+    ckptkit.cp(small, place.url)
+    for url in ("hf://org/name/ckpt-5", "hf://buckets/org/many/run/ckpt-5"):
+        ckptkit.cp(place.url, url)
     assert in_repo(hub, "ckpt-5/") == in_bucket(hub) == bytes_in(small)
 
 

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -31,21 +31,19 @@ from ckptkit.destinations import pieces
 from ckptkit.destinations.objects import ObjectDestination
 from ckptkit.destinations.pieces import PART_BYTES, cut_file
 from ckptkit.destinations.stores import to_destination
-from ckptkit.errors import Corrupt, IOFailure, Occupied, Unsupported, Usage
+from ckptkit.errors import IOFailure, Occupied, Unsupported, Usage
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.object_calls import connect
 from ckptkit.training.launch import launch
 from tests.azurite import AZURITE, create_container, env_of, serve_azurite
-from tests.s3 import S3, forget
+from tests.destinations.contract import Convert, Output, OutputContract, bytes_in, make_source
+from tests.s3 import CLAIM, S3, forget
 from tests.storage.test_store_writer import load_on_ranks, save_on_ranks
 from tests.tiers import nightly_but
 
-CLAIM = ".ckptkit-upload.json"
 _NUMBERS = count()
 _NEEDS_AZURITE = pytest.mark.skipif(AZURITE is None, reason="Azurite is not installed")
-
-Convert = Callable[..., Any]
 
 
 @dataclass(slots=True)
@@ -59,14 +57,17 @@ class Bucket:
     def __post_init__(self) -> None:
         self.store = connect("/".join(self.url.split("/")[:3]))
 
+    def objects(self, prefix: str | None = None) -> dict[str, bytes]:
+        """The content of all objects, or of those with a prefix, by their keys."""
+        keys = [one["path"] for one in obstore.list(self.store, prefix).collect()]
+        return {key: bytes(obstore.get(self.store, key).bytes()) for key in keys}
+
     def files(self) -> dict[str, bytes]:
         """The objects of the checkpoint, by name."""
-        base = "run/ckpt-5"
-        keys = [one["path"] for one in obstore.list(self.store, base).collect()]
-        return {key.removeprefix(f"{base}/"): bytes(obstore.get(self.store, key).bytes()) for key in keys}
+        return {key.removeprefix("run/ckpt-5/"): data for key, data in self.objects("run/ckpt-5").items()}
 
-    def put(self, name: str, content: bytes) -> None:
-        obstore.put(self.store, f"run/ckpt-5/{name}", content)
+    def put(self, key: str, content: bytes) -> None:
+        obstore.put(self.store, key, content)
         forget()
 
     def delete(self, *names: str) -> None:
@@ -110,16 +111,7 @@ def place(request: pytest.FixtureRequest) -> Bucket:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of DCP, with one file of several pieces, an optimizer and a manifest."""
-    root = tmp_path_factory.mktemp("run") / "ckpt-5"
-    generator = torch.Generator().manual_seed(0)
-    model = {f"layers.{i}.w": torch.randn(1000 + i, 3001, generator=generator) for i in range(3)}
-    model |= {"embed.weight": torch.randn(7, 3, generator=generator), "empty": torch.zeros(0, 3)}
-    states = {name: {"exp_avg": torch.ones(one.shape), "step": torch.tensor(5.0)} for name, one in model.items()}
-    state = {"model": model, "optimizer": {"state": states, "param_groups": [{"params": list(model)}]}, "step": 5}
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save(state, checkpoint_id=root, no_dist=True)
-    (root / "config.json").write_text('{"model_type": "mine"}')
+    root = make_source(tmp_path_factory.mktemp("run") / "ckpt-5")
     ckptkit.make_manifest(root)
     return root
 
@@ -140,27 +132,13 @@ def make_two_files(root: Path, numel: int) -> Path:
     return root
 
 
-WAYS: dict[str, tuple[Convert, dict[str, Any]]] = {
-    "hf": (ckptkit.consolidate, {}),
-    "hf shards": (ckptkit.consolidate, {"max_shard_size": 20_000_000, "dtype": "bfloat16"}),
-    "dcp": (ckptkit.convert, {"to": "dcp", "world_size": 3}),
-    "pt": (ckptkit.convert, {"to": "pt"}),
-    "universal": (ckptkit.convert, {"to": "universal"}),
-    "average": (lambda source, *more, **options: ckptkit.average([source, source], *more, **options), {}),
-}
+@pytest.fixture
+def output(place: Bucket) -> Output:
+    return Output(place.url, place.objects, place.put)
 
 
-def bytes_in(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_bytes_are_those_of_a_local_output(way: str, place: Bucket, source: Path, tmp_path: Path) -> None:
-    convert, options = WAYS[way]
-    convert(source, tmp_path / "out", **options)
-    convert(source, place.url, **options)
-    assert place.files() == bytes_in(tmp_path / "out")
-    assert all(part.is_ok for part in ckptkit.verify(place.url))
+class TestOutputs(OutputContract):
+    """The outputs in the store in memory, and in Azurite."""
 
 
 def test_a_copy_there_and_back(place: Bucket, source: Path, tmp_path: Path) -> None:
@@ -172,33 +150,6 @@ def test_a_copy_there_and_back(place: Bucket, source: Path, tmp_path: Path) -> N
     assert bytes_in(tmp_path / "back") == bytes_in(source)
     ckptkit.reshard(place.url, tmp_path / "resharded", to=2)
     assert ckptkit.diff(source, tmp_path / "resharded").is_equal
-
-
-def test_a_single_file_is_an_object(place: Bucket, source: Path, tmp_path: Path) -> None:
-    ckptkit.convert(source, tmp_path / "state.pt", to="pt")
-    ckptkit.convert(source, f"{place.url}.pt", to="pt")
-    ckptkit.cp(tmp_path / "state.pt", f"{place.url}-copied.pt")
-    there = {one["path"] for one in obstore.list(place.store).collect()}
-    assert there == {"run/ckpt-5.pt", "run/ckpt-5-copied.pt"}
-    for key in there:
-        assert bytes(obstore.get(place.store, key).bytes()) == (tmp_path / "state.pt").read_bytes()
-    with pytest.raises(Occupied):
-        ckptkit.cp(tmp_path / "state.pt", f"{place.url}.pt")
-    ckptkit.cp(tmp_path / "state.pt", f"{place.url}.pt", overwrite=True)
-
-
-def test_what_is_there_is_refused_or_replaced(place: Bucket, source: Path, two_files: Path) -> None:
-    ckptkit.cp(two_files, place.url)
-    with pytest.raises(Occupied, match="the destination exists"):
-        ckptkit.cp(source, place.url)
-    with pytest.raises(Occupied, match="the destination exists"):
-        ckptkit.consolidate(source, place.url)
-    ckptkit.cp(source, place.url, overwrite=True)
-    assert place.files() == bytes_in(source)
-    place.put("thesis.tex", b"x")
-    with pytest.raises(Occupied, match="thesis"):
-        ckptkit.cp(source, place.url, overwrite=True)
-    assert "thesis.tex" in place.files()
 
 
 @_NEEDS_AZURITE
@@ -283,7 +234,7 @@ def test_a_file_that_somebody_changed_is_found_before_the_mark(place: Bucket) ->
     there = ObjectDestination(path, {}, ("m",), "plan")
     there.claim(overwrite=False, check=tuple)
     there.put_small("a", b"abc", crc32(b"abc"))
-    place.put("a", b"abcd")
+    place.put("run/ckpt-5/a", b"abcd")
     with pytest.raises(IOFailure, match="expected 3 bytes, found 4"):
         there.mark("m", b"x", crc32(b"x"))
     assert "m" not in place.files()
@@ -388,19 +339,6 @@ def test_shares_are_refused_before_anything_is_written(place: Bucket, source: Pa
     assert not place.files()
 
 
-def test_damage_is_found_before_the_mark(place: Bucket, source: Path, tmp_path: Path) -> None:
-    root = tmp_path / "ckpt-5"
-    root.mkdir()
-    for path in source.iterdir():
-        (root / path.name).write_bytes(path.read_bytes())
-    damaged = bytearray((root / "__0_0.distcp").read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    (root / "__0_0.distcp").write_bytes(damaged)
-    with pytest.raises(Corrupt, match="CRC-32"):
-        ckptkit.reshard(root, place.url, to=2)
-    assert ".metadata" not in place.files()
-
-
 def test_a_state_is_saved_there(place: Bucket) -> None:
     state: dict[str, Any] = {"model": {"w": torch.arange(PART_BYTES // 2, dtype=torch.float32)}, "step": 5}
     with pytest.warns(UserWarning, match="single process|compared only the sizes"):
@@ -427,7 +365,7 @@ def test_every_rank_saves_its_shards(az: Bucket) -> None:
 
 def test_a_place_is_read_like_a_directory(place: Bucket) -> None:
     for name in ("a", "b/c", "b/d/e"):
-        place.put(name, name.encode())
+        place.put(f"run/ckpt-5/{name}", name.encode())
     root = to_destination(place.url)
     assert sorted(path.name for path in root.iterdir()) == ["a", "b"]
     assert [(root / name).is_dir() for name in ("", "a", "b", "b/d", "no", "b/no")] == [True, False, True, True] + 2 * [
@@ -443,7 +381,7 @@ def test_an_object_that_is_replaced_while_it_is_read(az: Bucket, two_files: Path
     ckptkit.cp(two_files, az.url)
     name = "model-00002-of-00002.safetensors"
     az.server.requests.clear()
-    az.server.fail(f"GET .*{name}", skip=1, first=lambda: az.put(name, b"other"), status=500)
+    az.server.fail(f"GET .*{name}", skip=1, first=lambda: az.put(f"run/ckpt-5/{name}", b"other"), status=500)
     with pytest.raises(IOFailure, match="was replaced"):
         ckptkit.cp(az.url, tmp_path / "back")
     assert not (tmp_path / "back").exists()

@@ -20,8 +20,7 @@ from ckptkit.destinations.stores import to_destination
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.files.crc32 import crc32
 from ckptkit.files.path import RemotePath
-from tests.destinations.test_s3 import CLAIM, Place, make_place
-from tests.s3 import S3, find_weed, forget, serve_weed
+from tests.s3 import CLAIM, S3, Place, find_weed, forget, make_place, serve_weed
 
 pytestmark = pytest.mark.slow
 
