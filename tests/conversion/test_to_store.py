@@ -18,7 +18,8 @@ import ckptkit
 from ckptkit.destinations import pieces
 from ckptkit.errors import Incomplete, IOFailure, NotACheckpoint, Occupied, Unsupported
 from tests.conftest import Some
-from tests.destinations.contract import PART, WAYS, Output, OutputContract, bytes_in, make_source
+from tests.destinations.contract import PART, WAYS, Output, OutputContract, make_source
+from tests.directories import files_in
 from tests.s3 import S3, Place, forget, make_place
 from tests.tiers import nightly_but
 
@@ -68,7 +69,7 @@ def test_from_one_prefix_to_another(place: Place, source: Path, tmp_path: Path) 
     ckptkit.cp(source, f"s3://{place.name}/from")
     ckptkit.reshard(f"s3://{place.name}/from", place.url, to=4)
     ckptkit.reshard(source, tmp_path / "out", to=4)
-    there, here = bytes_at(place), bytes_in(tmp_path / "out")
+    there, here = bytes_at(place), files_in(tmp_path / "out")
     del there["ckptkit.json"], here["ckptkit.json"]  # they name the source
     assert there == here
 
@@ -88,7 +89,7 @@ def test_several_processes_share_the_work(way: str, place: Place, source: Path, 
     convert(source, place.url, part="2/3", **options)
     assert place.sent() == before
     ckptkit.finalize(place.url)
-    assert bytes_at(place) == bytes_in(tmp_path / "out")
+    assert bytes_at(place) == files_in(tmp_path / "out")
     whole = sum(map(len, bytes_at(place).values()))
     notes = sum(one.sent for one in place.server.requests if ".ckptkit-upload/" in one.what)
     assert place.sent() - notes == whole
@@ -120,9 +121,9 @@ def test_whatever_request_fails_the_output_is_absent_or_whole(
             convert(source, place.url, **options)
         except IOFailure:
             forget()
-            assert mark not in place.names() or bytes_at(place).items() >= bytes_in(tmp_path / "out").items()
+            assert mark not in place.names() or bytes_at(place).items() >= files_in(tmp_path / "out").items()
             convert(source, place.url, overwrite=mark in place.names(), **options)
-        assert bytes_at(place) == bytes_in(tmp_path / "out")
+        assert bytes_at(place) == files_in(tmp_path / "out")
         assert fault.times == 0, f"request {skip} did not fail"
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.destinations import pieces
 from ckptkit.errors import Corrupt, Occupied, Usage
+from tests.directories import files_in
 
 Convert = Callable[..., Any]
 PART = 1 << 20  # bytes of a part, so that a small checkpoint has some: the smallest that `pieces` makes
@@ -60,10 +61,6 @@ def make_source(root: Path) -> Path:
     return root
 
 
-def bytes_in(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
 def damaged(source: Path, root: Path) -> Path:
     """Copy a checkpoint of DCP with one bit flipped."""
     root.mkdir()
@@ -90,7 +87,7 @@ class OutputContract:
         convert, options = WAYS[way]
         convert(source, tmp_path / "out", **options)
         convert(source, output.url, **options)
-        assert output.files() == bytes_in(tmp_path / "out")
+        assert output.files() == files_in(tmp_path / "out")
         assert all(part.is_ok for part in ckptkit.verify(output.url))
 
     def test_a_single_file_is_an_object(self, output: Output, source: Path, tmp_path: Path) -> None:
@@ -116,7 +113,7 @@ class OutputContract:
             with pytest.raises(Occupied, match="the destination exists"):
                 write(source, output.url)
         ckptkit.cp(source, output.url, overwrite=True)
-        assert output.files() == bytes_in(source)
+        assert output.files() == files_in(source)
         output.put(f"{_FOLDER}/thesis.tex", b"x")
         with pytest.raises(Occupied, match="thesis"):
             ckptkit.cp(source, output.url, overwrite=True)

@@ -37,7 +37,8 @@ from ckptkit.files.path import RemotePath
 from ckptkit.files.stores.object_calls import connect
 from ckptkit.training.launch import launch
 from tests.azurite import AZURITE, create_container, env_of, serve_azurite
-from tests.destinations.contract import Convert, Output, OutputContract, bytes_in, make_source
+from tests.destinations.contract import Convert, Output, OutputContract, make_source
+from tests.directories import files_in
 from tests.s3 import CLAIM, S3, forget
 from tests.storage.test_store_writer import load_on_ranks, save_on_ranks
 from tests.tiers import nightly_but
@@ -143,11 +144,11 @@ class TestOutputs(OutputContract):
 
 def test_a_copy_there_and_back(place: Bucket, source: Path, tmp_path: Path) -> None:
     done = ckptkit.cp(source, place.url)
-    assert place.files() == bytes_in(source)
+    assert place.files() == files_in(source)
     assert done.sent_bytes == done.nbytes
     assert any("compared only the sizes" in note for note in done.notes)
     ckptkit.cp(place.url, tmp_path / "back")
-    assert bytes_in(tmp_path / "back") == bytes_in(source)
+    assert files_in(tmp_path / "back") == files_in(source)
     ckptkit.reshard(place.url, tmp_path / "resharded", to=2)
     assert ckptkit.diff(source, tmp_path / "resharded").is_equal
 
@@ -188,7 +189,7 @@ def test_another_upload_is_refused_or_abandoned(
         ckptkit.cp(source, place.url)
     assert refused.value.exit_code == 5
     ckptkit.cp(source, place.url, overwrite=True)
-    assert place.files() == bytes_in(source)
+    assert place.files() == files_in(source)
 
 
 def refuse(*_: object) -> None:
@@ -252,7 +253,7 @@ def test_a_killed_copy_is_resumed(az: Bucket, two_files: Path, where: str) -> No
         az.server.fail(where, first=lambda: os.kill(client.pid, signal.SIGKILL), status=500)
     assert client.returncode == -signal.SIGKILL
     done = ckptkit.cp(two_files, az.url)
-    assert az.files() == bytes_in(two_files)
+    assert az.files() == files_in(two_files)
     assert done.sent_bytes < done.nbytes
     assert any("were there already" in line for line in done.summary())
 
@@ -270,7 +271,7 @@ def test_a_file_that_changed_is_sent_again(az: Bucket, two_files: Path) -> None:
     with pytest.raises(IOFailure, match="the file that was sent before differs: expected CRC-32"):
         ckptkit.cp(two_files, az.url)
     done = ckptkit.cp(two_files, az.url)
-    assert az.files() == bytes_in(two_files)
+    assert az.files() == files_in(two_files)
     assert done.sent_bytes < done.nbytes
 
 
@@ -284,7 +285,7 @@ def test_whatever_request_fails_the_output_is_absent_or_whole(
         dcp.save({"model": {"w": torch.ones(1000), "v": torch.ones(5)}}, checkpoint_id=source, no_dist=True)
     (source / "config.json").write_text('{"model_type": "mine"}')
     ckptkit.consolidate(source, tmp_path / "out")
-    fail_each(lambda **more: ckptkit.consolidate(source, az.url, **more), "config.json", az, bytes_in(tmp_path / "out"))
+    fail_each(lambda **more: ckptkit.consolidate(source, az.url, **more), "config.json", az, files_in(tmp_path / "out"))
 
 
 @pytest.mark.nightly
@@ -294,7 +295,7 @@ def test_whatever_request_fails_a_copy_is_absent_or_whole(
 ) -> None:
     shrink_pieces(monkeypatch)
     source = make_two_files(tmp_path / "two", 1000)
-    fail_each(lambda **more: ckptkit.cp(source, az.url, **more), "config.json", az, bytes_in(source))
+    fail_each(lambda **more: ckptkit.cp(source, az.url, **more), "config.json", az, files_in(source))
 
 
 def shrink_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +329,7 @@ def test_a_dropped_connection_is_no_failure(az: Bucket, two_files: Path) -> None
     for where in ("comp=blocklist", "PUT .*config.json", f"PUT .*{CLAIM}", "PUT .*comp=block&"):
         az.server.fail(where, after=0)
     ckptkit.cp(two_files, az.url)
-    assert az.files() == bytes_in(two_files)
+    assert az.files() == files_in(two_files)
 
 
 def test_shares_are_refused_before_anything_is_written(place: Bucket, source: Path) -> None:

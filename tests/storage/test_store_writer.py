@@ -6,7 +6,6 @@ import threading
 import time
 import warnings
 from base64 import b64decode
-from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -37,12 +36,7 @@ from tests.storage.states import LARGE, assert_same_bits, blank, every_kind
 
 DATA = "__0_0.distcp"
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Torch warns that there is no process group."""
-    with warnings.catch_warnings(action="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def two_parts() -> Tensor:
