@@ -22,11 +22,12 @@ from ckptkit.formats import FORMATS
 from tests.faults.server import Server
 
 _PATIENCE = 300.0  # seconds
+# huggingface_hub itself reads the environment when it is imported: each child imports it, but not what it needs.
+_LIBRARIES = ("aiobotocore.httpsession", "filelock", "httpx", "httpx2", "s3fs", "safetensors.torch", "yaml")
 _IMPORTED = (
     *(found.name for room in (cli, ops) for found in iter_modules(room.__path__, f"{room.__name__}.")),
     *(known.where.partition(":")[0] for known in FORMATS.values()),
-    "safetensors.torch",
-    *(("s3fs", "aiobotocore.httpsession") if find_spec("s3fs") else ()),
+    *(name for name in _LIBRARIES if find_spec(name.partition(".")[0])),
 )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from hypothesis import settings
 
 from ckptkit.training import launch
 from tests.producers import PRELOADED, Producer, Truth
+
+if TYPE_CHECKING:
+    from tests.s3 import S3, Place
 
 launch.PRELOADED[:] = PRELOADED  # one server is for the ranks of ckptkit's and of the producers
 
@@ -88,6 +93,50 @@ def _make_once(producer: Producer, home: Path) -> Produced:
             if not truth.exists():
                 torch.save(producer(root), truth)
             return Produced(root, torch.load(truth))
+
+
+# These servers import s3fs, which is not installed everywhere.
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """An S3 server that knows conditions and checksums."""
+    from tests.s3 import serve_moto
+
+    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_of_small_parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """The same, of which parts may be smaller than S3 allows."""
+    from tests.s3 import serve_moto
+
+    with serve_moto(tmp_path_factory.mktemp("moto"), least_part=1) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """An S3 server that knows neither."""
+    from tests.s3 import serve_s3
+
+    with serve_s3(tmp_path_factory.mktemp("rclone") / "root") as server:
+        yield server
+
+
+@pytest.fixture
+def place(moto: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A bucket of `moto` that is empty at first."""
+    from tests.s3 import forget, make_place
+
+    yield make_place(moto, monkeypatch)
+    forget()
+
+
+def pytest_collection_finish() -> None:
+    """Spare each test the search for garbage among all that was imported and collected."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

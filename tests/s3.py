@@ -20,17 +20,21 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
+import pytest
 from s3fs import S3FileSystem
 
 from ckptkit.io.stores import open_store
 
 _MODERN = re.compile(r"if-none-match$|x-amz-(sdk-)?checksum", re.IGNORECASE)
 _KEY, _SECRET = "access", "secret"
+_NUMBERS = count()
+CLAIM = ".ckptkit-upload.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,3 +320,47 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
             return
         assert process.poll() is None, "the server did not start"
         time.sleep(0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A bucket that is empty at first, on a server whose requests are counted."""
+
+    name: str
+    server: S3
+    files: Any
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}/run/ckpt-5"
+
+    def names(self) -> set[str]:
+        """The names of the objects of the checkpoint."""
+        base = f"{self.name}/run/ckpt-5/"
+        return {key.removeprefix(base) for key in self.files.find(base, refresh=True)}
+
+    def content(self, name: str) -> bytes:
+        self.files.invalidate_cache()
+        found: bytes = self.files.cat_file(f"{self.name}/run/ckpt-5/{name}")
+        return found
+
+    def sent(self) -> int:
+        """Bytes of files that were sent, without those of claims."""
+        return sum(one.sent for one in self.server.requests if is_data(one))
+
+
+def is_data(request: Request) -> bool:
+    """Whether bytes of a file were sent."""
+    return request.what.startswith("PUT") and CLAIM not in request.what
+
+
+def make_place(server: S3, monkeypatch: pytest.MonkeyPatch) -> Place:
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    forget()
+    server.faults.clear()
+    files = S3FileSystem()
+    name = f"bucket-{next(_NUMBERS)}"
+    files.call_s3("create_bucket", Bucket=name)
+    server.requests.clear()
+    return Place(name, server, files)

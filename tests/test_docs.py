@@ -18,6 +18,7 @@ import ckptkit
 from scripts import docs, matrix, sweep
 from scripts.benchmarks.__main__ import BENCHMARKS
 from scripts.markdown import fill_part
+from tests.source import PATHS, nodes
 
 ROOT = Path(__file__).parents[1]
 GUIDE = sorted((ROOT / "docs").glob("*.md"))
@@ -149,8 +150,8 @@ def said() -> list[str]:
     """Every string of the package that is not documentation, f-strings in their fixed parts."""
     return [
         node.value
-        for path in sorted((ROOT / "ckptkit").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path in PATHS
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
 

@@ -14,12 +14,11 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlanner, state_dict_loader
 from torch.distributed.checkpoint import state_dict_saver as saver
 
-import ckptkit
 from ckptkit.storage import Reader
 from ckptkit.training.saving.quiet import quiet
+from tests.source import PACKAGE, PATHS, nodes
 
-ROOT = Path(ckptkit.__file__).parent
-PAGE = ROOT.parent / "CONTRIBUTING.md"
+PAGE = PACKAGE.parent / "CONTRIBUTING.md"
 # Of these libraries a module counts as private as well if its documentation leaves it out. Torch says itself that a
 # name is public unless it or its module begins with an underscore.
 DOCUMENTED = {
@@ -50,28 +49,27 @@ class Row:
 ROWS = [Row(match) for match in ROW.finditer(PAGE.read_text())]
 
 
-@cache
-def trees() -> dict[str, ast.Module]:
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in PATHS}
 
 
 def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def imports(tree: ast.Module) -> Iterator[str]:
+def imports(path: Path) -> Iterator[str]:
     """The dotted names that a module imports."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_names(tree: ast.Module) -> set[str]:
+@cache
+def own_names(path: Path) -> set[str]:
     """The names that a module defines itself, as functions, classes, variables or attributes."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -82,9 +80,9 @@ def own_names(tree: ast.Module) -> set[str]:
     return found
 
 
-def attributes(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def attributes(path: Path) -> Iterator[tuple[str, str]]:
     """The attributes that a module uses, also by `getattr`, each with the variable that has it, or ""."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
             yield node.attr, node.value.id if isinstance(node.value, ast.Name) else ""
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
@@ -94,17 +92,17 @@ def attributes(tree: ast.Module) -> Iterator[tuple[str, str]]:
 def private_uses() -> set[Use]:
     """The uses of other libraries' private names, found by their looks."""
     found = set()
-    ours = set().union(*map(own_names, trees().values()))
-    for file, tree in trees().items():
-        for name in imports(tree):
+    ours = set().union(*map(own_names, PATHS))
+    for file, path in SOURCES.items():
+        for name in imports(path):
             module, _, last = name.rpartition(".")
             library = name.partition(".")[0]
             if library in {"ckptkit", "__future__", *sys.stdlib_module_names}:
                 continue
             if is_private(name) or (library in LIBRARIES and {name, module}.isdisjoint(DOCUMENTED)):
                 found.add((last, file))
-        mine = own_names(tree)
-        for attribute, owner in attributes(tree):
+        mine = own_names(path)
+        for attribute, owner in attributes(path):
             known = ours if owner in ("self", "cls") else mine
             is_known = attribute in OF_NAMEDTUPLES or attribute in known or owner in sys.stdlib_module_names
             if is_private(attribute) and not is_known:
@@ -114,13 +112,13 @@ def private_uses() -> set[Use]:
 
 def listed_uses() -> set[Use]:
     """The uses of names in the table, private by their looks or not: where they are imported, else as attributes."""
-    imported = {(name, file) for file, tree in trees().items() for name in imports(tree)}
-    used = {(name, file) for file, tree in trees().items() for name, _ in attributes(tree)}
+    imported = {(name, file) for file, path in SOURCES.items() for name in imports(path)}
+    used = {(name, file) for file, path in SOURCES.items() for name, _ in attributes(path)}
     by_import = {name for name, _ in imported}
     return {
         (row.last, file)
         for row in ROWS
-        for file in trees()
+        for file in SOURCES
         if ((row.name, file) in imported if row.name in by_import else (row.last, file) in used)
     }
 
@@ -147,7 +145,7 @@ def resolve(name: str) -> Any:
 def test_the_installed_version_has_the_name(row: Row) -> None:
     pytest.importorskip(row.name.partition(".")[0])
     resolve(row.name)
-    assert (ROOT.parent / row.test).is_file()
+    assert (PACKAGE.parent / row.test).is_file()
 
 
 def save(path: Path, state: dict[str, Any], **options: bool) -> None:

@@ -10,7 +10,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -20,8 +20,7 @@ import pytest
 
 import ckptkit
 from ckptkit.trainers.table import TRAINERS as KNOWN_TRAINERS
-
-PACKAGE = Path(__file__).parents[1] / "ckptkit"
+from tests.source import PACKAGE, PATHS, nodes
 
 TORCH_AT_THE_TOP = (
     *("training.*", "training", "storage.*", "storage"),
@@ -94,6 +93,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
 
+IDENTIFIERS = frozenset({"id", "attr", "arg", "name", "asname", "module"})  # fields of nodes
 SHUNNED = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "base", "misc"}
 
 
@@ -110,19 +110,25 @@ class Module:
     name: str
     path: Path
 
-    @cached_property
+    @property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the syntax tree, the module first."""
+        return nodes(self.path)
+
+    @property
     def tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text(), self.path)
+        tree = self.nodes[0]
+        assert isinstance(tree, ast.Module)
+        return tree
 
     def is_in(self, *rooms: str) -> bool:
         return any(fnmatchcase(self.name, room) for room in rooms)
 
     @cached_property
     def imports(self) -> list[Import]:
-        return [found for node in ast.walk(self.tree) for found in self._imports_of(node)]
+        return [found for node in self.nodes for found in self._imports_of(node)]
 
     def _imports_of(self, node: ast.AST) -> Iterator[Import]:
-        at_top = node in self.tree.body
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -133,40 +139,39 @@ class Module:
         for name in names:
             first, _, rest = name.partition(".")
             ours = first == PACKAGE.name
-            yield Import(longest_module(rest) if ours else first, node.lineno, at_top, ours)
+            yield Import(longest_module(rest) if ours else first, node.lineno, node in self.tree.body, ours)
 
     @cached_property
     def words(self) -> dict[str, int]:
         """Every part of every identifier, lower case, with a line where it occurs."""
         return {
             word.lower(): line
-            for name, line in identifiers(self.tree)
+            for name, line in identifiers(self.nodes)
             for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
         }
 
     @cached_property
     def strings(self) -> dict[str, int]:
         """Every string that is not documentation, with its line."""
-        documentation = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Expr)}
+        documentation = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr)}
         return {
             node.value: node.lineno
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
         }
 
 
-def identifiers(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
-        for field in ("id", "attr", "arg", "name", "asname", "module"):
-            value = getattr(node, field, None)
+def identifiers(tree: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    for node in tree:
+        for field in IDENTIFIERS.intersection(node._fields):
+            value = getattr(node, field)
             if isinstance(value, str):
-                yield value, line
+                yield value, getattr(node, "lineno", 0)
 
 
 def find_modules() -> dict[str, Module]:
     modules = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in PATHS:
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
         modules[name] = Module(name, path)
     return modules
@@ -270,7 +275,7 @@ def test_errors_end_in_one_place() -> None:
         f"{module.name}:{node.lineno}"
         for module in ROOMS
         if not module.is_in("training.*", "storage.*", "storage")
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id == "CkptError"
         if not any(isinstance(inner, ast.Raise) or is_report(inner) for inner in ast.walk(node))
     ]

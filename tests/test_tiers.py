@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import nightly_but, pairs
+from tests.tiers import nightly_but, pairs, slow_but
 
 
 def kept(parameters: list[Any]) -> list[Any]:
@@ -30,3 +30,10 @@ def test_a_case_that_is_kept_must_be_there() -> None:
     assert kept(nightly_but("ac", "abc")) == [("a",), ("c",)]
     with pytest.raises(ValueError, match="found also"):
         nightly_but("ad", "abc")
+
+
+def test_a_case_that_is_not_kept_has_the_mark_of_the_next_script() -> None:
+    marks = [
+        [mark.name for parameters in make("a", "ab") for mark in parameters.marks] for make in (nightly_but, slow_but)
+    ]
+    assert marks == [["nightly"], ["slow"]]

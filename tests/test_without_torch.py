@@ -23,6 +23,7 @@ from packaging.utils import canonicalize_name
 from tests import producers
 from tests.command import ckptkit
 from tests.conftest import Produce
+from tests.directories import files_in
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,11 +90,6 @@ def link_packages(room: Path) -> None:
         package = distribution(name)
         for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
             (room / top).symlink_to(Path(str(package.locate_file(top))))
-
-
-def files_in(root: Path) -> dict[str, bytes]:
-    """The content of each file, by its path."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_the_readme_names_every_dependency_but_torch() -> None:

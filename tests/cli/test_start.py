@@ -11,6 +11,7 @@ from ckptkit.cli.commands import COMMANDS
 from ckptkit.version import __version__
 from tests import producers
 from tests.conftest import Produce
+from tests.tiers import slow_but
 
 CODE = """
 import atexit, sys
@@ -40,7 +41,7 @@ def test_the_version_needs_nothing(option: str) -> None:
     assert not imported & {"typer", "click", "json", "ckptkit.cli.commands", *HEAVY}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", slow_but(["consolidate", "inspect", "train", "push"], COMMANDS))
 def test_help_has_an_example_and_exit_codes_and_loads_no_other_command(command: str) -> None:
     printed, imported = start(command, "--help")
     assert f"Example: ckptkit {command}" in printed

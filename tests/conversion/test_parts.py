@@ -24,13 +24,10 @@ from ckptkit.io.exchange import staging_path
 from ckptkit.io.staging import Stage, read_key
 from tests import command, producers
 from tests.conftest import Produce
+from tests.directories import files_in
 from tests.producers import save_alone
 from tests.test_matrix import load_dcp
 from tests.tiers import nightly_but
-
-
-def files_in(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 def nth(number: int, count: int) -> str:

@@ -25,14 +25,14 @@ from ckptkit.io.path import RemotePath
 from ckptkit.io.stores import open_store
 from ckptkit.storage import Writer
 from tests.conftest import Some
-from tests.conversion.test_to_store import WAYS, bytes_in
+from tests.destinations.contract import WAYS
+from tests.directories import files_in
 from tests.hub_buckets import Bucket
 from tests.hub_server import Hub, start
 from tests.hub_server import ckptkit as command
-from tests.s3 import forget, serve_moto
+from tests.s3 import CLAIM, Place
 from tests.tiers import nightly_but
 
-CLAIM = ".ckptkit-upload.json"
 GIT = ".gitattributes"
 _CHANGES = "POST .*buckets.*/batch"
 _MANY = 1 << 20  # requests
@@ -118,7 +118,7 @@ def test_the_bytes_are_those_of_a_local_output(way: str, there: There, source: P
     convert, options = WAYS[way]
     convert(source, tmp_path / "out", **options)
     convert(source, there.url, **options)
-    assert there.see() == bytes_in(tmp_path / "out")
+    assert there.see() == files_in(tmp_path / "out")
     assert all(part.is_ok for part in ckptkit.verify(there.url))
     for repository in there.hub.repositories.values():
         assert repository.private
@@ -128,10 +128,10 @@ def test_the_bytes_are_those_of_a_local_output(way: str, there: There, source: P
 
 def test_there_and_back(there: There, source: Path, tmp_path: Path) -> None:
     done = ckptkit.cp(source, there.url)
-    assert there.see() == bytes_in(source)
+    assert there.see() == files_in(source)
     assert 0 < done.sent_bytes <= done.nbytes
     ckptkit.cp(there.url, tmp_path / "back")
-    assert bytes_in(tmp_path / "back") == bytes_in(source)
+    assert files_in(tmp_path / "back") == files_in(source)
 
 
 def test_a_single_file(hub: Hub, source: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_somebody_else_pushes_meanwhile(hub: Hub, source: Path) -> None:
     assert "run the same command again" in said
     assert set(in_repo(hub)) == {"README.md", "notes.md"}
     done = ckptkit.cp(source, "hf://org/name")
-    assert in_repo(hub) == {**bytes_in(source), "README.md": b"theirs", "notes.md": b"theirs, too"}
+    assert in_repo(hub) == {**files_in(source), "README.md": b"theirs", "notes.md": b"theirs, too"}
     assert done.sent_bytes < done.nbytes / 100
     assert any("were there already" in line for line in done.summary())
 
@@ -228,14 +228,14 @@ def test_an_end_before_the_commit_shows_nothing(end: signal.Signals, hub: Hub, s
     fault.kind = "drop"
     fault.go.set()
     done = ckptkit.cp(source, "hf://org/name")
-    assert in_repo(hub) == bytes_in(source)
+    assert in_repo(hub) == files_in(source)
     assert done.sent_bytes < done.nbytes / 100
 
 
 def test_a_commit_whose_answer_is_lost_counts(hub: Hub, small: Path) -> None:
     hub.fail("POST .*/commit/", "mute")
     ckptkit.cp(small, "hf://org/name")
-    assert in_repo(hub) == bytes_in(small)
+    assert in_repo(hub) == files_in(small)
     assert len(commits(hub)) == 2
 
 
@@ -248,7 +248,7 @@ def test_what_the_hub_refuses_leaves_no_file(where: str, hub: Hub, small: Path) 
         ckptkit.cp(small, "hf://org/name")
     assert not in_repo(hub)
     ckptkit.cp(small, "hf://org/name")
-    assert in_repo(hub) == bytes_in(small)
+    assert in_repo(hub) == files_in(small)
 
 
 def test_what_arrived_is_compared(hub: Hub, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,11 +277,11 @@ def shards(root: Path, number: int, value: float) -> Path:
 def test_overwrite_in_a_repository(hub: Hub, tmp_path: Path) -> None:
     old, new = shards(tmp_path / "old", 3, 1.0), shards(tmp_path / "new", 2, 2.0)
     others = {"README.md": b"# a card", "figures/loss.png": b"\0png"}
-    hub.put("org/name", {**others, **bytes_in(old)})
+    hub.put("org/name", {**others, **files_in(old)})
     with pytest.raises(Occupied, match="the destination exists"):
         ckptkit.cp(new, "hf://org/name")
     ckptkit.cp(new, "hf://org/name", overwrite=True)
-    assert in_repo(hub) == {**others, **bytes_in(new)}
+    assert in_repo(hub) == {**others, **files_in(new)}
     assert len(commits(hub)) == 3
     ckptkit.cp(new, "hf://org/name", overwrite=True)
     assert len(commits(hub)) == 3, "nothing to commit"
@@ -295,33 +295,25 @@ def test_other_files_in_a_repository_stay(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(Occupied, match="no folder can be a file"):
         ckptkit.cp(new, "hf://org/name/config.json")
     ckptkit.cp(new, "hf://org/name", overwrite=True)
-    assert in_repo(hub) == {"README.md": b"# a card", **bytes_in(new)}
+    assert in_repo(hub) == {"README.md": b"# a card", **files_in(new)}
 
 
 def test_a_new_branch_has_the_output_alone(hub: Hub, tmp_path: Path) -> None:
     old, new = shards(tmp_path / "old", 3, 1.0), shards(tmp_path / "new", 2, 2.0)
-    hub.put("org/name", bytes_in(old))
+    hub.put("org/name", files_in(old))
     ckptkit.cp(new, "hf://org/name@dev")
-    assert hub.files("org/name", "dev").keys() - {GIT} == bytes_in(new).keys()
-    assert in_repo(hub) == bytes_in(old)
+    assert hub.files("org/name", "dev").keys() - {GIT} == files_in(new).keys()
+    assert in_repo(hub) == files_in(old)
     ckptkit.cp(old, "hf://org/other@dev")
-    assert hub.files("org/other", "dev").keys() - {GIT} == bytes_in(old).keys()
+    assert hub.files("org/other", "dev").keys() - {GIT} == files_in(old).keys()
     assert hub.files("org/other").keys() == {GIT}
 
 
-def test_from_s3_to_the_hub(hub: Hub, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from s3fs import S3FileSystem
-
-    with serve_moto(tmp_path / "moto") as server:
-        for name, value in server.env.items():
-            monkeypatch.setenv(name, value)
-        forget()
-        S3FileSystem().call_s3("create_bucket", Bucket="bucket")
-        ckptkit.cp(small, "s3://bucket/ckpt-5")
-        for url in ("hf://org/name/ckpt-5", "hf://buckets/org/many/run/ckpt-5"):
-            ckptkit.cp("s3://bucket/ckpt-5", url)
-        forget()
-    assert in_repo(hub, "ckpt-5/") == in_bucket(hub) == bytes_in(small)
+def test_from_s3_to_the_hub(hub: Hub, small: Path, place: Place) -> None:
+    ckptkit.cp(small, place.url)
+    for url in ("hf://org/name/ckpt-5", "hf://buckets/org/many/run/ckpt-5"):
+        ckptkit.cp(place.url, url)
+    assert in_repo(hub, "ckpt-5/") == in_bucket(hub) == files_in(small)
 
 
 def test_marks_come_last_in_a_bucket(hub: Hub, source: Path) -> None:
@@ -342,10 +334,9 @@ def test_whatever_request_fails_a_bucket_has_no_mark_or_all(
 ) -> None:
     convert, options = WAYS[way]
     convert(small, tmp_path / "out", **options)
-    expected = bytes_in(tmp_path / "out")
+    expected = files_in(tmp_path / "out")
     totals = {where: hub.fail(where, status=403, skip=_MANY) for where in ("buckets", _CHANGES)}
     convert(small, "hf://buckets/org/many/run/ckpt-5", **options)
-    failures = 0
     points = [(where, skip) for where, fault in totals.items() for skip in some(_MANY - fault.skip)]
     for where, skip in points:
         hub.buckets.clear()
@@ -359,8 +350,7 @@ def test_whatever_request_fails_a_bucket_has_no_mark_or_all(
             assert mark not in found or found.items() >= expected.items()
             convert(small, "hf://buckets/org/many/run/ckpt-5", overwrite=mark in found, **options)
         assert in_bucket(hub) == expected
-        failures += not fault.times
-    assert failures > len(points) // 2
+        assert fault.times == 0, f"request {skip} did not fail"
 
 
 def test_a_killed_upload_to_a_bucket_is_resumed(hub: Hub, source: Path, small: Path) -> None:
@@ -374,7 +364,7 @@ def test_a_killed_upload_to_a_bucket_is_resumed(hub: Hub, source: Path, small: P
     with pytest.raises(Occupied, match="another upload has been under way since"):
         ckptkit.cp(small, url)
     done = ckptkit.cp(source, url)
-    assert in_bucket(hub) == bytes_in(source)
+    assert in_bucket(hub) == files_in(source)
     assert done.sent_bytes < done.nbytes / 100
 
 
@@ -387,7 +377,7 @@ def test_overwrite_in_a_bucket(hub: Hub, tmp_path: Path) -> None:
     bucket = hub.buckets["org/many"]
     before = len(bucket.batches)
     ckptkit.cp(new, url, overwrite=True)
-    assert in_bucket(hub) == bytes_in(new)
+    assert in_bucket(hub) == files_in(new)
     first, second = bucket.batches[before : before + 2]
     assert first == [f"run/ckpt-5/{CLAIM}"]
     assert {"run/ckpt-5/config.json", "run/ckpt-5/model.safetensors.index.json"} == set(second)

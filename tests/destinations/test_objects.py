@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 import ckptkit
 import ckptkit.storage
-from ckptkit.errors import Corrupt, IOFailure, Occupied, Unsupported, Usage
+from ckptkit.errors import IOFailure, Occupied, Unsupported, Usage
 from ckptkit.io import pieces
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.destinations import to_destination
@@ -37,15 +37,14 @@ from ckptkit.plugins.object_stores.calls import connect
 from ckptkit.plugins.object_stores.destination import ObjectDestination
 from ckptkit.training.launch import launch
 from tests.azurite import AZURITE, create_container, env_of, serve_azurite
-from tests.s3 import S3, forget
+from tests.destinations.contract import Convert, Output, OutputContract, make_source
+from tests.directories import files_in
+from tests.s3 import CLAIM, S3, forget
 from tests.storage.test_store_writer import load_on_ranks, save_on_ranks
 from tests.tiers import nightly_but
 
-CLAIM = ".ckptkit-upload.json"
 _NUMBERS = count()
 _NEEDS_AZURITE = pytest.mark.skipif(AZURITE is None, reason="Azurite is not installed")
-
-Convert = Callable[..., Any]
 
 
 @dataclass(slots=True)
@@ -59,14 +58,17 @@ class Bucket:
     def __post_init__(self) -> None:
         self.store = connect("/".join(self.url.split("/")[:3]))
 
+    def objects(self, prefix: str | None = None) -> dict[str, bytes]:
+        """The content of all objects, or of those with a prefix, by their keys."""
+        keys = [one["path"] for one in obstore.list(self.store, prefix).collect()]
+        return {key: bytes(obstore.get(self.store, key).bytes()) for key in keys}
+
     def files(self) -> dict[str, bytes]:
         """The objects of the checkpoint, by name."""
-        base = "run/ckpt-5"
-        keys = [one["path"] for one in obstore.list(self.store, base).collect()]
-        return {key.removeprefix(f"{base}/"): bytes(obstore.get(self.store, key).bytes()) for key in keys}
+        return {key.removeprefix("run/ckpt-5/"): data for key, data in self.objects("run/ckpt-5").items()}
 
-    def put(self, name: str, content: bytes) -> None:
-        obstore.put(self.store, f"run/ckpt-5/{name}", content)
+    def put(self, key: str, content: bytes) -> None:
+        obstore.put(self.store, key, content)
         forget()
 
     def delete(self, *names: str) -> None:
@@ -110,16 +112,7 @@ def place(request: pytest.FixtureRequest) -> Bucket:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of DCP, with one file of several pieces, an optimizer and a manifest."""
-    root = tmp_path_factory.mktemp("run") / "ckpt-5"
-    generator = torch.Generator().manual_seed(0)
-    model = {f"layers.{i}.w": torch.randn(1000 + i, 3001, generator=generator) for i in range(3)}
-    model |= {"embed.weight": torch.randn(7, 3, generator=generator), "empty": torch.zeros(0, 3)}
-    states = {name: {"exp_avg": torch.ones(one.shape), "step": torch.tensor(5.0)} for name, one in model.items()}
-    state = {"model": model, "optimizer": {"state": states, "param_groups": [{"params": list(model)}]}, "step": 5}
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save(state, checkpoint_id=root, no_dist=True)
-    (root / "config.json").write_text('{"model_type": "mine"}')
+    root = make_source(tmp_path_factory.mktemp("run") / "ckpt-5")
     ckptkit.make_manifest(root)
     return root
 
@@ -140,65 +133,24 @@ def make_two_files(root: Path, numel: int) -> Path:
     return root
 
 
-WAYS: dict[str, tuple[Convert, dict[str, Any]]] = {
-    "hf": (ckptkit.consolidate, {}),
-    "hf shards": (ckptkit.consolidate, {"max_shard_size": 20_000_000, "dtype": "bfloat16"}),
-    "dcp": (ckptkit.convert, {"to": "dcp", "world_size": 3}),
-    "pt": (ckptkit.convert, {"to": "pt"}),
-    "universal": (ckptkit.convert, {"to": "universal"}),
-    "average": (lambda source, *more, **options: ckptkit.average([source, source], *more, **options), {}),
-}
+@pytest.fixture
+def output(place: Bucket) -> Output:
+    return Output(place.url, place.objects, place.put)
 
 
-def bytes_in(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_bytes_are_those_of_a_local_output(way: str, place: Bucket, source: Path, tmp_path: Path) -> None:
-    convert, options = WAYS[way]
-    convert(source, tmp_path / "out", **options)
-    convert(source, place.url, **options)
-    assert place.files() == bytes_in(tmp_path / "out")
-    assert all(part.is_ok for part in ckptkit.verify(place.url))
+class TestOutputs(OutputContract):
+    """The outputs in the store in memory, and in Azurite."""
 
 
 def test_a_copy_there_and_back(place: Bucket, source: Path, tmp_path: Path) -> None:
     done = ckptkit.cp(source, place.url)
-    assert place.files() == bytes_in(source)
+    assert place.files() == files_in(source)
     assert done.sent_bytes == done.nbytes
     assert any("compared only the sizes" in note for note in done.notes)
     ckptkit.cp(place.url, tmp_path / "back")
-    assert bytes_in(tmp_path / "back") == bytes_in(source)
+    assert files_in(tmp_path / "back") == files_in(source)
     ckptkit.reshard(place.url, tmp_path / "resharded", to=2)
     assert ckptkit.diff(source, tmp_path / "resharded").is_equal
-
-
-def test_a_single_file_is_an_object(place: Bucket, source: Path, tmp_path: Path) -> None:
-    ckptkit.convert(source, tmp_path / "state.pt", to="pt")
-    ckptkit.convert(source, f"{place.url}.pt", to="pt")
-    ckptkit.cp(tmp_path / "state.pt", f"{place.url}-copied.pt")
-    there = {one["path"] for one in obstore.list(place.store).collect()}
-    assert there == {"run/ckpt-5.pt", "run/ckpt-5-copied.pt"}
-    for key in there:
-        assert bytes(obstore.get(place.store, key).bytes()) == (tmp_path / "state.pt").read_bytes()
-    with pytest.raises(Occupied):
-        ckptkit.cp(tmp_path / "state.pt", f"{place.url}.pt")
-    ckptkit.cp(tmp_path / "state.pt", f"{place.url}.pt", overwrite=True)
-
-
-def test_what_is_there_is_refused_or_replaced(place: Bucket, source: Path, two_files: Path) -> None:
-    ckptkit.cp(two_files, place.url)
-    with pytest.raises(Occupied, match="the destination exists"):
-        ckptkit.cp(source, place.url)
-    with pytest.raises(Occupied, match="the destination exists"):
-        ckptkit.consolidate(source, place.url)
-    ckptkit.cp(source, place.url, overwrite=True)
-    assert place.files() == bytes_in(source)
-    place.put("thesis.tex", b"x")
-    with pytest.raises(Occupied, match="thesis"):
-        ckptkit.cp(source, place.url, overwrite=True)
-    assert "thesis.tex" in place.files()
 
 
 @_NEEDS_AZURITE
@@ -237,7 +189,7 @@ def test_another_upload_is_refused_or_abandoned(
         ckptkit.cp(source, place.url)
     assert refused.value.exit_code == 5
     ckptkit.cp(source, place.url, overwrite=True)
-    assert place.files() == bytes_in(source)
+    assert place.files() == files_in(source)
 
 
 def refuse(*_: object) -> None:
@@ -283,7 +235,7 @@ def test_a_file_that_somebody_changed_is_found_before_the_mark(place: Bucket) ->
     there = ObjectDestination(path, {}, ("m",), "plan")
     there.claim(overwrite=False, check=tuple)
     there.put_small("a", b"abc", crc32(b"abc"))
-    place.put("a", b"abcd")
+    place.put("run/ckpt-5/a", b"abcd")
     with pytest.raises(IOFailure, match="expected 3 bytes, found 4"):
         there.mark("m", b"x", crc32(b"x"))
     assert "m" not in place.files()
@@ -301,7 +253,7 @@ def test_a_killed_copy_is_resumed(az: Bucket, two_files: Path, where: str) -> No
         az.server.fail(where, first=lambda: os.kill(client.pid, signal.SIGKILL), status=500)
     assert client.returncode == -signal.SIGKILL
     done = ckptkit.cp(two_files, az.url)
-    assert az.files() == bytes_in(two_files)
+    assert az.files() == files_in(two_files)
     assert done.sent_bytes < done.nbytes
     assert any("were there already" in line for line in done.summary())
 
@@ -319,7 +271,7 @@ def test_a_file_that_changed_is_sent_again(az: Bucket, two_files: Path) -> None:
     with pytest.raises(IOFailure, match="the file that was sent before differs: expected CRC-32"):
         ckptkit.cp(two_files, az.url)
     done = ckptkit.cp(two_files, az.url)
-    assert az.files() == bytes_in(two_files)
+    assert az.files() == files_in(two_files)
     assert done.sent_bytes < done.nbytes
 
 
@@ -333,7 +285,7 @@ def test_whatever_request_fails_the_output_is_absent_or_whole(
         dcp.save({"model": {"w": torch.ones(1000), "v": torch.ones(5)}}, checkpoint_id=source, no_dist=True)
     (source / "config.json").write_text('{"model_type": "mine"}')
     ckptkit.consolidate(source, tmp_path / "out")
-    fail_each(lambda **more: ckptkit.consolidate(source, az.url, **more), "config.json", az, bytes_in(tmp_path / "out"))
+    fail_each(lambda **more: ckptkit.consolidate(source, az.url, **more), "config.json", az, files_in(tmp_path / "out"))
 
 
 @pytest.mark.nightly
@@ -343,7 +295,7 @@ def test_whatever_request_fails_a_copy_is_absent_or_whole(
 ) -> None:
     shrink_pieces(monkeypatch)
     source = make_two_files(tmp_path / "two", 1000)
-    fail_each(lambda **more: ckptkit.cp(source, az.url, **more), "config.json", az, bytes_in(source))
+    fail_each(lambda **more: ckptkit.cp(source, az.url, **more), "config.json", az, files_in(source))
 
 
 def shrink_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +329,7 @@ def test_a_dropped_connection_is_no_failure(az: Bucket, two_files: Path) -> None
     for where in ("comp=blocklist", "PUT .*config.json", f"PUT .*{CLAIM}", "PUT .*comp=block&"):
         az.server.fail(where, after=0)
     ckptkit.cp(two_files, az.url)
-    assert az.files() == bytes_in(two_files)
+    assert az.files() == files_in(two_files)
 
 
 def test_shares_are_refused_before_anything_is_written(place: Bucket, source: Path) -> None:
@@ -386,19 +338,6 @@ def test_shares_are_refused_before_anything_is_written(place: Bucket, source: Pa
     assert refused.value.hint is not None
     assert "drop --part" in refused.value.hint
     assert not place.files()
-
-
-def test_damage_is_found_before_the_mark(place: Bucket, source: Path, tmp_path: Path) -> None:
-    root = tmp_path / "ckpt-5"
-    root.mkdir()
-    for path in source.iterdir():
-        (root / path.name).write_bytes(path.read_bytes())
-    damaged = bytearray((root / "__0_0.distcp").read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    (root / "__0_0.distcp").write_bytes(damaged)
-    with pytest.raises(Corrupt, match="CRC-32"):
-        ckptkit.reshard(root, place.url, to=2)
-    assert ".metadata" not in place.files()
 
 
 def test_a_state_is_saved_there(place: Bucket) -> None:
@@ -427,7 +366,7 @@ def test_every_rank_saves_its_shards(az: Bucket) -> None:
 
 def test_a_place_is_read_like_a_directory(place: Bucket) -> None:
     for name in ("a", "b/c", "b/d/e"):
-        place.put(name, name.encode())
+        place.put(f"run/ckpt-5/{name}", name.encode())
     root = to_destination(place.url)
     assert sorted(path.name for path in root.iterdir()) == ["a", "b"]
     assert [(root / name).is_dir() for name in ("", "a", "b", "b/d", "no", "b/no")] == [True, False, True, True] + 2 * [
@@ -443,7 +382,7 @@ def test_an_object_that_is_replaced_while_it_is_read(az: Bucket, two_files: Path
     ckptkit.cp(two_files, az.url)
     name = "model-00002-of-00002.safetensors"
     az.server.requests.clear()
-    az.server.fail(f"GET .*{name}", skip=1, first=lambda: az.put(name, b"other"), status=500)
+    az.server.fail(f"GET .*{name}", skip=1, first=lambda: az.put(f"run/ckpt-5/{name}", b"other"), status=500)
     with pytest.raises(IOFailure, match="was replaced"):
         ckptkit.cp(az.url, tmp_path / "back")
     assert not (tmp_path / "back").exists()

@@ -20,8 +20,7 @@ from ckptkit.io.destinations import to_destination
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import PART_BYTES, cut_file
 from ckptkit.io.s3_destination import S3Destination
-from tests.destinations.test_s3 import CLAIM, Place, make_place
-from tests.s3 import S3, find_weed, forget, serve_weed
+from tests.s3 import CLAIM, S3, Place, find_weed, forget, make_place, serve_weed
 
 pytestmark = pytest.mark.slow
 

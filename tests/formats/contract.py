@@ -5,7 +5,9 @@ The oracle writes and we read; we write and the oracle reads. Bytes are compared
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +53,16 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert raw_bytes(found[name]) == raw_bytes(tensor), name
+
+
+class Hostile:
+    """A pickle that runs a command when it is loaded."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
 
 
 class ReaderContract:

@@ -22,6 +22,7 @@ from ckptkit.storage.hub_model import HubModel
 from tests.conftest import Produce
 from tests.faults.server import Server
 from tests.integrations.produced_models import KINDS, SHARDS, llama_of_zero, sharded_models
+from tests.process_io import bytes_read, needs_counts
 from tests.producers import save_alone, spawn
 from tests.s3 import S3, forget, serve_s3
 from tests.tiers import nightly_but
@@ -161,11 +162,6 @@ def test_slices_read_their_own_bytes(produce: Produce) -> None:
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def bytes_read() -> int:
-    """What this process has read so far, as the kernel counts it."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
 def _load_in_parallel(source: Path, out: Path) -> None:
     """Load a model in parts, count the bytes, and compare with what transformers loads of the converted one."""
     from transformers.distributed import DistributedConfig
@@ -198,7 +194,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel counts bytes on Linux")
+@needs_counts
 @pytest.mark.parametrize("kind", nightly_but(["mixtral"], ["llama", "mixtral"]))
 def test_ranks_read_their_own_slices(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)

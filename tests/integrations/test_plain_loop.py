@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.checks.verify import verify
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_docs_runs_and_resumes(tmp_path: Path) -> None:
     (loop,) = re.findall(r"```python\n(import torch\n.*?run\.save.*?)```", PAGE.read_text(), re.DOTALL)
     assert len([line for line in loop.splitlines() if line]) <= 16

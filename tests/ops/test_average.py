@@ -22,7 +22,7 @@ from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from tests import producers
 from tests.conftest import Produce
-from tests.ops.judges import raw
+from tests.formats.contract import assert_same
 from tests.producers import Truth, save_alone
 
 Saved = dict[str, Tensor]
@@ -59,13 +59,6 @@ def mean(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Tr
         for name in states[0]
     }
     return {name: functools.reduce(torch.add, terms).to(states[0][name].dtype) for name, terms in sums.items()}
-
-
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert raw(found[name]) == raw(tensor), name
 
 
 def test_of_any_formats_and_dtypes(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from ckptkit import consolidate, inspect
 from ckptkit.errors import CkptError, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from tests import producers
 from tests.conftest import Produce
-from tests.producers import Producer, Truth, save_alone
+from tests.formats.contract import assert_same
+from tests.producers import Producer, save_alone
 
 READABLE = [
     producers.fsdp2,
@@ -50,13 +51,6 @@ WITHOUT_CHECKSUMS = [producers.no_crc, producers.hf_shards, producers.hf_shards_
 
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-
-
-def assert_same(found: Truth, expected: Truth) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert bits(found[name]) == bits(tensor), name
 
 
 def save(root: Path, state: Mapping[str, Any]) -> Path:

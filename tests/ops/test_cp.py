@@ -18,10 +18,7 @@ from ckptkit.errors import Corrupt, Incomplete, NotACheckpoint, Occupied, Unsafe
 from ckptkit.io.exchange import staging_path
 from tests import producers
 from tests.conftest import Produce
-
-
-def files_in(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+from tests.directories import files_in
 
 
 @pytest.mark.parametrize("producer", [producers.fsdp2, producers.hf_shards], ids=lambda producer: producer.__name__)

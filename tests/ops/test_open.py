@@ -22,6 +22,7 @@ from ckptkit.layout.dtypes import DTYPES
 from tests import producers
 from tests.conftest import Produce
 from tests.ops.judges import raw
+from tests.process_io import bytes_read, needs_counts
 from tests.producers import Producer
 
 FORMATS = [
@@ -94,12 +95,7 @@ def test_shapes_of_nothing_and_of_one(tmp_path: Path) -> None:
                 len(lazy)
 
 
-def bytes_read() -> int:
-    """What this process has read so far, as the kernel counts it."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel counts bytes on Linux")
+@needs_counts
 def test_a_part_costs_its_own_bytes_only(tmp_path: Path) -> None:
     numbers = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
     save_file({"w": numbers}, tmp_path / "model.safetensors")

@@ -15,22 +15,9 @@ from ckptkit.errors import IOFailure, Occupied, Usage
 from ckptkit.io.pieces import PART_BYTES
 from ckptkit.runs.uploads import PrunedUploads, prune_uploads
 from tests.command import ckptkit as cli
-from tests.destinations.test_s3 import CLAIM, Place, make_place
-from tests.s3 import S3, forget, serve_moto, serve_s3
+from tests.s3 import CLAIM, Place, forget, make_place
 
 NOTE = ".ckptkit-upload/key"
-
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with serve_s3(tmp_path_factory.mktemp("rclone") / "root") as server:
-        yield server
 
 
 @pytest.fixture(params=["moto", "rclone"])

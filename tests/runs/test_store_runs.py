@@ -26,30 +26,11 @@ from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.saving.run import Run
 from tests import producers
 from tests.conftest import Produce
-from tests.destinations.test_s3 import CLAIM, Place, make_place
-from tests.s3 import S3, forget, serve_moto, serve_s3
+from tests.s3 import CLAIM, Place, forget, make_place
 from tests.tiers import nightly_but
 
 Fill = Callable[..., None]
 DELETE = r"POST .*\?delete"
-
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with serve_s3(tmp_path_factory.mktemp("rclone") / "root") as server:
-        yield server
-
-
-@pytest.fixture
-def place(moto: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield make_place(moto, monkeypatch)
-    forget()
 
 
 @pytest.fixture(params=["moto", "rclone"])

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
+from ckptkit.errors import CkptError
 from ckptkit.formats import locate
+from ckptkit.storage import find_cause
 from tests.formats.contract import SHAPES, raw_bytes
 from tests.producers import DTYPES, Truth, bits
 
 LARGE = (1500, 1001)  # in fp32 more than a block, and no whole number of rows of one
+
+
+def cause_of(error: pytest.ExceptionInfo[CheckpointException]) -> CkptError:
+    """Return our error, of which torch made its own."""
+    cause = find_cause(error.value)
+    assert isinstance(cause, CkptError)
+    return cause
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

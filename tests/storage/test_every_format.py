@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,12 +44,7 @@ CASES: list[tuple[str, str, Producer, str]] = [
 ]
 OF_EACH = {case[0]: case for case in reversed(CASES)}.values()  # the first of each format
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Torch warns that there is no process group, and about its own storages."""
-    with warnings.catch_warnings(action="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def check(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,7 @@ READERS: dict[str, Load] = {"torch": FileSystemReader, "ours": Reader}
 PAIRS = [("torch", "ours"), ("ours", "torch"), ("ours", "ours")]
 each_pair = pytest.mark.parametrize(("writer", "reader"), PAIRS)
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Torch warns that there is no process group."""
-    with warnings.catch_warnings(action="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def a_state() -> dict[str, Any]:

@@ -25,29 +25,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptkit
-from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
-from ckptkit.storage import Reader, Writer, find_cause
+from ckptkit.errors import Corrupt, Mismatch, Unsupported
+from ckptkit.storage import Reader, Writer
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests.producers import counted
-from tests.storage.states import damage
+from tests.storage.states import cause_of, damage
 from tests.storage.test_like_torch import PAIRS, READERS, WRITERS
 
 each_pair = pytest.mark.parametrize(("writer", "reader"), PAIRS)
 each_format = pytest.mark.parametrize("to", ["dcp", "pt", "hf"])
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Torch warns that there is no process group."""
-    with warnings.catch_warnings(action="ignore"):
-        yield
-
-
-def cause_of(error: pytest.ExceptionInfo[CheckpointException]) -> CkptError:
-    cause = find_cause(error.value)
-    assert isinstance(cause, CkptError)
-    return cause
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 # -- data of another dtype than the plan's -----------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,25 +19,20 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
+from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout.box import Box
 from ckptkit.models.names.weights import find_weights
-from ckptkit.storage import LayoutReader, Reader, find_cause
+from ckptkit.storage import LayoutReader, Reader
 from ckptkit.storage.reader import share_of
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import counted
-from tests.storage.states import assert_same_bits, blank, flip, of_a_model, write_hf, write_pt
+from tests.storage.states import assert_same_bits, blank, cause_of, flip, of_a_model, write_hf, write_pt
 from tests.train.saving.networks import Network, differing, whole, wrap
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Torch warns that there is no process group, and about its own storages."""
-    with warnings.catch_warnings(action="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_a_training_state_is_loaded_nested(produce: Produce) -> None:
@@ -118,12 +112,6 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.path),)
-
-
-def cause_of(error: pytest.ExceptionInfo[CheckpointException]) -> CkptError:
-    cause = find_cause(error.value)
-    assert isinstance(cause, CkptError)
-    return cause
 
 
 def test_no_code_of_an_entry_is_run(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import threading
 import time
 import warnings
 from base64 import b64decode
-from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -31,31 +30,13 @@ from ckptkit.io.stream import SENDERS, FileStream
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
-from tests.destinations.test_s3 import CLAIM, Place, make_place
 from tests.producers import counted
-from tests.s3 import S3, forget, serve_moto
+from tests.s3 import CLAIM, Place, forget
 from tests.storage.states import LARGE, assert_same_bits, blank, every_kind
 
 DATA = "__0_0.distcp"
 
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture
-def place(moto: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield make_place(moto, monkeypatch)
-    forget()
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Torch warns that there is no process group."""
-    with warnings.catch_warnings(action="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def two_parts() -> Tensor:

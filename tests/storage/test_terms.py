@@ -22,21 +22,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ckptkit.errors import CkptError, Mismatch, Usage
-from ckptkit.storage import PartialLoad, Reader, find_cause, load_weights
+from ckptkit.errors import Mismatch, Usage
+from ckptkit.storage import PartialLoad, Reader, load_weights
 from tests.conftest import Produce
 from tests.producers import _on_ranks, counted
-from tests.storage.states import write_hf
+from tests.storage.states import cause_of, write_hf
 from tests.tiers import nightly_but
 from tests.trainers.produced_unused import LAST, SAVED, begin, train, unused, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def cause_of(error: pytest.ExceptionInfo[CheckpointException]) -> CkptError:
-    cause = find_cause(error.value)
-    assert isinstance(cause, CkptError)
-    return cause
 
 
 def write(path: Path, **state: Any) -> Path:

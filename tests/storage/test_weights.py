@@ -24,6 +24,7 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests import producers
 from tests.conftest import Produce
+from tests.process_io import bytes_read
 from tests.producers import counted
 from tests.storage.states import (
     LARGE,
@@ -187,11 +188,6 @@ def test_every_rank_gets_its_part(shape: tuple[int, ...], produce: Produce, tmp_
     heard: list[Any] = []
     launch(partial(load_on_ranks, sources, shape), torch.Size(shape).numel(), heard.append)
     assert len(heard) == 6 * len(sources) * torch.Size(shape).numel()
-
-
-def bytes_read() -> int:
-    """Bytes that this process has read so far, as the kernel counts them."""
-    return int(Path("/proc/self/io").read_text().partition("rchar:")[2].split()[0])
 
 
 def read_a_part(paths: list[Path], place: RankPlace, report: Report) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import warnings
 import zlib
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,17 +31,12 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests.formats.contract import raw_bytes
 from tests.producers import counted
-from tests.storage.states import LARGE, assert_same_bits, blank, every_kind, local, spread
+from tests.storage.states import LARGE, assert_same_bits, blank, cause_of, every_kind, local, spread
 
 CONFIG = {"config.json": b"{}"}
 FORMATS = ("hf", "dcp", "pt")
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Torch warns that there is no process group."""
-    with warnings.catch_warnings(action="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def a_state(to: str) -> dict[str, Tensor]:
@@ -65,12 +58,6 @@ def load_by_others(path: Path, to: str, expected: dict[str, Tensor]) -> dict[str
 
 def names_in(path: Path) -> set[str]:
     return {entry.name for entry in path.iterdir()}
-
-
-def cause_of(error: pytest.ExceptionInfo[CheckpointException]) -> CkptError:
-    cause = find_cause(error.value)
-    assert isinstance(cause, CkptError)
-    return cause
 
 
 # -- alone -------------------------------------------------------------------------------------------------------------

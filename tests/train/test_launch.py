@@ -96,5 +96,6 @@ def test_a_rank_has_the_environment_of_now_and_prints_no_results(
         ]
 
 
+@pytest.mark.slow
 def test_what_ranks_share_does_not_look_at_a_gpu() -> None:
     subprocess.run([sys.executable, "-c", IMPORT_WITHOUT_GPU], check=True)

@@ -25,6 +25,7 @@ from ckptkit.training.models.llama import Llama
 from ckptkit.training.smoke.runs import read_tensors
 from tests.train.test_loop import go, go_each, numbers, refuse, require_close, require_equal_tensors
 
+pytestmark = pytest.mark.slow
 STEPS, SAVED = 4, 2
 WEIGHTS, SAID = "model.safetensors", "adapter_config.json"
 

@@ -32,19 +32,12 @@ from ckptkit.training.models.llama import Llama
 from ckptkit.training.run_files import open_lines, require_writable
 from ckptkit.training.saving.run import Run
 from tests.command import ckptkit as ckptkit_here
-from tests.destinations.test_s3 import CLAIM, Place, make_place
-from tests.s3 import S3, forget, serve_moto
+from tests.s3 import CLAIM, S3, Place, forget, make_place
 from tests.train.test_commands import invoke
 
 SIZE = ["--model", "3m", "--sequence-length", "32", "--batch-size", "6", "--warmup", "2", "--device", "cpu"]
 TINY = ["--model", "tiny", "--sequence-length", "32", "--batch-size", "4", "--device", "cpu", "--nproc", "2"]
 STEPS, EVERY, KILLED = 6, 2, 4
-
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
 
 
 @dataclass(frozen=True, slots=True)

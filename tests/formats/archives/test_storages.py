@@ -33,7 +33,7 @@ from ckptkit.layout.plan import make_plan
 from tests import producers
 from tests.conftest import Produce
 from tests.execute import execute
-from tests.formats.contract import assert_holds, raw_bytes
+from tests.formats.contract import Hostile, assert_holds, raw_bytes
 from tests.producers import counted, flatten
 
 
@@ -141,16 +141,6 @@ def test_a_part_of_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"a": [counted(1), counted(2)], "b": {"c": counted(3), "d": 1}}, tmp_path / "f.pt")
     part = edits.select(open_layout(tmp_path / "f.pt"), lambda name: name in ("a.1", "b.d"))
     assert_equal(loaded(convert(part, tmp_path / "out")), {"a": [None, counted(2)], "b": {"d": 1}})
-
-
-class Hostile:
-    """A pickle that runs a command when it is loaded."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (self.command,)
 
 
 @pytest.mark.parametrize("is_zip", [True, False], ids=["archive", "legacy"])

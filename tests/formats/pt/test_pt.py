@@ -26,7 +26,7 @@ from ckptkit.formats import detect_format
 from ckptkit.formats.pt.format import Pt
 from tests import producers
 from tests.conftest import Produce
-from tests.formats.contract import WriterContract, assert_holds, assert_same
+from tests.formats.contract import Hostile, WriterContract, assert_holds, assert_same
 from tests.producers import counted, flatten
 
 
@@ -421,16 +421,6 @@ def flip(path: Path, at: int, mask: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= mask
     path.write_bytes(data)
-
-
-class Hostile:
-    """A pickle that runs a command when it is loaded."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (self.command,)
 
 
 def test_no_code_of_the_file_runs(tmp_path: Path) -> None:

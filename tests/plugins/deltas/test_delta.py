@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -21,6 +22,9 @@ from ckptkit.plugins.deltas.record import read_record
 from tests.ops.judges import raw
 from tests.plugins.deltas.models import as_dcp, as_hf, as_pt, files, load, policy, step, updated
 from tests.tiers import pairs
+
+if TYPE_CHECKING:  # it needs s3fs, which is not installed everywhere
+    from tests.s3 import Place
 
 Save = Callable[[Path, Mapping[str, Tensor]], Path]
 FORMATS = (as_hf, as_dcp, as_pt)
@@ -266,35 +270,25 @@ def test_positions_beyond_31_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert files(tmp_path / "out") == files(new)
 
 
-def test_to_a_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_a_store(place: Place, tmp_path: Path) -> None:
     """Deltas, their bases and what `apply` makes may be in S3; `cp` takes a delta from there and back."""
-    from s3fs import S3FileSystem
-
-    from tests.s3 import forget, serve_moto
-
     before, after = policy(), step(policy())
     base, new = as_hf(tmp_path / "base", before), as_hf(tmp_path / "new", after)
     ckptkit.delta(base, new, tmp_path / "delta")
-    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
-        for name, value in server.env.items():
-            monkeypatch.setenv(name, value)
-        forget()
-        store = S3FileSystem(endpoint_url=server.env["AWS_ENDPOINT_URL"], skip_instance_cache=True)
-        store.mkdir("policies")
-        store.put(f"{base}/", "policies/base", recursive=True)
-        made = ckptkit.delta(base, new, "s3://policies/delta")
-        assert (str(made.output), ckptkit.verify_delta("s3://policies/delta").is_ok) == ("s3://policies/delta", True)
-        with pytest.raises(Occupied, match="the destination exists"):
-            ckptkit.delta(base, new, "s3://policies/delta")
-        copied = ckptkit.cp("s3://policies/delta", tmp_path / "copy")
-        assert (copied.format, copied.unchecked_bytes > 0) == ("ckptkit-delta", True)
-        assert files(tmp_path / "copy") == files(tmp_path / "delta")
-        ckptkit.apply("s3://policies/base", "s3://policies/delta", "s3://policies/out")
-        store.invalidate_cache()
-        assert store.cat_file("policies/out/model.safetensors") == (new / "model.safetensors").read_bytes()
-        ckptkit.delta("s3://policies/base", "s3://policies/out", tmp_path / "again")
-        assert files(tmp_path / "again") == files(tmp_path / "delta")
-        forget()
+    url = f"s3://{place.name}"
+    place.files.put(f"{base}/", f"{place.name}/base", recursive=True)
+    made = ckptkit.delta(base, new, f"{url}/delta")
+    assert (str(made.output), ckptkit.verify_delta(f"{url}/delta").is_ok) == (f"{url}/delta", True)
+    with pytest.raises(Occupied, match="the destination exists"):
+        ckptkit.delta(base, new, f"{url}/delta")
+    copied = ckptkit.cp(f"{url}/delta", tmp_path / "copy")
+    assert (copied.format, copied.unchecked_bytes > 0) == ("ckptkit-delta", True)
+    assert files(tmp_path / "copy") == files(tmp_path / "delta")
+    ckptkit.apply(f"{url}/base", f"{url}/delta", f"{url}/out")
+    place.files.invalidate_cache()
+    assert place.files.cat_file(f"{place.name}/out/model.safetensors") == (new / "model.safetensors").read_bytes()
+    ckptkit.delta(f"{url}/base", f"{url}/out", tmp_path / "again")
+    assert files(tmp_path / "again") == files(tmp_path / "delta")
     with pytest.raises(Unsupported, match="cannot be written to hf:// directly"):
         ckptkit.delta(base, new, "hf://org/delta")
 

@@ -19,18 +19,11 @@ from ckptkit.io.path import to_path
 from ckptkit.io.system import PromiseLost
 from ckptkit.plugins.watch.watch import Event, identity, watch
 from ckptkit.runs.watches import FOLDER
-from tests.destinations.test_s3 import CLAIM, Place, make_place
-from tests.s3 import S3, forget, serve_moto
+from tests.s3 import CLAIM, S3, Place, forget, make_place
 
 pytestmark = pytest.mark.slow
 
 SOON = 0.05  # seconds between two looks
-
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
 
 
 @pytest.fixture

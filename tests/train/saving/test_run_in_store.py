@@ -13,21 +13,8 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage
 from ckptkit.training.saving.run import Run
-from tests.destinations.test_s3 import CLAIM, Place, make_place
-from tests.s3 import S3, forget, serve_moto
+from tests.s3 import CLAIM, Place
 from tests.train.saving.networks import Trainee
-
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with serve_moto(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
-@pytest.fixture
-def place(moto: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield make_place(moto, monkeypatch)
-    forget()
 
 
 @pytest.fixture(autouse=True)

@@ -198,6 +198,7 @@ def save_odd_states(root: Path, place: RankPlace, report: Report) -> None:
                     report([name for name in wrong if into == wrapper == "fsdp2" or "unused" not in name])
 
 
+@pytest.mark.slow
 def test_parameters_without_a_state_stay_so_under_every_wrapper(tmp_path: Path) -> None:
     heard: list[list[str]] = []
     launch(partial(save_odd_states, tmp_path), 2, heard.append)

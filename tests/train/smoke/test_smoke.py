@@ -22,6 +22,8 @@ from ckptkit.training.smoke.runs import SmokeRuns
 from ckptkit.training.smoke.smoke import Check, make, smoke
 from tests.train.test_commands import ckptkit
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
