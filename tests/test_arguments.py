@@ -20,6 +20,8 @@ from ckptkit import Checkpoint, CkptError, Run
 from ckptkit.errors import Usage, in_python
 from ckptkit.storage import Reader, Writer, find_cause
 
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of one process
+
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: ckptkit.inspect(None), "`source`: expected str, Path or Checkpoint, found None"),  # type: ignore[arg-type]
     (lambda: ckptkit.verify(["run"]), r"`sources`: expected str, Path or Checkpoint, found \['run'\] \(list\)"),  # type: ignore[arg-type]
@@ -108,6 +110,7 @@ def test_objects_show_how_they_were_made(tmp_path: Path) -> None:
         bool(ckptkit.diff(tmp_path, tmp_path))
 
 
+@ALONE
 def test_errors_of_torch_s_storage_name_the_checkpoint_and_the_shapes(tmp_path: Path) -> None:
     Run(tmp_path).save(1, nn.Linear(4, 8))
     wider, more = nn.Linear(4, 9), nn.Sequential(nn.Linear(4, 8))
@@ -120,6 +123,7 @@ def test_errors_of_torch_s_storage_name_the_checkpoint_and_the_shapes(tmp_path: 
         assert re.search(message, str(find_cause(raised.value)))
 
 
+@ALONE
 def test_an_occupied_destination_is_named_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Run("run").save(1, nn.Linear(2, 2))

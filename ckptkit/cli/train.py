@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, reserve_stdout, say
+from ckptkit.cli.output import Json, Quiet, note, print_json, reserve_stdout, say
 from ckptkit.cli.settings import given, with_options
 from ckptkit.io.destinations import to_destination
 from ckptkit.io.path import to_local, to_path
@@ -179,18 +179,26 @@ def smoke(
     """
     from ckptkit.training.smoke.smoke import smoke as make_checks
 
-    checks = make_checks(run, out, nproc=nproc, tied=not untied, device=device, overwrite=overwrite, report=note_check)
+    tell = note_check if json else show_check
+    checks = make_checks(run, out, nproc=nproc, tied=not untied, device=device, overwrite=overwrite, report=tell)
     ok = all(check.ok is not False for check in checks)
     if json:
         print_json({"ok": ok, "checks": checks})
     else:
-        rows = [(check.name, MARKS[check.ok], f"{check.seconds:.1f} s", check.detail) for check in checks]
-        print_table(rows, ("check", "", "took", "detail"))
+        failed, skipped = ([check.name for check in checks if check.ok is result] for result in (False, None))
+        verdict = f"failed: {', '.join(failed)}" if failed else "all checks passed"
+        say(verdict + (f"; skipped: {', '.join(skipped)}" if skipped else ""))
         note(f"the run is in {run}, its export in {out}")
     raise typer.Exit(0 if ok else 1)
 
 
+_LONGEST = len("equal logits in transformers")  # of the names of checks
 MARKS = {True: "ok", False: "FAILED", None: "skipped"}
+
+
+def show_check(check: Check) -> None:
+    """Print a check as soon as it is done, below the others."""
+    say(f"{check.name:<{_LONGEST}}  {MARKS[check.ok]:<7}  {f'{check.seconds:.1f} s':>6}  {check.detail}".rstrip())
 
 
 def note_check(check: Check) -> None:
