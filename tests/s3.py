@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
+from urllib.request import urlopen
 
 import pytest
 from s3fs import S3FileSystem
@@ -90,6 +91,7 @@ class S3:
     busy: int = 0
     most: int = 0
     is_simple: bool = False
+    is_moto: bool = False
 
     @property
     def env(self) -> dict[str, str]:
@@ -248,6 +250,7 @@ def serve_moto(root: Path, *, least_part: int = 5 << 20) -> Iterator[S3]:
     """Serve buckets in the memory of moto, until the end of the block; parts but the last have `least_part` bytes."""
     env = {"S3_UPLOAD_PART_MIN_SIZE": str(least_part)}
     with behind_proxy(root, lambda port: ["moto_server", "-H", "127.0.0.1", "-p", str(port)], env) as s3:
+        s3.is_moto = True
         yield s3
 
 
@@ -355,6 +358,10 @@ def is_data(request: Request) -> bool:
 
 
 def make_place(server: S3, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Make a bucket, of which this process hears by its environment. The buckets of earlier tests go from memory."""
+    if server.is_moto:
+        with urlopen(f"http://127.0.0.1:{server.upstream}/moto-api/reset", data=b""):
+            pass
     for name, value in server.env.items():
         monkeypatch.setenv(name, value)
     forget()

@@ -15,10 +15,11 @@ import ckptkit
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.s3_destination import encode_crc
 from tests.command import ckptkit as cli
-from tests.destinations.test_s3 import PART, Place, moto, place, simple, small_parts, source
-from tests.s3 import forget
+from tests.destinations.contract import PART
+from tests.destinations.test_s3 import place, simple, small_parts, source
+from tests.s3 import Place, forget
 
-__all__ = ["moto", "place", "simple", "small_parts", "source"]  # fixtures
+__all__ = ["place", "simple", "small_parts", "source"]  # fixtures
 
 HEADER = 1 << 16  # bytes of a file that are not its data
 

@@ -53,6 +53,7 @@ def test_problems_are_listed_for_readers(checkpoint: Path) -> None:
     assert "nothing else was checked" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_note_on_families_is_printed_once(tmp_path: Path) -> None:
     """Two checkpoints are held against one whose names had to become the Hub's for either."""
     config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 2}

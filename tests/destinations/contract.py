@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptkit.destinations import pieces
 from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.errors import Corrupt, Occupied, Usage
+from ckptkit.io import pieces
 from tests.directories import files_in
 
 Convert = Callable[..., Any]

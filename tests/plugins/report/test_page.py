@@ -19,7 +19,7 @@ from ckptkit.plugins.report.report import report
 from tests.pictures.runs import make_run
 from tests.plugins.report.chromium import find_chromium, visit
 
-pytestmark = pytest.mark.skipif(find_chromium() is None, reason="needs chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_chromium() is None, reason="needs chromium")]
 
 PROBE = Path(__file__).with_name("probe.js")
 FRAMES = [(scheme, width) for scheme in ("light", "dark") for width in (390, 1280)]

@@ -43,6 +43,7 @@ def test_in_json(run: Path) -> None:
     assert found["reasons"] == {str(run / "ckpt-1"): "given up after 1 try: test {step} = 2: exit code 1"}
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_said_with_its_limit(run: Path) -> None:
     given = ("--every", "0.05", "--tries", "1", "--timeout", "0.5", "--once")
     done = watch(run, "--exec", "sleep 1000", *given, "--json")
