@@ -126,7 +126,7 @@ def attempt(case: Case, source: Path, without_torch: Path, home: Path) -> Row:
 
 def slow_tests() -> list[str]:
     """Return the tests where versions differ most: of saving in ranks, and of the private names of other libraries."""
-    return sorted({"tests/train/saving", *re.findall(r"\| `(tests/[\w/.]+)` \|$", PAGE.read_text(), re.MULTILINE)})
+    return sorted({"tests/training/saving", *re.findall(r"\| `(tests/[\w/.]+)` \|$", PAGE.read_text(), re.MULTILINE)})
 
 
 def install(case: Case, source: Path, environment: Path) -> Ended:

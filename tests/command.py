@@ -15,18 +15,18 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import iter_modules
 
-from ckptkit import cli, ops
-from ckptkit.formats import FORMATS
+from ckptkit.cli import main as ckptkit_main
+from ckptkit.cli.commands import COMMANDS
 from tests.faults.server import Server
+from tests.verbs import FORMAT_MODULES, modules_of
 
 _PATIENCE = 300.0  # seconds
 # huggingface_hub itself reads the environment when it is imported: each child imports it, but not what it needs.
 _LIBRARIES = ("aiobotocore.httpsession", "filelock", "httpx", "httpx2", "s3fs", "safetensors.torch", "yaml")
 _IMPORTED = (
-    *(found.name for room in (cli, ops) for found in iter_modules(room.__path__, f"{room.__name__}.")),
-    *(known.where.partition(":")[0] for known in FORMATS.values()),
+    *modules_of(*COMMANDS.own),
+    *FORMAT_MODULES,
     *(name for name in _LIBRARIES if find_spec(name.partition(".")[0])),
 )
 
@@ -56,4 +56,4 @@ def main(environment: str, *words: str) -> None:
     os.environ.clear()
     os.environ.update(json.loads(environment))
     sys.argv = ["ckptkit", *words]
-    cli.main()
+    ckptkit_main()

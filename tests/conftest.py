@@ -19,7 +19,7 @@ from ckptkit.training import launch
 from tests.producers import PRELOADED, Producer, Truth
 
 if TYPE_CHECKING:
-    from tests.s3 import S3, Place
+    from tests.s3 import S3, Bucket, Place
 
 launch.PRELOADED[:] = PRELOADED  # one server is for the ranks of ckptkit's and of the producers
 
@@ -123,6 +123,17 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 
     with serve_s3(tmp_path_factory.mktemp("rclone") / "root") as server:
         yield server
+
+
+@pytest.fixture
+def bucket(rclone: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A bucket of `rclone`, and the directory that it is."""
+    from tests.s3 import Bucket, forget, make_place
+
+    place = make_place(rclone, monkeypatch)
+    rclone.most = 0
+    yield Bucket(place.name, rclone.root / place.name, rclone)
+    forget()
 
 
 @pytest.fixture

@@ -326,6 +326,19 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Bucket:
+    """A bucket: its name, the directory that is it, and the server, whose requests are counted from the first on."""
+
+    name: str
+    root: Path
+    server: S3
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """A bucket that is empty at first, on a server whose requests are counted."""
 

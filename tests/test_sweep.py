@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.ops.situations import llama
+from tests.diagnosis.situations import llama
 from tests.producers import save_alone
 
 pytest.importorskip("transformers")

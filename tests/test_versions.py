@@ -45,4 +45,4 @@ def test_results_are_counted(ends: list[CompletedProcess[str]], said: str) -> No
 
 
 def test_it_runs_the_tests_of_private_names() -> None:
-    assert {"tests/train/saving", "tests/test_private_names.py"} <= set(slow_tests())
+    assert {"tests/training/saving", "tests/test_private_names.py"} <= set(slow_tests())

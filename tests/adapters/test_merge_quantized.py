@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.errors import Unsupported
-from tests.quantized.quantized_models import written
+from tests.state.quantized.quantized_models import written
 
 pytest.importorskip("peft", reason="PEFT is the judge of adapters")
 

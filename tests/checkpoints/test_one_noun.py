@@ -103,7 +103,7 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "doctor": lambda source, _: ckptkit.doctor(source),
     "explain": lambda source, _: ckptkit.explain("Missing key in checkpoint state_dict: w", source),
 }
-# tests/adapters/test_merge.py names those of `merge` in several ways, tests/deltas those of `apply`
+# tests/adapters/test_merge.py names those of `merge` in several ways, tests/plugins/deltas those of `apply`
 SOURCELESS = {
     "apply",
     "apply_in_place",

@@ -15,8 +15,8 @@ import ckptkit
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.s3_destination import encode_crc
 from tests.command import ckptkit as cli
-from tests.destinations.contract import PART
-from tests.destinations.test_s3 import place, simple, small_parts, source
+from tests.io.contract import PART
+from tests.io.test_s3_destination import place, simple, small_parts, source
 from tests.s3 import Place, forget
 
 __all__ = ["place", "simple", "small_parts", "source"]  # fixtures

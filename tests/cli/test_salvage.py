@@ -11,7 +11,7 @@ import torch
 from tests import producers
 from tests.command import ckptkit
 from tests.conftest import Produce
-from tests.ops.situations import lacks_a_rank
+from tests.diagnosis.situations import lacks_a_rank
 from tests.producers import save_alone
 
 

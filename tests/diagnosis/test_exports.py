@@ -22,8 +22,8 @@ from ckptkit import doctor
 from ckptkit.errors import Corrupt, Occupied
 from tests.command import ckptkit as cli
 from tests.conftest import Produce
-from tests.ops.situations import HEADS, SIZES, adapted, from_pretrained, llama, saved
-from tests.salvaging.damage import load_hf
+from tests.conversion.salvaging.damage import load_hf
+from tests.diagnosis.situations import HEADS, SIZES, adapted, from_pretrained, llama, saved
 from tests.trainers import produced_zero
 
 INDEX, CONFIG, ADAPTER = "model.safetensors.index.json", "config.json", "adapter_model.safetensors"

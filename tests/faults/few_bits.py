@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.quantized.few_bits import Stored, X, deepseek_v4, mlx, modelopt
+from tests.state.quantized.few_bits import Stored, X, deepseek_v4, mlx, modelopt
 
 W = f"{X}.weight"
 _GROUP = 32

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from ckptkit.formats import FORMATS as KNOWN
 from tests.faults.cases import Case, Seen
 from tests.faults.meaning_outputs import Output, rows_of, words_of
 from tests.faults.meaning_sources import CONFIG, FORMATS, add_of, model
@@ -27,6 +26,7 @@ from tests.faults.meaning_things import CHANGES_WEIGHTS, NEEDS_MANIFEST, THINGS,
 from tests.faults.server import Ended, Server
 from tests.faults.verdicts import ERROR_CODES, Verdict
 from tests.hub_server import Hub
+from tests.verbs import FORMAT_MODULES, modules_of
 
 GROUP = "meaning"
 _VERBS = (
@@ -34,9 +34,8 @@ _VERBS = (
     *("inspect", "verify", "diff", "stats", "doctor", "prune"),
 )
 _MODULES = (
-    "ckptkit.cli.commands",
-    *(f"ckptkit.{room}.{verb}" for verb in _VERBS for room in ("cli", "ops")),
-    *(known.where.partition(":")[0] for known in KNOWN.values()),
+    *modules_of(*_VERBS),
+    *FORMAT_MODULES,
     *("torch", "numpy", "safetensors.torch"),
 )
 

@@ -16,7 +16,7 @@ from tests.faults.few_bits import FEW_BITS, W, config_of
 from tests.faults.originals import LLAMA_CONFIG, QUANTIZED_CONFIG
 from tests.faults.subjects import Subject, command, read_safetensors
 from tests.faults.trials import Bad, case, case_of
-from tests.quantized.few_bits import X
+from tests.state.quantized.few_bits import X
 
 WEIGHTS, SAID = "model.safetensors", "config.json"
 NUMBERS, SCALES = "up.weight", "up.weight_scale_inv"

@@ -27,13 +27,13 @@ from ckptkit.io import pieces
 from ckptkit.storage import Writer
 from ckptkit.training.saving.run import Run
 from tests.faults.writings import saying
+from tests.verbs import modules_of
 
 _HERE = "tests.faults.store_writings"
 MODULES = (  # what a server imports so that its children need not
     _HERE,
-    "ckptkit.cli.commands",
-    *(f"ckptkit.{room}.{verb}" for verb in ("cp", "consolidate", "convert", "reshard") for room in ("cli", "ops")),
-    *("ckptkit.cli.verify", "ckptkit.checks.verify", "ckptkit.conversion.finalize", "ckptkit.state.to_store"),
+    *modules_of("cp", "consolidate", "convert", "reshard", "verify"),
+    *("ckptkit.conversion.finalize", "ckptkit.state.to_store"),
     *("ckptkit.io.s3_destination", "ckptkit.io.stores.s3", "ckptkit.formats.dcp.format", "ckptkit.formats.hf.format"),
     *("ckptkit.formats.pt.format", "s3fs", "aiobotocore.session", "tests.faults.peers", "torch._dynamo"),
 )

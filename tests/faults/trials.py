@@ -12,19 +12,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptkit.formats import FORMATS
 from tests.faults.cases import Case, Seen
 from tests.faults.digests import digest
 from tests.faults.originals import Original, original
 from tests.faults.server import Ended, Server
 from tests.faults.subjects import CONSOLIDATE, CONVERT, INSPECT, OURS, PEERS, RESHARD, VERIFY, Subject, are_equal
 from tests.faults.verdicts import Verdict, is_warned_of, judge_error
+from tests.verbs import FORMAT_MODULES, modules_of
 
 _OURS = (
-    "ckptkit.cli.commands",
-    *(f"ckptkit.cli.{verb}" for verb in ("inspect", "verify", "consolidate", "reshard", "convert", "average", "merge")),
-    *(f"ckptkit.ops.{verb}" for verb in ("inspect", "verify", "consolidate", "reshard", "convert", "average", "merge")),
-    *(known.where.partition(":")[0] for known in FORMATS.values()),
+    *modules_of("inspect", "verify", "consolidate", "reshard", "convert", "average", "merge"),
+    *FORMAT_MODULES,
 )
 _THEIRS = ("tests.faults.peers", "tests.faults.originals")
 _IN_TURN = ((CONSOLIDATE,), (CONVERT, VERIFY), (RESHARD,), (INSPECT,))  # of the fast share, one for each input

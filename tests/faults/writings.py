@@ -21,26 +21,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.cli.output import print_error
 from ckptkit.errors import CkptError
-from ckptkit.formats import FORMATS
 from ckptkit.storage import Writer, find_cause
 from ckptkit.training.saving.run import Run
+from tests.verbs import FORMAT_MODULES, modules_of
 
 _HERE = "tests.faults.writings"
 # what a server imports so that its children need not
 MODULES = (
     _HERE,
-    "ckptkit.cli.commands",
-    *(
-        f"ckptkit.{room}.{verb}"
-        for verb in ("consolidate", "reshard", "convert", "finalize")
-        for room in ("cli", "ops")
-    ),
-    *(
-        "ckptkit.plugins.deltas.apply_command",
-        "ckptkit.plugins.deltas.apply_in_place",
-        *("ckptkit.cli.verify", "ckptkit.checks.verify"),
-    ),
-    *(known.where.partition(":")[0] for known in FORMATS.values()),
+    *modules_of("consolidate", "reshard", "convert", "finalize", "apply", "verify"),
+    "ckptkit.plugins.deltas.apply_in_place",
+    *FORMAT_MODULES,
     *("torch._dynamo", "fsspec.core", "accelerate.utils"),
     "torch.distributed.checkpoint._consolidate_hf_safetensors",
 )

@@ -27,7 +27,7 @@ def sharded_models(root: Path) -> Truth:
 
 
 def _shard_models(root: Path) -> Mapping[str, Any]:
-    from tests.names.tiny_models import make_model
+    from tests.models.names.tiny_models import make_model
 
     mesh = init_device_mesh("cpu", (2,))
     truth: dict[str, Tensor] = {}

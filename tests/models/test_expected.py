@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 from ckptkit.models.expected import Expected, ExpectedByTable, by_transformers, expected
 from ckptkit.models.known_types import find_table, letter_sizes
-from tests.names.tiny_models import CONFIGS, TEXT, make_model
+from tests.models.names.tiny_models import CONFIGS, TEXT, make_model
 
 WEIGHTS = "model.safetensors"
 DENSE = ["llama", "mistral", "granite", "smollm3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3"]

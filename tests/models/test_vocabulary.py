@@ -16,7 +16,7 @@ from ckptkit.conversion.average import average
 from ckptkit.conversion.finalize import finalize
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.models.vocabulary import with_vocabulary
-from tests.names.hub_models import HIDDEN, VOCABULARY, config_of, saved
+from tests.models.names.hub_models import HIDDEN, VOCABULARY, config_of, saved
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

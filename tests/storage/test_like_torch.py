@@ -32,7 +32,7 @@ from ckptkit.storage import Reader, Writer
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from tests.producers import counted
-from tests.train.saving.networks import Trainee, differing, whole
+from tests.training.saving.networks import Trainee, differing, whole
 
 Save = Callable[[Path], Any]
 Load = Callable[[Path], Any]

@@ -30,7 +30,7 @@ from tests import producers
 from tests.conftest import Produce
 from tests.producers import counted
 from tests.storage.states import assert_same_bits, blank, cause_of, flip, of_a_model, write_hf, write_pt
-from tests.train.saving.networks import Network, differing, whole, wrap
+from tests.training.saving.networks import Network, differing, whole, wrap
 
 pytestmark = pytest.mark.usefixtures("alone")
 

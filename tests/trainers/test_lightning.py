@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit.errors import Mismatch
 from ckptkit.runs.ls import ls
 from tests.conftest import Produce
-from tests.ops.judges import raw
+from tests.conversion.judges import raw
 from tests.producers import Producer, spawn
 from tests.trainers import produced_lightning
 from tests.trainers.produced_lightning import batches, be_torchrun, make_module, make_trainer

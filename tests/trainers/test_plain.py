@@ -19,7 +19,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, Mismatch, Unsupported, Usage
 from ckptkit.runs.ls import ls
 from tests.conftest import Produce
-from tests.ops.judges import raw
+from tests.conversion.judges import raw
 from tests.producers import Truth
 from tests.trainers import produced_plain
 from tests.trainers.produced_plain import STEPS, Gpt, train

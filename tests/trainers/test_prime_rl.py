@@ -12,7 +12,7 @@ from ckptkit.errors import Incomplete
 from ckptkit.runs.ls import ls
 from tests import command
 from tests.conftest import Produce
-from tests.ops.judges import raw
+from tests.conversion.judges import raw
 from tests.trainers import produced_rl
 
 

@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit.errors import NotACheckpoint, Unsupported
 from ckptkit.runs.ls import ls
 from tests.conftest import Produce
-from tests.ops.judges import raw
+from tests.conversion.judges import raw
 from tests.producers import Truth
 from tests.trainers import produced_rl
 

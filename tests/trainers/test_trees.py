@@ -13,7 +13,7 @@ from torch import Tensor
 import ckptkit
 from ckptkit.runs.ls import ls
 from tests.conftest import Produce
-from tests.ops.judges import raw
+from tests.conversion.judges import raw
 from tests.trainers import produced_trees
 
 

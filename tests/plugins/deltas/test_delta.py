@@ -19,7 +19,7 @@ from torch import Tensor
 import ckptkit
 from ckptkit.errors import Corrupt, Mismatch, Occupied, Unsupported
 from ckptkit.plugins.deltas.record import read_record
-from tests.ops.judges import raw
+from tests.conversion.judges import raw
 from tests.plugins.deltas.models import as_dcp, as_hf, as_pt, files, load, policy, step, updated
 from tests.tiers import pairs
 

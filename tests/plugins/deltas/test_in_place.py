@@ -18,7 +18,7 @@ from ckptkit.errors import CkptError, Incomplete, Mismatch, Occupied, Unsupporte
 from ckptkit.io.locks import acquire, release
 from ckptkit.plugins.deltas.apply_in_place import apply_in_place
 from tests.conftest import Some
-from tests.ops.judges import raw
+from tests.conversion.judges import raw
 from tests.plugins.deltas.models import State, as_hf, files, load, policy, step
 
 

@@ -15,8 +15,8 @@ import torch
 
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.plugins.deltas.delta import delta
+from tests.diagnosis.situations import llama
 from tests.integrations.produced_models import SHARDS
-from tests.ops.situations import llama
 from tests.plugins.vllm.test_vllm import HEADS, SIZES, engine, needs_vllm, tokens_of
 from tests.producers import save_alone
 

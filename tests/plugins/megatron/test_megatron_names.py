@@ -20,7 +20,7 @@ import ckptkit
 from ckptkit.errors import CkptError, Mismatch, Unsupported
 from tests.conftest import Produce, Produced
 from tests.formats.contract import assert_same
-from tests.names.shelf import check_both_ways
+from tests.models.names.shelf import check_both_ways
 from tests.tiers import nightly_but, pairs
 from tests.trainers.produced_megatron import STEP
 from tests.trainers.produced_megatron_models import (

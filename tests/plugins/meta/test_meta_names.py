@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import Mismatch
-from tests.names.hub_models import (
+from tests.models.names.hub_models import (
     EXPERTS,
     HEAD,
     HEADS,
@@ -25,8 +25,8 @@ from tests.names.hub_models import (
     model_of,
     saved,
 )
-from tests.names.shelf import check_both_ways, check_same, random_like
-from tests.names.titan_model import Titan, Widths
+from tests.models.names.shelf import check_both_ways, check_same, random_like
+from tests.models.names.titan_model import Titan, Widths
 
 PARAMS = {"dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KEY_HEADS, "vocab_size": VOCABULARY}
 TOKENS = torch.arange(24).view(2, 12)

@@ -12,9 +12,9 @@ from torch.distributed import checkpoint as dcp
 
 import ckptkit
 from ckptkit.errors import Mismatch, Unsupported
-from tests.names.hub_models import EXPERTS, config_of, saved
-from tests.names.others_code import one_module
-from tests.names.shelf import check_both_ways, check_same, random_like, to_the_hub
+from tests.models.names.hub_models import EXPERTS, config_of, saved
+from tests.models.names.others_code import one_module
+from tests.models.names.shelf import check_both_ways, check_same, random_like, to_the_hub
 from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

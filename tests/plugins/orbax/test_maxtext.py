@@ -17,7 +17,7 @@ import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.models.names.weights import TRAINING
-from tests.names.hub_models import config_of
+from tests.models.names.hub_models import config_of
 from tests.plugins.orbax.maxtext_tree import maxtext_arrays
 from tests.plugins.orbax.trees import save_arrays
 from tests.tiers import pairs

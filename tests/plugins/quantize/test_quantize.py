@@ -23,7 +23,7 @@ from ckptkit.plugins.quantize.choose import ALONE, ASKED, HEADS, RAGGED, choose,
 from ckptkit.plugins.quantize.quantized_blocks import next_powers
 from ckptkit.plugins.quantize.schemes import SCHEMES
 from tests.formats.contract import assert_same
-from tests.quantized.quantized_models import E4M3, deepseek
+from tests.state.quantized.quantized_models import E4M3, deepseek
 
 transformers = pytest.importorskip("transformers", reason="transformers is the judge")
 pytestmark = [

@@ -16,7 +16,7 @@ import pytest
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.cli.shard_map import write_shard_map
 from ckptkit.plugins.report.report import report
-from tests.pictures.runs import make_run
+from tests.cli.pictures.runs import make_run
 from tests.plugins.report.chromium import find_chromium, visit
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_chromium() is None, reason="needs chromium")]

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.plugins.vllm import register
 from tests.conftest import Produce
+from tests.diagnosis.situations import llama
 from tests.integrations.produced_models import SHARDS, sharded_models
-from tests.ops.situations import llama
 from tests.producers import save_alone
 
 PYTHON = os.environ.get("CKPTKIT_VLLM_PYTHON")
