@@ -15,7 +15,7 @@ from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import require_whole
+from ckptkit.checkpoints.one_of_several import find_doubt, require_whole
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.collector import collector_paused
 from ckptkit.conversion.directories import (
@@ -218,7 +218,9 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
         require_all_taken(conversion)
     if options.overwrite and not isinstance(dst, RemotePath):  # in a store whoever claims it looks
         check_replaceable(dst, conversion.file_sizes)
-    return replace(conversion, notes=(*conversion.notes, *remarks_on_id(options.base)))
+    doubts = [] if conversion.is_fitted else [doubt for one in checkpoints if (doubt := find_doubt(one))]
+    notes = (*conversion.notes, *map(Caution, doubts), *remarks_on_id(options.base))
+    return replace(conversion, notes=notes)
 
 
 def draft_opened(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
