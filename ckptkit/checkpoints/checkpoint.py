@@ -474,6 +474,7 @@ def find_latest(root: Path) -> Latest:
         if not found:
             what = "is not complete" if (root / tracker.target).exists() else "does not exist"
             remarks.append(f"`{tracker.name}` names {tracker.target}, which {what}")
+    remarks += [f"`{one.name}` names {one.target}" for one in trackers if one.is_guess and not one.is_latest]
     for path in entries_in(root):
         if trainers.is_last(path.name) and (last := Checkpoint.at(path)).is_complete:
             step = step_or_none(last)

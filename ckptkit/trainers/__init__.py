@@ -184,6 +184,11 @@ def best_keys() -> tuple[tuple[str, KeyPath], ...]:
     return tuple(found for trainer in TRAINERS.values() for found in trainer.best_keys)
 
 
+def may_note(name: str) -> bool:
+    """Return whether a trainer's file of this name has steps, metrics or the best checkpoint in keys that are known."""
+    return name in metrics_files() or name in {file for file, _ in (*step_keys(), *best_keys())}
+
+
 @cache
 def json_trackers() -> dict[str, tuple[str, ...]]:
     """Return the trackers in JSON, each with the keys that lead to the name of the checkpoint."""
