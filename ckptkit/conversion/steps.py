@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from glob import escape
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.conversion.model import Model
 from ckptkit.conversion.options import ConvertOptions
-from ckptkit.errors import Caution, Mismatch, Unsupported, and_more
+from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_more
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import CONFIG, Companions, describe_weights, find_companions, find_config
 from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
@@ -21,11 +24,13 @@ from ckptkit.models.tokens import check_tokens, warn_of_tokens
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.names import HUB, KEEP
+from ckptkit.names.copies import find_copy
 from ckptkit.names.naming import AskedNames, name_weights
 from ckptkit.names.parameters import rename_parameters
 from ckptkit.names.prefixes import remove_prefix
 from ckptkit.names.sizes import Sizes
 from ckptkit.names.weights import Weights, find_weights
+from ckptkit.names.wrappers import DDP
 from ckptkit.pictures.words import count
 from ckptkit.quantized.signs import is_declared_quantized
 from ckptkit.tensors.dtypes import DTYPES, DType
@@ -114,6 +119,19 @@ def unwrap(model: Model, options: ConvertOptions | None = None) -> Model:  # noq
         return model
     prefix = len(next(iter(model.layout.tensors))) - len(next(iter(weights.layout.tensors)))
     return model.rename(lambda name: name[prefix:]).say(*remarks)
+
+
+def refuse_copies(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001
+    """Raise `SeveralModels` if the model is there twice: a loader finds one copy, and no name says which is meant."""
+    copy = find_copy(model.layout.shapes)
+    if copy is None:
+        return model
+    entry = model.weights.came_from.get(copy.name, copy.name)
+    glob = f"{escape(entry[: len(entry) - len(copy.name)] + copy.prefix)}*"
+    rule = f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}" if copy.prefix != DDP.text else ""  # that goes anyway
+    hint = f"pass --exclude {quote(glob)}, or for the copy --include {quote(glob)}{rule}"
+    message = f"the model is here twice: `{copy.of}` and `{copy.name}`"
+    raise SeveralModels(message, path=model.layout.root, hint=hint, globs=[glob])
 
 
 def translate_names(model: Model, options: ConvertOptions) -> Model:

@@ -64,7 +64,8 @@ def check_second_head(shapes: Mapping[str, Shape], config: Config, head: str, cl
     """Raise `Mismatch` if the head of a language model, which is no copy of the embedding, is beside another head."""
     if HEAD in shapes and not is_tied(config):
         message = f"this head and `{HEAD}` are those of two classes, {classes}, and each class drops the other head"
-        raise Mismatch(message, tensor=head, hint=f"pass --exclude '*{HEAD}' or --exclude '*{head}'")
+        module = head.rpartition(".")[0]
+        raise Mismatch(message, tensor=head, hint=f"pass --exclude '*{HEAD}' or --exclude '*{module}.*'")
 
 
 def check_labels(config: Config, head: str, labels: int) -> None:

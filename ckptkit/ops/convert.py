@@ -142,6 +142,7 @@ def needs_names(model: Model, options: ConvertOptions) -> bool:
 
 
 NAMING = (  # each source by itself
+    Step("ckptkit.conversion.steps:refuse_copies", is_for_loaders),
     Step("ckptkit.quantized.plain:open_quantized", has_quantized),
     Step("ckptkit.conversion.steps:unwrap", may_be_wrapped),
     Step("ckptkit.conversion.steps:translate_names", needs_names),
