@@ -40,7 +40,7 @@ def find_copy(shapes: Mapping[str, Shape]) -> Copy | None:
 def find_under(prefix: str, shapes: Mapping[str, Shape]) -> Copy | None:
     """Return the copy that has every other name with a prefix."""
     copied = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
-    if all(shapes.get(of) == shapes[name] and not of.startswith(prefix) for name, of in copied.items()):
+    if copied and all(shapes.get(of) == shapes[name] and not of.startswith(prefix) for name, of in copied.items()):
         return Copy(*next(iter(copied.items())), prefix)
     return None
 

@@ -39,6 +39,7 @@ OTHERS = {
     "shapes": {**MODEL, **{name: torch.ones(3, 3) for name in under("module.")}},
     "one-tower": {**MODEL, "module.layers.0.w": torch.ones(2, 4)},
     "codebook": {"quantize.embed": torch.ones(4, 4), "quantize.ema_w": torch.ones(4, 4)},
+    "no-dots": {"a": torch.ones(2), "b": torch.ones(2)},
     "pool": {**MODEL, "avg_pool.w": torch.ones(2, 4)},
     "average-of-other": {**MODEL, "ema.other.w": torch.ones(2, 4)},
 }
