@@ -187,7 +187,12 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `import ckptkit` itself must cost nothing."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from ckptkit.errors import without_torch
+
+        raise without_torch(error) from None
 
 
 def __dir__() -> list[str]:
