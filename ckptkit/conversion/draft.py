@@ -232,6 +232,11 @@ class Conversion:
         return self.output.suffix in self.options.writer.suffixes
 
     @property
+    def replaces_training(self) -> bool:
+        """Return whether it may replace a training's checkpoint: as a file with all states, which has no manifest."""
+        return self.is_file and not self.options.writer.is_model_only
+
+    @property
     def files_used(self) -> set[Path]:
         """Return the files of the sources that were read, or are copied unchanged."""
         read = {path for draft in self.drafts for path in draft.read} | set(self.copied_files.values())

@@ -218,7 +218,7 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     if options.strict:
         require_all_taken(conversion)
     if options.overwrite and not isinstance(dst, RemotePath):  # in a store whoever claims it looks
-        check_replaceable(dst, conversion.file_sizes)
+        check_replaceable(dst, conversion.file_sizes, by_training=conversion.replaces_training)
     doubts = [] if conversion.is_fitted else [doubt for one in checkpoints if (doubt := find_doubt(one))]
     notes = (*conversion.notes, *map(Caution, doubts), *remarks_on_id(options.base))
     return replace(conversion, notes=notes)

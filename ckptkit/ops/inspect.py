@@ -118,7 +118,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         count_parameters(model.layout, weights, ties, quantized),
         group([part.layout for part in checkpoint.components], weights),
         tuple(ties),
-        model.has_manifest,
+        model.has_manifest and model.manifest is not None,  # an earlier save's is ignored
         unread,
         kind_of_keys(layout),
         find_adapters(model),
