@@ -569,6 +569,9 @@ def program_in(path: Path) -> Unsupported | None:
 
 def nothing_in(path: Path, hint: str) -> NotACheckpoint:
     """Return the error for a directory without a checkpoint, which names a run in it if there is one."""
-    runs = runs_in(path)
+    runs, names = runs_in(path), names_in(path)
     hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint
+    if not runs and any(map(trainers.is_of_run, names)):
+        hint = "pass another directory, or wait until the training saves a checkpoint"
+        return NotACheckpoint(f"the run has no checkpoint yet, only {', '.join(names[:4])}", path=path, hint=hint)
     return NotACheckpoint("no checkpoint in any known format, and no run with checkpoints", path=path, hint=hint)
