@@ -191,7 +191,12 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
-    found = getattr(import_module(_HOMES[name]), name)
+    try:
+        found = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from ckptkit.errors import without_torch
+
+        raise without_torch(error) from None
     if isinstance(found, FunctionType):
         from ckptkit.arguments import checked
 

@@ -240,6 +240,13 @@ class Unsafe(CkptError):
     code, exit_code = "unsafe", 5
 
 
+def without_torch(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """Return the error of an import in Python, with what to install if it is torch that is missing."""
+    if error.name != "torch":
+        return error
+    return ModuleNotFoundError("torch is not installed (hint: run `pip install torch`)", name=error.name)
+
+
 def translate_os_errors(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
     """Turn an `OSError` inside the block into an `IOFailure` (or `NoRoom`) that names `path`."""
     return _Translation(path)

@@ -122,6 +122,15 @@ def test_the_same_without_torch(run: Run, produce: Produce, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    "line", ["from ckptkit.storage import Reader", "import ckptkit.storage", "from ckptkit import Run"]
+)
+def test_python_says_that_torch_is_missing(run: Run, tmp_path: Path, line: str) -> None:
+    done = run("-c", line, cwd=tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert last == "ModuleNotFoundError: torch is not installed (hint: run `pip install torch`)"
+
+
+@pytest.mark.parametrize(
     ("command", "code", "said"),
     [
         ("train run --nproc 1 --steps 1", 2, "error: torch is not installed\nhint: run `pip install torch`\n"),

@@ -480,6 +480,7 @@ def find_latest(root: Path) -> Latest:
         if not found:
             what = "is not complete" if (root / tracker.target).exists() else "does not exist"
             remarks.append(f"`{tracker.name}` names {tracker.target}, which {what}")
+    remarks += [f"`{one.name}` names {one.target}" for one in trackers if one.is_guess and not one.is_latest]
     for path in entries_in(root):
         if trainers.is_last(path.name) and (last := Checkpoint.at(path)).is_complete:
             step = step_or_none(last)
@@ -574,6 +575,9 @@ def program_in(path: Path) -> Unsupported | None:
 
 def nothing_in(path: Path, hint: str) -> NotACheckpoint:
     """Return the error for a directory without a checkpoint, which names a run in it if there is one."""
-    runs = runs_in(path)
+    runs, names = runs_in(path), names_in(path)
     hint = f"pass `{runs[0]}`, which contains checkpoints" if runs else hint
+    if not runs and any(map(trainers.is_of_run, names)):
+        hint = "pass another directory, or wait until the training saves a checkpoint"
+        return NotACheckpoint(f"the run has no checkpoint yet, only {', '.join(names[:4])}", path=path, hint=hint)
     return NotACheckpoint("no checkpoint in any known format, and no run with checkpoints", path=path, hint=hint)

@@ -28,8 +28,10 @@ OF_TRAINING = (".pt", ".pth", ".bin")  # files of optimizers, schedulers and ran
 LINK = "not a regular file"
 HIDDEN = "hidden"
 CHECKPOINT = "a checkpoint of its own"
+RUN = "a run with checkpoints of its own"
 WEIGHTS = "weights of another model, or of an earlier save"
 NOT_KNOWN = "not known"
+EARLIER = "the manifest of an earlier save"
 COMPANION = "config or tokenizer"
 EXPORTED = "exported by the trainer, beside its own states"
 CHANGES = "how the model was changed, such as by quantizers or pruning"
@@ -48,6 +50,11 @@ class LeftBehind(NamedTuple):
     path: Path
     why: str
     name: str  # as seen from the directory of the checkpoint
+
+    @property
+    def root(self) -> Path:
+        """Return the directory of the checkpoint."""
+        return self.path.parents[len(Path(self.name).parts) - 1]
 
     @property
     def is_known(self) -> bool:
@@ -287,12 +294,19 @@ def left_in(
             yield LeftBehind(path, CHANGES, name)
         elif path in components and path.is_dir() and not any(path in one.parents for one in used):
             yield LeftBehind(path, TRAINING if trainers.is_other_part(path.name) else WEIGHTS, name)
+        elif step_of(path) is None and holds_steps(path) and not any(path in one.parents for one in used):
+            yield LeftBehind(path, RUN, name)
         elif path.is_dir() and not path.is_symlink() and not is_left(path.name, names) and not is_other:
             yield from left_in(root, used, components, path)
         else:
             why = TRAINING if folder in components else reason_to_leave(path, names)
             is_copy = folder is not None and folder.name in trainers.companion_folders()
             yield LeftBehind(path, EXPORTED if is_copy and why in (WEIGHTS, NOT_KNOWN) else why, name)
+
+
+def holds_steps(path: Path) -> bool:
+    """Return whether directories that are called like checkpoints lie in a directory."""
+    return path.is_dir() and not path.is_symlink() and any(step_of(child) is not None for child in folders(path))
 
 
 def is_true_here_only(name: str) -> bool:

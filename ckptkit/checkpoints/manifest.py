@@ -117,6 +117,14 @@ def read_manifest(root: Path) -> Manifest | None:
     return Manifest(files, tensors, source)
 
 
+def has_stale_manifest(root: Path) -> bool:
+    """Return whether the manifest in a directory is that of an earlier save; see `is_of_earlier_save`."""
+    try:
+        return is_there(root / NAME) and read_manifest(root) is None
+    except Corrupt:
+        return False
+
+
 class StaleManifest(CheckpointWarning):
     """A manifest that describes the files of an earlier save in the same directory."""
 

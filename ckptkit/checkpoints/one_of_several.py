@@ -1,18 +1,24 @@
 """Refuse a file that is one of several as a model: a rank's file has a part of each tensor, or some of the tensors.
 
-Its name says so (`rank0-of-2`, `sdp_00` beside `sdp_01`, also of the directories above it), or its content does.
+Its name says so (`rank0-of-2`, `sdp_00` beside `sdp_01`, also of the directories above it), or its content does, or
+the content of the files beside it. The name `rank0.pt` proves nothing: rank 0 often saves the whole model. Such a file
+is used with a warning, unless a config.json confirms its shapes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, and_more
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, and_more
 from ckptkit.io.file import names_in
 from ckptkit.io.joined import JoinedPath
-from ckptkit.io.sets import JOIN, find_set, is_numbered
+from ckptkit.io.sets import JOIN, find_series, find_set, has_number, is_numbered, says_part
+from ckptkit.layout.box import Shape
+from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.trainers import ONE_FILE, stem_of, step_of
 
 _SHARDS = "shard_metadata"  # of torch_xla's and fairscale's FSDP, beside the flat shards of a rank
 _WORLDS = ((_SHARDS, "world_size"), ("mp_world_size",))
@@ -41,7 +47,7 @@ def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
     if any(world > 1 for world in worlds) or (not worlds and has_shards(checkpoint)):
         ranks = f"{max(worlds)} ranks" if worlds else "several ranks"
         return one_of_several(checkpoint, file, f"this is the file of one of {ranks}", JOIN)
-    found = set_of(file)
+    found = set_of(file) or parts_beside(checkpoint, file) or ([file.name] if is_part(file) else [])
     is_joined = len(found) > 1 and checkpoint.path.is_dir() and all(map(component.reader.owns, found))
     if found and not is_joined:
         names = f"{', '.join(found[:_NAMED])}{and_more(len(found) - _NAMED)}"
@@ -49,6 +55,76 @@ def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
         hint = f"{JOIN}; if this one has all of the model, rename a copy of it"
         return one_of_several(checkpoint, file, f"this is {which}: {names}", hint)
     return None
+
+
+def is_part(file: Path) -> bool:
+    return file.suffix in ONE_FILE and says_part(file.name)
+
+
+def parts_beside(checkpoint: Checkpoint, file: Path) -> list[str]:
+    """Return the files of which a file is one by what they contain; [] if nothing shows it.
+
+    They are counted from 0, and the first or the last has other tensors, or the same tensors cut elsewhere.
+    """
+    series = series_of(file)
+    if not series or has_number(file.name, len(series)):
+        return series
+    here = checkpoint.model_component.layout.shapes
+    others = (Checkpoint.at(file.parent / name) for name in (series[0], series[-1]) if name != file.name)
+    return series if any(is_other_part(here, shapes_of(other)) for other in others) else []
+
+
+def series_of(file: Path) -> list[str]:
+    """Return the files that are called like this one and counted from 0; [] for steps and epochs."""
+    is_step = step_of(Path(stem_of(file.name))) is not None
+    return [] if is_step or file.suffix not in ONE_FILE else find_series(file.name, names_in(file.parent))
+
+
+def shapes_of(checkpoint: Checkpoint) -> Mapping[str, Shape]:
+    """Return the shapes of a checkpoint's tensors; {} if they cannot be read."""
+    try:
+        return checkpoint.model_component.layout.shapes
+    except (Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported):
+        return {}
+
+
+def is_other_part(here: Mapping[str, Shape], there: Mapping[str, Shape]) -> bool:
+    """Return whether two files have each tensors that the other lacks, or shapes that differ along one axis only."""
+    if not there:
+        return False
+    differing = [(one, two) for name, one in here.items() if (two := there.get(name, one)) != one]
+    if here.keys() - there.keys() and there.keys() - here.keys():
+        return True
+    return bool(differing) and all(
+        len(one) == len(two) and sum(a != b for a, b in zip(one, two, strict=True)) == 1 for one, two in differing
+    )
+
+
+def find_doubt(checkpoint: Checkpoint) -> str | None:
+    """Return why a file may be a part though nothing proves it, and what would tell; None for any other checkpoint."""
+    component = checkpoint.model_component
+    if component.reader.is_sharded or find_parts(checkpoint) or len(component.layout.files) != 1:
+        return None
+    layout = component.layout
+    file = layout.root / next(iter(layout.files))
+    if file.suffix not in ONE_FILE or step_of(Path(stem_of(file.name))) is not None or may_be_adapted(layout.tensors):
+        return None
+    series = series_of(file)
+    if is_numbered(file.name):
+        why = "its name counts ranks"
+    elif series and all(is_alike(checkpoint, Checkpoint.at(file.parent / name)) for name in (series[0], series[-1])):
+        why = f"{', '.join(series[:_NAMED])}{and_more(len(series) - _NAMED)} have the same tensors and shapes"
+    else:
+        return None
+    what = "nothing shows whether this file has the whole model or one part of it"
+    return f"{file}: {why}, and {what}; --base MODEL compares its shapes with a config.json"
+
+
+def is_alike(checkpoint: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether two files have tensors of the same names and shapes, and do not say that their steps differ."""
+    if shapes_of(other) != checkpoint.model_component.layout.shapes:
+        return False
+    return None in (steps := (checkpoint.noted_step, other.noted_step)) or len(set(steps)) == 1
 
 
 def has_shards(checkpoint: Checkpoint) -> bool:

@@ -68,10 +68,10 @@ def fold_files(problems: Iterable[CkptError], entries: Mapping[Path | None, int]
         if one.path not in foreign or one.tensor is None or isinstance(one, Incomplete):
             kept[id(one)] = one
         elif one.path not in kept:
-            message = (
-                f"{len(wrong[one.path]):,} of {entries[one.path]:,} entries are not as the metadata describes them, "
-                f"such as `{one.tensor}`: {one.message}"
-            )
+            known = entries.get(one.path, 0)  # 0 if the metadata could not be read to its end
+            of_all = f" of {known:,}" if known else ""
+            what = f"{len(wrong[one.path]):,}{of_all} entries are not as the metadata describes them"
+            message = f"{what}, such as `{one.tensor}`: {one.message}"
             hint = "restore the file from a copy: it may belong to another save"
             kept[one.path] = Corrupt(message, path=one.path, hint=hint)
     return tuple(kept.values())

@@ -1,4 +1,8 @@
-"""Decide whether a directory may be replaced: only if ckptkit knows everything in it."""
+"""Decide whether a directory or file may be replaced: only if ckptkit knows everything in it.
+
+A checkpoint of a training that cannot be made again from another checkpoint is replaced by its own kind only: by a
+later save of the training, or a copy of another one.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,18 @@ from ckptkit.formats import is_main_file
 from ckptkit.io.file import children, names_in
 from ckptkit.io.path import RemotePath
 from ckptkit.models.companions import FILES, TEMPLATES
+from ckptkit.models.names.weights import names_of_training
 
 _OWN = frozenset((*FILES, TEMPLATES, MANIFEST, ACCOUNT, ".gitattributes"))
 _UNREADABLE = (Corrupt, Mismatch, NotACheckpoint, Unsupported)
 _MOST_NAMED = 5
 
 
-def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
+def check_replaceable(dst: Path, made: Iterable[str] = (), *, by_training: bool = False) -> None:
     """Raise `Occupied` if `dst` is no checkpoint, or a directory with entries that are not part of one.
 
-    The files `made` are about to be written under the same names, so they may be replaced in any case.
+    The files `made` are about to be written under the same names, so they may be replaced in any case. A checkpoint of
+    a training is replaced `by_training` only, unless ckptkit made it from another one.
     """
     if dst.is_symlink() or not dst.exists():
         return
@@ -33,6 +39,7 @@ def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
         if not is_checkpoint_file(dst):
             hint = "choose another destination: --overwrite replaces a checkpoint only"
             raise Occupied("the destination is a file without tensors", path=dst, hint=hint)
+        check_training(dst, by_training=by_training)
         return
     with translate_os_errors(dst):
         found = [str(path.relative_to(dst)) for path in unknown_entries(dst, {dst / name for name in made})]
@@ -41,6 +48,33 @@ def check_replaceable(dst: Path, made: Iterable[str] = ()) -> None:
         message = f"the destination contains entries that ckptkit does not know: {named}"
         hint = "choose another destination, or move these entries first: --overwrite replaces one checkpoint only"
         raise Occupied(message, path=dst, hint=hint)
+    check_training(dst, by_training=by_training)
+
+
+def check_training(dst: Path, *, by_training: bool) -> None:
+    """Raise `Occupied` for a checkpoint of a training that no other checkpoint has; see `check_replaceable`."""
+    if not (by_training or is_made_of_another(dst)) and (entries := names_of_state(Checkpoint.at(dst))):
+        message = f"the destination is a checkpoint of a training, which cannot be made again: it has `{entries[0]}`"
+        hint = "choose another destination, or delete this checkpoint first: --overwrite replaces exports"
+        raise Occupied(f"{message}{and_more(len(entries) - 1)}", path=dst, hint=hint)
+
+
+def is_made_of_another(dst: Path) -> bool:
+    """Return whether the manifest in a directory says that ckptkit made the checkpoint from another one."""
+    try:
+        manifest = read_manifest(dst) if dst.is_dir() else None
+    except Corrupt:
+        return False
+    return manifest is not None and manifest.source is not None
+
+
+def names_of_state(checkpoint: Checkpoint) -> list[str]:
+    """Return what of a checkpoint is state of a training: components, or tensors; [] if it cannot be read."""
+    parts = [part.place for part in checkpoint.components if part.place and not part.is_model]
+    try:
+        return parts or sorted(names_of_training(checkpoint.layout))
+    except _UNREADABLE:
+        return []
 
 
 def is_checkpoint_file(path: Path) -> bool:
@@ -54,7 +88,7 @@ def is_checkpoint_file(path: Path) -> bool:
         return False
 
 
-def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:
+def marks_in(dst: RemotePath, made: Iterable[str], *, by_training: bool = False) -> tuple[str, ...]:
     """Return the files in a store without which nobody takes what lies at `dst` for a checkpoint.
 
     Where other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if it may not
@@ -65,7 +99,7 @@ def marks_in(dst: RemotePath, made: Iterable[str]) -> tuple[str, ...]:
     dst.store.forget()
     if keeps_others(dst):
         return files_in(dst)
-    check_replaceable(dst, made)
+    check_replaceable(dst, made, by_training=by_training)
     found = []
     for part in Checkpoint.at(dst).components if dst.is_dir() else ():
         with suppress(*_UNREADABLE):  # it has none

@@ -11,7 +11,7 @@ from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import find_parts
+from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.optimizers.keys import kind_of_keys
 from ckptkit.checks.groups import Group, bytes_by_dtype, group
 from ckptkit.checks.ties import Tie, find_ties
@@ -117,7 +117,7 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         count_parameters(model.layout, weights, ties, quantized),
         group([part.layout for part in checkpoint.components], weights),
         tuple(ties),
-        model.has_manifest,
+        model.has_manifest and model.manifest is not None,  # an earlier save's is ignored
         unread,
         kind_of_keys(layout),
         find_adapters(model),
@@ -132,6 +132,8 @@ def find_remarks(checkpoint: Checkpoint, ties: Iterable[Tie]) -> Iterator[str]:
     """Yield that it is one of several files, that its steps differ, that a head is not the tensor it is tied to."""
     if part := find_parts(checkpoint):
         yield part.message
+    elif doubt := find_doubt(checkpoint):
+        yield doubt
     named, noted = checkpoint.own_step, checkpoint.noted_step
     if named is not None and noted not in (None, named) and not is_epoch(checkpoint.path):
         yield f"the name says step {named:,}, the checkpoint itself step {noted:,}"

@@ -27,11 +27,20 @@ def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     raise Interrupted(number)
 
 
+_shown: set[str] = set()
+
+
 def show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
-    """Print a warning as a note; where in the code it arose is of no use to whoever types commands."""
+    """Print a warning as a note; where in the code it arose is of no use to whoever types commands.
+
+    Each is printed once: Python's own filter forgets what it has shown when a library changes the filters.
+    """
     from ckptkit.cli.output import note
 
-    note(f"warning: {message}")
+    text = f"warning: {message}"
+    if text not in _shown or isinstance(message, PromiseLost):
+        _shown.add(text)
+        note(text)
 
 
 def raise_again(lost: sys.UnraisableHookArgs) -> None:

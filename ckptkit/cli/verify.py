@@ -176,8 +176,10 @@ def report(found: Sequence[Verified], deltas: Collection[Path], *, fast: bool) -
     for text in dict.fromkeys(part.loss for part in found if part.loss):
         note(f"warning: {text}")
     for part in found:
-        for text in (*part.notes, *describe_left(part.left_behind, "not checked")):
+        for text in part.notes:
             note(f"note: {part.path}: {text}")
+        for text in describe_left(part.left_behind, "not checked"):
+            note(f"note: {part.left_behind[0].root}: {text}")
         for problem in part.problems:
             print_problem(problem)
     if fast and not all(part.proved_files for part in found):

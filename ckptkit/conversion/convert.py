@@ -17,7 +17,7 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination import OF_EXPORTS, RULES, examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import require_whole
+from ckptkit.checkpoints.one_of_several import find_doubt, require_whole
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.errors import Caution, Corrupt, Mismatch, Unsupported, Usage
 from ckptkit.formats import format_of_file, writable_formats
@@ -151,6 +151,7 @@ def needs_names(model: Model, options: ConvertOptions) -> bool:
 
 
 NAMING = (  # each source by itself
+    Step("ckptkit.state.steps:refuse_copies", is_for_loaders),
     Step("ckptkit.state.quantized.plain:open_quantized", has_quantized),
     Step("ckptkit.state.steps:unwrap", may_be_wrapped),
     Step("ckptkit.state.steps:translate_names", needs_names),
@@ -226,8 +227,10 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     if options.strict:
         require_all_taken(conversion)
     if options.overwrite and not isinstance(dst, RemotePath):  # in a store whoever claims it looks
-        check_replaceable(dst, conversion.file_sizes)
-    return replace(conversion, notes=(*conversion.notes, *remarks_on_id(options.base)))
+        check_replaceable(dst, conversion.file_sizes, by_training=conversion.replaces_training)
+    doubts = [] if conversion.is_fitted else [doubt for one in checkpoints if (doubt := find_doubt(one))]
+    notes = (*conversion.notes, *map(Caution, doubts), *remarks_on_id(options.base))
+    return replace(conversion, notes=notes)
 
 
 def draft_opened(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:

@@ -15,9 +15,9 @@ from pathlib import Path
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.find_components import LeftBehind, is_left, reason_to_leave
+from ckptkit.checkpoints.find_components import EARLIER, LeftBehind, is_left, reason_to_leave
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import FileSum
+from ckptkit.checkpoints.manifest import FileSum, has_stale_manifest
 from ckptkit.checkpoints.marks import PlacedFiles, find_marks
 from ckptkit.checkpoints.other_kinds import other_kind_of
 from ckptkit.checkpoints.problems import Problems
@@ -40,6 +40,7 @@ from ckptkit.io.pieces import LocalPieces, PieceSink, is_large
 from ckptkit.io.progress import Progress, Told, telling
 from ckptkit.io.staging import Stage
 from ckptkit.layout import Extent
+from ckptkit.models.names.weights import names_of_training
 from ckptkit.state.directories import check_free, contains
 from ckptkit.summary import Summarized
 from ckptkit.trainers import step_of
@@ -115,6 +116,11 @@ class Contents:
     left: tuple[LeftBehind, ...] = ()
     is_file: bool = False
     sums: Mapping[str, FileSum] = field(default_factory=dict)
+
+    @property
+    def is_of_training(self) -> bool:
+        """Return whether it has states of a training."""
+        return len(self.parts) > 1 or any(names_of_training(part.own.layout) for part in self.parts)
 
     @property
     def extents(self) -> Iterator[Extent]:
@@ -236,7 +242,9 @@ def walk(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
     there = children(folder)
     names = {path.name for path in there}
     for path in there:
-        if path in needed or path.name in (MANIFEST, ACCOUNT):
+        if path.name == MANIFEST and has_stale_manifest(folder):  # times tell, and the copy has others
+            yield path, EARLIER
+        elif path in needed or path.name in (MANIFEST, ACCOUNT):
             yield path, ""
         elif path.is_dir() and not path.is_symlink():
             is_apart = is_left(path.name, names) or step_of(path) is not None
@@ -293,8 +301,8 @@ def copy_to_directory(
     contents: Contents, dst: Path, source: Path, send: Send, *, overwrite: bool, sync: bool
 ) -> Delivery:
     """Copy the files to a local directory, or the one file to a local file."""
-    if overwrite and not contents.is_file:
-        check_replaceable(dst, contents.sizes)
+    if overwrite and not (contents.is_file and not dst.is_file()):
+        check_replaceable(dst, contents.sizes, by_training=contents.is_of_training)
     key = make_key(contents, source)
     with staged(Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)) as stage:
         check_room(stage.dst, missing_bytes(stage.path, contents.sizes))
@@ -336,7 +344,7 @@ def copy_to_store(contents: Contents, dst: RemotePath, send: Send, *, overwrite:
     """Copy the files to a directory in a store, or the one file to a file there. The marks come last."""
     sizes, marks = contents.sizes, contents.marks
     there = open_destination(dst, sizes, marks, plan=name_upload(contents), is_file=contents.is_file)
-    there.claim(overwrite=overwrite, check=partial(marks_in, dst, sizes))
+    there.claim(overwrite=overwrite, check=partial(marks_in, dst, sizes, by_training=contents.is_of_training))
     with keeping(there):
         found = send(StorePieces(there, marks)).files
         for name in (*(name for name in sizes if name not in marks), *marks):

@@ -12,10 +12,13 @@ JOIN = "join them with the program that saved them"
 _NAMED = 6  # in a message
 
 _OF = re.compile(r"(?<![0-9])(?P<number>[0-9]{1,8})[-_.]?of[-_.]?(?P<count>[0-9]{1,8})(?![0-9])")
+_WORLD = re.compile(r"world_?size[-_.]?(?P<count>[0-9]{1,8})[-_.]rank[-_.]?(?P<number>[0-9]{1,8})(?![0-9])")
 _AXES = "tp|pp|dp|mp|sdp|fsdp"  # what ranks are counted along; `ep` and `cp` also mean epoch and checkpoint
 _AXIS = re.compile(
     rf"(?:(?<=[-_.])|^)(?:(?:(?:{_AXES})[-_.]?)?(?:rank|shard|part)|{_AXES})[-_.]?(?P<number>[0-9]{{1,8}})(?![0-9])"
 )
+_PART = re.compile(r"(?:(?<=[-_.])|^)(?:shard|part)[-_.]?[0-9]{1,8}(?![0-9])")
+_NUMBER = re.compile(r"(?:(?<=[-_.])|^)(?P<number>[0-9]{1,8})(?![0-9])")
 
 
 def find_set(name: str, names: Iterable[str]) -> list[str]:
@@ -23,7 +26,7 @@ def find_set(name: str, names: Iterable[str]) -> list[str]:
 
     A lone one is of a set if its name says "I of N", or a rank other than 0 in a way that nothing else is written in.
     """
-    for match in _OF.finditer(name):
+    for match in (*_OF.finditer(name), *_WORLD.finditer(name)):
         if int(match["count"]) > 1:
             return sorted(set(like(name, match, names)) | {name})
     for match in _AXIS.finditer(name):
@@ -35,6 +38,25 @@ def find_set(name: str, names: Iterable[str]) -> list[str]:
     return []
 
 
+def find_series(name: str, names: Sequence[str]) -> list[str]:
+    """Return those of `names` that a number from 0 on tells apart, `name` among them: `model_0`, `model_1`; else []."""
+    for match in _NUMBER.finditer(name):
+        found = like(name, match, names)
+        if len(found) > 1 and sorted(found.values()) == list(range(len(found))):
+            return sorted(found, key=found.__getitem__)
+    return []
+
+
+def has_number(name: str, number: int) -> bool:
+    """Return whether a number stands in a name, as the 2 of `model_0_2`."""
+    return any(int(match["number"]) == number for match in _NUMBER.finditer(name))
+
+
+def says_part(name: str) -> bool:
+    """Return whether the name of a file calls it a part: `shard_0`, `model_part_1`."""
+    return _PART.search(name) is not None
+
+
 def not_joined(found: Sequence[str], path: Path) -> Unsupported:
     """Return the error for the files or directories of several ranks at a path, which ckptkit has no rule for."""
     names = ", ".join(found[:_NAMED]) + and_more(len(found) - _NAMED)
@@ -44,7 +66,7 @@ def not_joined(found: Sequence[str], path: Path) -> Unsupported:
 
 def is_numbered(name: str) -> bool:
     """Return whether a name counts ranks or parts."""
-    return _AXIS.search(name) is not None or _OF.search(name) is not None
+    return any(pattern.search(name) for pattern in (_AXIS, _OF, _WORLD))
 
 
 def like(name: str, match: re.Match[str], names: Iterable[str]) -> dict[str, int]:

@@ -41,6 +41,7 @@ _ROPE = ("rope_scaling", "rope_parameters")
 _ABSENT = {"rope_type": "default", "is_causal": True}  # what a key that is absent means in every library
 _BY_LENGTH = ("dynamic", "yarn", "longrope", "su")  # kinds of rope that depend on `max_position_embeddings`
 _TEXT = "text_config"
+_TOLD = re.compile(r".*_bias|bias|is_causal")  # tensors tell whether a model has biases; `_ABSENT` knows the other
 # the names that libraries have for one number
 _ALIASES = (
     ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "layernorm_epsilon"),
@@ -74,8 +75,9 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     Of a model with other towers and a text model alone, the text models are compared.
     """
     one, two = same_part(config, other)
-    found = compare(flatten(one), flatten(two))
-    if not found:
+    keys, other_keys = flatten(one), flatten(two)
+    found = sorted([*compare(keys, other_keys), *open_keys(keys, other_keys)], key=lambda pair: not pair.is_certain)
+    if not found and not may_have_defaults(keys, other_keys):
         return []
     from ckptkit.models.transformers_model import with_defaults  # few configs differ, and the import takes seconds
 
@@ -160,6 +162,18 @@ def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = F
         is_certain = not is_one_absent or (is_full and key in one and key in two)
         found.append(ConfigDifference(key, here, there, is_certain))
     return sorted(found, key=lambda pair: not pair.is_certain)
+
+
+def open_keys(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDifference]:
+    """Return the keys that are false or zero in one config and absent in the other, whose default may be another."""
+    alone = sorted(key for key in one.keys() ^ two.keys() if not _TOLD.fullmatch(key.rpartition(".")[2]))
+    found = (ConfigDifference(key, one.get(key), two.get(key), is_certain=False) for key in alone)
+    return [pair for pair in found if pair.here in (False, 0) or pair.there in (False, 0)]
+
+
+def may_have_defaults(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Return whether a key is null in one config and absent in the other, where transformers may have a default."""
+    return any(one.get(key, two.get(key)) is None for key in one.keys() ^ two.keys())
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,12 +106,16 @@ def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
 def ties_of(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported | None) -> Mapping[str, str]:
     """Return the names that are not written, and those of the tensors that they are the same as.
 
-    Where nothing is known of a type of model, config.json still says whether the head is the embedding.
+    config.json says whether the head is the embedding, also where nothing is known of a type of model, and for a class
+    that does not have this head.
     """
+    known: Mapping[str, str] = {}
     if isinstance(form, Form) and layout.tensors.keys() >= set(form.tied.values()):
-        return form.tied
+        if HEAD not in layout.tensors or HEAD in form.shapes:
+            return form.tied
+        known = form.tied
     embedding = find_embedding(layout.tensors) if is_tied(config) else None
-    return {} if embedding is None else {HEAD: embedding}
+    return {**({} if embedding is None else {HEAD: embedding}), **known}
 
 
 def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str]]:

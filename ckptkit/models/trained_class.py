@@ -13,7 +13,7 @@ from typing import Any
 from ckptkit.errors import Caution, Mismatch, Unsupported, and_more
 from ckptkit.layout.box import Shape
 from ckptkit.models.expected import Form, closest, forms_for
-from ckptkit.models.known_types import HEAD
+from ckptkit.models.known_types import HEAD, is_tied
 from ckptkit.models.transformers_model import classes_of
 from ckptkit.words import count
 
@@ -32,7 +32,8 @@ def is_trained_head(name: str) -> bool:
 def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) -> tuple[Config, list[str]]:
     """Return config.json with the class that has the tensors, and remarks; as it is if its own class has the heads.
 
-    `form` is what config.json describes. Raises `Mismatch` for a head that no class of this type has, or several.
+    `form` is what config.json describes. Raises `Mismatch` for a head that no class of this type has, or several; if
+    the head of a language model is beside it, which the class drops; and if `id2label` has names for other labels.
     """
     extra = sorted(shapes.keys() - form.shapes.keys())
     heads = [name for name in extra if is_trained_head(name)]
@@ -42,9 +43,13 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
     fitting = list(candidates(shapes, config, heads))
     if len(fitting) == 1:
         (found,) = fitting
-        words = f"config.json says {named}, the tensors have `{heads[0]}`: wrote {found['architectures'][0]}"
+        made = str(found["architectures"][0])
+        check_second_head(shapes, config, heads[0], f"{named} and {made}")
+        words = f"config.json says {named}, the tensors have `{heads[0]}`: wrote {made}"
         labels = len(found.get("id2label") or {})
         is_resized = found.get("id2label") != config.get("id2label")
+        if is_resized:
+            check_labels(config, heads[0], labels)
         return found, [f"{words} with {count(labels, 'label')}" if is_resized else words]
     if not fitting and all(map(_VALUE_HEAD.fullmatch, heads)):
         words = f"`{heads[0]}`{and_more(len(heads) - 1)} is a value head, which {named} of config.json does not have"
@@ -53,6 +58,22 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
     which = f"fits {' or '.join(classes)}" if classes else "fits no class of this type together with the other tensors"
     hint = "pass a --base whose config.json names the class that was trained, or --names keep"
     raise Mismatch(f"config.json says {named}, which does not have this tensor: it {which}", tensor=heads[0], hint=hint)
+
+
+def check_second_head(shapes: Mapping[str, Shape], config: Config, head: str, classes: str) -> None:
+    """Raise `Mismatch` if the head of a language model, which is no copy of the embedding, is beside another head."""
+    if HEAD in shapes and not is_tied(config):
+        message = f"this head and `{HEAD}` are those of two classes, {classes}, and each class drops the other head"
+        module = head.rpartition(".")[0]
+        raise Mismatch(message, tensor=head, hint=f"pass --exclude '*{HEAD}' or --exclude '*{module}.*'")
+
+
+def check_labels(config: Config, head: str, labels: int) -> None:
+    """Raise `Mismatch` if config.json gives names to another number of labels than a head has."""
+    names = (config.get("id2label") or {}).values()
+    if any(not re.fullmatch(r"LABEL_[0-9]+", str(name)) for name in names):
+        message = f"expected {len(names)} labels (id2label of config.json), found {labels}"
+        raise Mismatch(message, tensor=head, hint="pass a --base whose config.json names the labels of this head")
 
 
 def candidates(shapes: Mapping[str, Shape], config: Config, heads: Collection[str]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PureWindowsPath
 
 from ckptkit import trainers
 from ckptkit.checkpoints.checkpoint import Checkpoint
@@ -28,8 +28,9 @@ def named_best(root: Path) -> Iterator[tuple[str, str]]:
 @lru_cache(maxsize=4096)  # each checkpoint that may be deleted asks all others
 def read_best(path: Path, file: str, key: KeyPath, changed: int) -> tuple[tuple[str, str], ...]:  # noqa: ARG001
     """Return the names that lie at a key path of a small file or of a checkpoint's own entries."""
+    # a run on Windows has backslashes in it, and PureWindowsPath also knows slashes
     values = [read_number(path, key)] if file else entries_at(path, key)
-    names = (PurePosixPath(value).name for value in values if isinstance(value, str))
+    names = (PureWindowsPath(value).name for value in values if isinstance(value, str))
     return tuple((name, f"{file or 'the checkpoint'} says `{key[-1]}`") for name in names if name)
 
 

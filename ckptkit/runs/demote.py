@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.optimizers import find_training_point
-from ckptkit.checkpoints.find_components import CHECKPOINT, LINK
+from ckptkit.checkpoints.find_components import CHECKPOINT, LINK, RUN
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.seal import replace_manifest, sum_files
 from ckptkit.checks.verify import verify_part
@@ -72,7 +72,7 @@ def foresee(checkpoint: Path) -> Demotion:
 def require_nothing_else(conversion: Conversion) -> None:
     """Raise `Mismatch` for another checkpoint or a link in the directory, which only `demote` would delete."""
     for left in conversion.left_behind:
-        if left.why in (CHECKPOINT, LINK):
+        if left.why in (CHECKPOINT, LINK, RUN):
             message = f"`{left.name}` would be deleted ({left.why})"
             raise Mismatch(message, path=left.path, hint="move it out of the directory first")
 

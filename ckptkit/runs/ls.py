@@ -26,6 +26,7 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination import examine, examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.replaceable import is_made_of_another
 from ckptkit.errors import (
     CkptError,
     Corrupt,
@@ -37,7 +38,7 @@ from ckptkit.errors import (
 from ckptkit.formats import detect_format
 from ckptkit.io.claims import StoreClaim, claimed_in, read_claim
 from ckptkit.io.destination import CLAIM
-from ckptkit.io.file import absent, children, file_size
+from ckptkit.io.file import absent, children, file_size, is_there
 from ckptkit.io.joined import roots_of
 from ckptkit.io.path import RemotePath
 from ckptkit.io.sets import find_set
@@ -140,7 +141,7 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
     Raises `NotACheckpoint` if there is none.
     """
     here = Checkpoint.at(path)
-    if files := files_in(here):
+    if files := (outputs_in(here) or files_in(here)):
         return [Checkpoint.at(file) for file in files]
     models = [part.path for part in here.models]
     is_folder = here.own_step is None and (len(models) > 1 or len(models) == len(here.components))
@@ -149,6 +150,18 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
     if not here.components and here.unreadable is None:
         raise no_checkpoint(path)
     return [here]
+
+
+def outputs_in(here: Checkpoint) -> list[Path]:
+    """Return the files and directories that are a checkpoint each in a folder with outputs of ckptkit; else []."""
+    if here.own_step is not None or not here.path.is_dir() or is_there(here.path / MANIFEST):
+        return []
+    if not all(part.is_model for part in here.components):
+        return []  # the directories of one checkpoint
+    there = [path for path in children(here.path) if not path.name.startswith(".")]
+    if not any(is_made_of_another(path) for path in there):
+        return []
+    return [path for path in there if (detect_format(path) if path.is_file() else Checkpoint.at(path).is_direct)]
 
 
 def files_in(here: Checkpoint) -> list[Path]:

@@ -25,6 +25,7 @@ from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, StoredTensor, Writer
 from ckptkit.layout.box import whole
 from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
+from ckptkit.models.expected import Form
 from ckptkit.models.fit import abridge
 from ckptkit.models.names.weights import UNKNOWN, LeftOut, Weights, summarize
 from ckptkit.state.model import Model
@@ -207,7 +208,7 @@ class Conversion:
     of all that was read, `left_behind` the files of the sources that are neither read nor copied, `wrapper` the key
     that a model is taken out of, `world_size` the ranks that a sharded output is for, `completed` the entries that are
     zeros because the sources lack them, `notes` what else there is to say, `salvaged` the account of what was damaged,
-    if that was asked for.
+    if that was asked for. It `is_fitted` if config.json describes all tensors, and they have the shapes it calls for.
     """
 
     origins: Sequence[Origin]
@@ -224,10 +225,16 @@ class Conversion:
     notes: Sequence[str] = ()
     salvaged: Account | None = None
     also_read: Sequence[Origin] = ()
+    is_fitted: bool = False
 
     @property
     def is_file(self) -> bool:
         return self.output.suffix in self.options.writer.suffixes
+
+    @property
+    def replaces_training(self) -> bool:
+        """Return whether it may replace a training's checkpoint: as a file with all states, which has no manifest."""
+        return self.is_file and not self.options.writer.is_model_only
 
     @property
     def files_used(self) -> set[Path]:
@@ -291,6 +298,7 @@ def draft_of_model(model: Model, origins: Sequence[Origin], output: Path, option
         wrapper=model.weights.wrapper if is_alone else "",
         world_size=world_size if options.writer.is_sharded else None,
         notes=model.remarks,
+        is_fitted=isinstance(model.expected, Form),
     )
 
 

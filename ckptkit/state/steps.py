@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from glob import escape
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.evidence import gather
-from ckptkit.errors import Caution, Mismatch, Unsupported, and_more
+from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_more
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.wrappers import DDP
 from ckptkit.models.companions import CONFIG, Companions, describe_weights, find_companions, find_config
 from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
 from ckptkit.models.fit import fit
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names import HUB, KEEP
+from ckptkit.models.names.copies import find_copy
 from ckptkit.models.names.naming import AskedNames, name_weights
 from ckptkit.models.names.parameters import rename_parameters
 from ckptkit.models.names.prefixes import remove_prefix
@@ -114,6 +119,19 @@ def unwrap(model: Model, options: ConvertOptions | None = None) -> Model:  # noq
         return model
     prefix = len(next(iter(model.layout.tensors))) - len(next(iter(weights.layout.tensors)))
     return model.rename(lambda name: name[prefix:]).say(*remarks)
+
+
+def refuse_copies(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001
+    """Raise `SeveralModels` if the model is there twice: a loader finds one copy, and no name says which is meant."""
+    copy = find_copy(model.layout.shapes)
+    if copy is None:
+        return model
+    entry = model.weights.came_from.get(copy.name, copy.name)
+    glob = f"{escape(entry[: len(entry) - len(copy.name)] + copy.prefix)}*"
+    rule = f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}" if copy.prefix != DDP.text else ""  # that goes anyway
+    hint = f"pass --exclude {quote(glob)}, or for the copy --include {quote(glob)}{rule}"
+    message = f"the model is here twice: `{copy.of}` and `{copy.name}`"
+    raise SeveralModels(message, path=model.layout.root, hint=hint, globs=[glob])
 
 
 def translate_names(model: Model, options: ConvertOptions) -> Model:

@@ -114,7 +114,8 @@ def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
         there = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
         if count > 1:
             there.notes()  # refuses before anything is claimed
-        check = partial(marks_in, conversion.output, conversion.file_sizes)
+        by_training = conversion.replaces_training
+        check = partial(marks_in, conversion.output, conversion.file_sizes, by_training=by_training)
         there.claim(overwrite=conversion.options.overwrite, check=check)
         with keeping(there):
             yield OutputUpload(conversion, Path(room), plans, there, marks)

@@ -9,11 +9,16 @@ What goes wrong on any rank ends the call on every rank with torch's `Checkpoint
 its `failures` has, by rank, the `CkptError` that says what it was, and `find_cause` gives the one that counts.
 """
 
-from ckptkit.storage.ranks import find_cause
-from ckptkit.storage.reader import LayoutReader, Reader
-from ckptkit.storage.room_writer import RoomWriter
-from ckptkit.storage.terms import PartialLoad
-from ckptkit.storage.weights import load_weights
-from ckptkit.storage.writer import Writer
+from ckptkit.errors import without_torch
+
+try:
+    from ckptkit.storage.ranks import find_cause
+    from ckptkit.storage.reader import LayoutReader, Reader
+    from ckptkit.storage.room_writer import RoomWriter
+    from ckptkit.storage.terms import PartialLoad
+    from ckptkit.storage.weights import load_weights
+    from ckptkit.storage.writer import Writer
+except ModuleNotFoundError as error:
+    raise without_torch(error) from None
 
 __all__ = ["LayoutReader", "PartialLoad", "Reader", "RoomWriter", "Writer", "find_cause", "load_weights"]

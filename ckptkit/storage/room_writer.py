@@ -242,7 +242,7 @@ class StagedWriter(RoomWriter):
         """Make the files in a hidden directory, and return the plans with what each rank is to do there."""
         self._discard()
         if self.overwrite:
-            check_replaceable(self.path, self._files)
+            check_replaceable(self.path, self._files, by_training=True)
         self._stage = stage = Stage(self.path, overwrite=self.overwrite, sync=self.sync)
         weakref.finalize(self, stage.discard)  # no call of torch's tells of the failure of another rank
         try:

@@ -135,7 +135,7 @@ class StoreWriter(StorageWriter):
             require_free(self.path)
         self._begun = self.path
         try:
-            there.claim(overwrite=replaces, check=partial(marks_in, self.path, self._files))
+            there.claim(overwrite=replaces, check=partial(marks_in, self.path, self._files, by_training=True))
         except Occupied:
             self._begun = None
             raise

@@ -184,6 +184,16 @@ def best_keys() -> tuple[tuple[str, KeyPath], ...]:
     return tuple(found for trainer in TRAINERS.values() for found in trainer.best_keys)
 
 
+def is_of_run(name: str) -> bool:
+    """Return whether trainers put a file of this name into a run, before its first checkpoint too."""
+    return any(name in trainer.of_runs for trainer in TRAINERS.values()) or is_tracker(name) or may_note(name)
+
+
+def may_note(name: str) -> bool:
+    """Return whether a trainer's file of this name has steps, metrics or the best checkpoint in keys that are known."""
+    return name in metrics_files() or name in {file for file, _ in (*step_keys(), *best_keys())}
+
+
 @cache
 def json_trackers() -> dict[str, tuple[str, ...]]:
     """Return the trackers in JSON, each with the keys that lead to the name of the checkpoint."""

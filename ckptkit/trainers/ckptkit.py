@@ -30,5 +30,6 @@ CKPTKIT = TrainerFacts(
     wrote=wrote,
     steps=("ckpt-([0-9]{1,18})",),
     others=(TRAINING,),
+    of_runs=("train.toml", "metrics.jsonl"),
     metrics={METRICS: MetricsFile(1 << 20, to_numbers)},
 )

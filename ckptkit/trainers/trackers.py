@@ -3,6 +3,9 @@
 A file holds the name of a checkpoint or its step, in JSON where its trainer keeps more in it. A link, whatever its
 name, means the checkpoint that it leads to or into; a link that leads out of the run means none. Trainers resume from
 the checkpoint that some of them name; others name the best one.
+
+A small text or JSON file under any other name counts too if it names exactly one of the checkpoints beside it, or its
+step under a key such as `global_step`.
 """
 
 from __future__ import annotations
@@ -10,30 +13,44 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ckptkit import trainers
-from ckptkit.errors import Corrupt, Unsafe, translate_os_errors
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
 from ckptkit.io.file import children, entry_of, read_small
-from ckptkit.trainers import step_of
+from ckptkit.trainers import may_be_step, stem_of, step_of
 
 _LIMIT = 1 << 10  # bytes
 _LIMIT_OF_JSON = 1 << 24  # bytes: metrics of all checkpoints may be in it
 _OF_STORES = ".symlink"  # a file that stands for a link in a store without links, and holds a whole path
 _LATEST = re.compile(r"(?:.*[-_.])?(?:last|latest)(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)  # a link to resume from
+_TENSORFLOW = "checkpoint"  # tf.train.update_checkpoint_state writes it: `model_checkpoint_path: "ckpt-100"`
+_LIMIT_OF_NOTES = 1 << 14  # bytes of a file of any name
+_OF_LATEST = re.compile(r".*(last|latest|current|resume).*|model_checkpoint_path", re.IGNORECASE)
+_OF_BEST = re.compile(r".*(best|lowest|top).*", re.IGNORECASE)
+_OF_STEP = re.compile(
+    r"((global|current|last|latest|best|resume|from|at)[-_]?)*(step|iter|iteration|checkpoint|ckpt)?", re.IGNORECASE
+)
+_PAIR = re.compile(r"\s*[\"']?([\w.-]*)[\"']?\s*[:=]\s*(.+)")
+_TOKEN = re.compile(r"[^\s/\\\"'`,;()\[\]{}<>]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
     """A file or link called `name` that means `target`: the name of a checkpoint, or its step.
 
-    With `is_latest`, it says which checkpoint to resume from.
+    With `is_latest`, it says which checkpoint to resume from. With `is_guess`, no trainer is known to write such a
+    file, and it may say that.
     """
 
     name: str
     target: str
     is_latest: bool = False
+    is_guess: bool = False
 
     def means(self, checkpoint: Path) -> bool:
         """Return whether it is this checkpoint of the run that is meant."""
@@ -45,8 +62,80 @@ class Tracker:
 
 def trackers_in(root: Path) -> list[Tracker]:
     """Return the trackers of the run in directory `root`, by name, but for those that say nothing of use."""
-    found = ((path, read_tracker(path)) for path in children(root) if not path.name.startswith("."))
-    return [Tracker(path.name, target, is_for_resuming(path)) for path, target in found if target]
+    there = [path for path in children(root) if not path.name.startswith(".")]
+    named = {stem_of(path.name): path.name for path in there if may_be_step(path)}
+    found: list[Tracker] = []
+    for path in there:
+        if target := read_tracker(path):
+            found.append(Tracker(path.name, target, is_for_resuming(path)))
+        elif named and path.name not in named.values():
+            found += mentions_in(path, named)
+    return found
+
+
+def mentions_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
+    """Yield what a small file under any name says of the checkpoints beside it: which is the latest, or the best.
+
+    `named` are these checkpoints by their names without suffix. Of several under keys of one kind none is meant, nor
+    is the highest step, which is kept and taken anyway.
+    """
+    if path.is_symlink() or not path.is_file() or trainers.may_note(path.name):
+        return
+    with translate_os_errors(path):
+        status = path.stat()
+    pairs = pairs_in(path, status.st_size, status.st_mtime_ns) if status.st_size <= _LIMIT_OF_NOTES else ()
+    said: dict[str, set[str]] = {}
+    for key, value in pairs:
+        kind = "best" if _OF_BEST.fullmatch(key) else "latest" if _OF_LATEST.fullmatch(key) else ""
+        said.setdefault(kind, set()).update(meant_by(key, value, named))
+    highest = max(named.values(), key=lambda name: step_of(Path(stem_of(name))) or 0)
+    for kind, names in said.items():
+        if len(names) == 1 and names != {highest}:
+            is_best = kind == "best" or _OF_BEST.fullmatch(path.name) is not None
+            is_latest = path.name == _TENSORFLOW or _LATEST.fullmatch(path.name) is not None
+            is_latest &= not is_best and not (kind == "" and said.get("latest"))
+            yield Tracker(path.name, min(names), is_latest, is_guess=not is_best)
+
+
+def meant_by(key: str, value: object, named: Mapping[str, str]) -> Iterator[str]:
+    """Yield the checkpoints that a value under a key names, or whose step it is."""
+    if isinstance(value, str):
+        tokens = {token.rstrip(".:") for token in (*_TOKEN.findall(value), *_TOKEN.findall(value.partition("=")[2]))}
+        yield from (name for stem, name in named.items() if tokens & {stem, name})
+    text = value.strip() if isinstance(value, str) else str(value)
+    if type(value) in (int, str) and text.isascii() and text.isdecimal() and _OF_STEP.fullmatch(key):
+        yield from (name for stem, name in named.items() if step_of(Path(stem)) == int(text))
+
+
+@lru_cache(maxsize=4096)  # each checkpoint that may be deleted asks for all files
+def pairs_in(path: Path, size: int, changed: int) -> tuple[tuple[str, object], ...]:  # noqa: ARG001
+    """Return the keys and values in a small file of JSON or text; a line without a key has ""."""
+    try:
+        text = read_small(path, size).decode()
+    except (Corrupt, IOFailure, Unsafe, ValueError):
+        return ()
+    try:
+        return tuple(leaves_of(json.loads(text), ""))
+    except (ValueError, RecursionError):
+        pass
+    if "\0" in text:
+        return ()
+    lines = [line for line in text.splitlines() if line.strip()]
+    found = [(line, _PAIR.fullmatch(line)) for line in lines]
+    pairs = [(match[1], match[2]) for _, match in found if match]
+    return (*pairs, *(("", line) for line, match in found if not match or len(lines) == 1))
+
+
+def leaves_of(value: Any, key: str) -> Iterator[tuple[str, object]]:
+    """Yield what is neither a dict nor a list in JSON, with its last key."""
+    if isinstance(value, dict):
+        for own, one in value.items():
+            yield from leaves_of(one, own)
+    elif isinstance(value, list):
+        for one in value:
+            yield from leaves_of(one, key)
+    else:
+        yield key, value
 
 
 def is_for_resuming(path: Path) -> bool:

@@ -114,6 +114,8 @@ class TrainerFacts:
     epochs: tuple[str, ...] = ()
     trackers: tuple[str, ...] = ()
     best_trackers: tuple[str, ...] = ()
+    # Files that are in a run before its first checkpoint.
+    of_runs: tuple[str, ...] = ()
     # Checkpoints that are the last one by their own names, beside those with a step in theirs.
     last: tuple[str, ...] = ()
     # Where a checkpoint names the best one of its run: a small file of JSON, or "" for the checkpoint's own entries,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 import ckptkit
@@ -13,6 +15,8 @@ from ckptkit.errors import CkptError
 from ckptkit.io.sets import find_set
 
 WEIGHT = torch.arange(32.0).reshape(8, 4)
+LLAMA: dict[str, int] = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 SETS = {
     "sdp": ("sdp_00.pt", "sdp_01.pt"),
     "fairseq2": ("model/pp_00/tp_00/sdp_00.pt", "model/pp_00/tp_00/sdp_01.pt"),
@@ -49,7 +53,13 @@ def test_files_of_ranks_are_refused_by_name_together_and_alone(
     assert ckptkit.inspect(root / names[which]).remarks
 
 
-@pytest.mark.parametrize("name", ["sdp_01.pt", "rank1.pt", "model-00001-of-00003.safetensors", "mp_rank_01.pt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sdp_01.pt", "rank1.pt", "model-00001-of-00003.safetensors", "mp_rank_01.pt"),
+        *("shard_0.pt", "model_part_1.pt", "model_world_size_2_rank_0.pt"),
+    ],
+)
 def test_a_lone_file_that_its_name_calls_one_of_several_is_refused(tmp_path: Path, name: str) -> None:
     state = {"w": WEIGHT}
     save_file(state, tmp_path / name) if name.endswith("s") else torch.save(state, tmp_path / name)
@@ -94,3 +104,77 @@ def test_a_file_that_is_one_of_one_is_the_model(tmp_path: Path) -> None:
     torch.save({"model": {"w": WEIGHT}, "shard_metadata": {"world_size": 1}}, tmp_path / "rank0-of-1-model.pt")
     ckptkit.consolidate(tmp_path / "rank0-of-1-model.pt", tmp_path / "out", names="keep")
     assert torch.equal(ckptkit.open(tmp_path / "out")["w"].torch(), WEIGHT)
+
+
+@pytest.mark.parametrize("name", ["rank0.pt", "ckpt-rank-0.pt", "mp_rank_00.pt", "model_rank_0.bin", "ckpt-rank-1.pt"])
+def test_a_lone_file_of_a_rank_may_be_whole_which_is_said(tmp_path: Path, name: str) -> None:
+    torch.save({"model": {"w": WEIGHT[:4]}}, tmp_path / name)
+    found = ckptkit.consolidate(tmp_path / name, tmp_path / "out", names="keep")
+    assert "its name counts ranks, and nothing shows whether this file has the whole model" in found.warnings[0]
+    assert any("counts ranks" in remark for remark in ckptkit.inspect(tmp_path / name).remarks)
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_config_tells_whether_the_file_of_a_rank_is_whole(tmp_path: Path, rows: int) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    model.save_pretrained(tmp_path / "base")
+    cut = {name: one if one.ndim == 1 else one[: len(one) * rows // 8] for name, one in model.state_dict().items()}
+    torch.save(cut, tmp_path / "rank0.pt")
+    if rows == 4:
+        with pytest.raises(CkptError, match="expected shape"):
+            ckptkit.consolidate(tmp_path / "rank0.pt", tmp_path / "out", base=tmp_path / "base")
+    else:
+        found = ckptkit.consolidate(tmp_path / "rank0.pt", tmp_path / "out", base=tmp_path / "base")
+        assert not found.warnings
+
+
+HALVES = {"w": WEIGHT[:4], "norm": torch.ones(8)}, {"w": WEIGHT[4:], "norm": torch.ones(8)}
+UNEVEN = {"w": WEIGHT[:5], "norm": torch.ones(8)}, {"w": WEIGHT[5:], "norm": torch.ones(8)}
+STAGES = {"embed": WEIGHT, "layers.0.w": WEIGHT}, {"layers.1.w": WEIGHT, "head": WEIGHT}
+
+
+@pytest.mark.parametrize(
+    ("names", "states"),
+    [
+        (("model.0.pt", "model.1.pt"), UNEVEN),
+        (("weights-0.bin", "weights-1.bin"), UNEVEN),
+        (("model_0.pt", "model_1.pt"), STAGES),
+        (("stage_0_weights.pt", "stage_1_weights.pt"), STAGES),
+        (("model_0_2.pt", "model_1_2.pt"), HALVES),
+    ],
+)
+@pytest.mark.parametrize("which", [0, 1])
+def test_files_whose_contents_make_one_model_are_refused_alone(
+    tmp_path: Path, names: Sequence[str], states: Sequence[dict[str, torch.Tensor]], which: int
+) -> None:
+    for name, state in zip(names, states, strict=True):
+        torch.save(state, tmp_path / name)
+    with pytest.raises(CkptError, match=f"this is one of 2: {names[0]}, {names[1]}"):
+        ckptkit.consolidate(tmp_path / names[which], tmp_path / "out", names="keep")
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "is_doubtful"),
+    [
+        (("model.0.pt", "model.1.pt"), ({}, {}), True),
+        (("model_0.pt", "model_1.pt"), ({}, {}), True),  # of torch_checkpointing without its metadata.pkl
+        (("model_0.pt", "model_1.pt"), ({"global_step": 5}, {"global_step": 9}), False),
+        (("epoch_0.pt", "epoch_1.pt"), ({}, {}), False),
+        (("model_100.pt", "model_200.pt"), ({}, {}), False),
+        (("model_v0.pt", "model_v1.pt"), ({}, {}), False),
+        (("lora_rank8.pt", "notes.pt"), ({"q.lora_A.weight": WEIGHT, "q.lora_B.weight": WEIGHT.T},) * 2, False),
+    ],
+)
+def test_files_counted_from_0_that_are_alike_may_be_parts_which_is_said(
+    tmp_path: Path, names: Sequence[str], more: Sequence[dict[str, object]], is_doubtful: bool
+) -> None:
+    for name, state, entries in zip(names, HALVES, more, strict=True):
+        torch.save({**state, **entries} if entries else state, tmp_path / name)
+    remarks = ckptkit.inspect(tmp_path / names[0]).remarks
+    assert any("nothing shows whether this file has the whole model" in one for one in remarks) is is_doubtful
+
+
+def test_models_of_other_widths_are_no_parts_of_one(tmp_path: Path) -> None:
+    for number, width in enumerate((4, 8)):
+        torch.save({"w": torch.ones(width, width), "norm": torch.ones(width)}, tmp_path / f"trial_{number}.pt")
+    assert not ckptkit.inspect(tmp_path / "trial_0.pt").remarks

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckptkit
@@ -83,3 +86,58 @@ def test_a_writer_does_not_replace_files_of_other_people(tmp_path: Path) -> None
     with pytest.raises((Occupied, CheckpointException), match=r"notes\.txt"):
         dcp.save({"w": counted(3)}, storage_writer=writer, no_dist=True)
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def shards(root: Path) -> None:
+    state = {"model": {"w": counted(7, 3)}, "optim": {"state": {"w": {"exp_avg": counted(7, 3)}}}}
+    save_alone(state, root)
+
+
+def trainer(root: Path) -> None:
+    root.mkdir()
+    save_file({"w": counted(7, 3)}, root / "model.safetensors")
+    state = {0: {"step": torch.tensor(1.0), "exp_avg": counted(7, 3)}}
+    torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, root / "optimizer.pt")
+
+
+def parts(root: Path) -> None:
+    save_alone({"w": counted(7, 3)}, root / "pytorch_model_fsdp_0")
+    save_alone({"state": {"w": {"exp_avg": counted(7, 3)}}}, root / "optimizer_0")
+
+
+def one_file(root: Path) -> None:
+    root.mkdir()
+    torch.save({"model": {"w": counted(7, 3)}, "optimizer": {"state": {0: {"exp_avg": counted(7, 3)}}}}, root / "a.pt")
+
+
+TRAININGS = {"shards": shards, "trainer": trainer, "parts": parts, "file": one_file}
+
+
+@pytest.mark.parametrize("make", TRAININGS.values(), ids=TRAININGS)
+@pytest.mark.parametrize("to", ["hf", "dcp", "pt", "average"])
+def test_a_checkpoint_of_a_training_is_not_replaced(
+    source: Path, tmp_path: Path, make: Callable[[Path], None], to: str
+) -> None:
+    make(tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(Occupied, match="the destination is a checkpoint of a training, which cannot be made again"):
+        if to == "average":
+            ckptkit.average([source, source], tmp_path / "out", names="keep", overwrite=True)
+        else:
+            convert(source, tmp_path / "out", to=to, overwrite=True)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_training_replaces_its_own_checkpoint(source: Path, tmp_path: Path) -> None:
+    """A later save, a copy of another step, and a file of all states: each is of the kind that it replaces."""
+    shards(tmp_path / "out")
+    dcp.save({"w": counted(3)}, storage_writer=Writer(tmp_path / "out", overwrite=True), no_dist=True)
+    shards(tmp_path / "copy")
+    ckptkit.cp(source, tmp_path / "copy", overwrite=True)
+    for _ in range(2):
+        convert(source, tmp_path / "all.pt", to="pt", overwrite=True)
+    consolidate(source, tmp_path / "weights", names="keep")
+    shards(tmp_path / "other")
+    with pytest.raises(Occupied, match="a checkpoint of a training"):
+        ckptkit.cp(tmp_path / "weights", tmp_path / "other", overwrite=True)

@@ -33,6 +33,16 @@ def test_a_whole_checkpoint(checkpoint: Path) -> None:
     assert done.stdout.splitlines()[1].startswith("ok ")
 
 
+def test_a_run_beside_a_model_is_named_as_that(produce: Produce, tmp_path: Path) -> None:
+    for step in (5, 10):
+        shutil.copytree(produce(producers.fsdp2).root, tmp_path / "run" / f"ckpt-{step}")
+    shutil.copytree(produce(producers.hf_alone).root, tmp_path / "model")
+    done = ckptkit("verify", ".", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1].endswith(" model")
+    assert "note: .: not checked: run (a run with checkpoints of its own)\n" in done.stderr
+
+
 def test_json_lists_every_problem(checkpoint: Path) -> None:
     damage(checkpoint)
     done = ckptkit("verify", checkpoint, "--json")

@@ -173,6 +173,12 @@ def _lay_tracked_run(place: Place) -> None:
     (place.home / "run" / "latest").write_text(place.source.name)
 
 
+def _lay_run_with_notes(place: Place) -> None:
+    """A run with a later checkpoint than the one that a file of no known name mentions."""
+    _lay_run(place)
+    (place.home / "run" / "resume.json").write_text(json.dumps({"checkpoint": f"runs/{place.source.name}", "seed": 7}))
+
+
 def _demoted(place: Place) -> Path:
     return place.home / "run"
 
@@ -209,6 +215,7 @@ COMMANDS = {
             has_model=False,
         ),
         Command("latest", _line("consolidate", "RUN", "OUT", "--base", "BASE", "--no-sync"), _out, _lay_tracked_run),
+        Command("latest-any", _line("consolidate", "RUN", "OUT", "--no-sync"), _out, _lay_run_with_notes),
         Command("latest-inspect", _line("inspect", "RUN"), None, _lay_tracked_run),
         Command("verify", _line("verify", "SRC"), good=frozenset({0, 1})),
         Command("inspect", _line("inspect", "SRC", "--tensors")),

@@ -629,6 +629,7 @@ add(
     more=lambda: {"shard_metadata": {"world_size": 2, "rank": 0}},
 )
 add("tracker-differs", (Piece(("the highest step is",)),), ("dcp", "hf"), frozenset({"latest", "latest-inspect"}))
+add("tracker-of-any-name", (Piece(("resume.json",)),), ("dcp", "hf"), frozenset({"latest-any"}))
 
 
 _BY_NAME = {thing.name: thing for thing in THINGS}

@@ -31,6 +31,7 @@ SAID = (
     ("one-of-several", "inspect", "pt"),
     ("tracker-differs", "latest", "dcp"),
     ("tracker-differs", "latest-inspect", "hf"),
+    ("tracker-of-any-name", "latest-any", "dcp"),
 )
 REFUSED = (
     ("exclude-unmatched", "consolidate", "dcp"),

@@ -63,6 +63,42 @@ def test_a_key_of_one_config_is_open() -> None:
     assert (found.key, found.here, found.there) == ("my_scale", None, 4)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_parallel_residual", False),
+        ("norm_topk_prob", False),
+        ("logit_cap", 0.0),
+        ("text_config", {"alibi": False}),
+    ],
+)
+def test_a_key_that_is_false_or_absent_is_open(key: str, value: object) -> None:
+    (found,) = find_differences(ODD, {**ODD, key: value})
+    assert not found.is_certain
+    assert found.key.split(".")[0] == key
+    assert find_differences({**ODD, key: value}, {**ODD, key: value}) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value", "default"),
+    [
+        ("gpt2", "scale_attn_weights", False, True),
+        ("gpt_neox", "use_parallel_residual", False, True),
+        ("opt", "do_layer_norm_before", False, True),
+        ("qwen2_moe", "decoder_sparse_step", 0, 1),
+        ("mistral", "sliding_window", None, 4096),
+    ],
+)
+def test_a_default_that_is_not_false_counts(model_type: str, key: str, value: object, default: object) -> None:
+    pytest.importorskip("transformers")
+    one = {"model_type": model_type, "hidden_size": 32, "num_attention_heads": 4}
+    for config, other in ((one, {**one, key: value}), ({**one, key: value}, one)):
+        (found,) = find_differences(config, other)
+        assert (found.key, found.is_certain) == (key, True)
+        assert default in (found.here, found.there)
+    assert find_differences(one, {**one, key: default}) == []
+
+
 def test_lengths_count_where_the_rope_depends_on_them() -> None:
     for kind, differs in (("linear", False), ("dynamic", True), ("yarn", True), ("longrope", True)):
         one = {**ODD, "rope_scaling": {"rope_type": kind, "factor": 2.0}}

@@ -85,6 +85,49 @@ def test_a_head_of_no_class_is_refused(tmp_path: Path) -> None:
     ckptkit.consolidate(state, tmp_path / "kept", base=base, names="keep")
 
 
+@pytest.mark.parametrize("trained", ["LlamaForSequenceClassification", "LlamaForTokenClassification"])
+def test_two_heads_are_refused_and_either_may_be_chosen(tmp_path: Path, trained: str) -> None:
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    labels = 1 if trained.endswith("SequenceClassification") else 3
+    other = getattr(transformers, trained)(transformers.LlamaConfig(**LLAMA, num_labels=labels))
+    heads = {name: one for name, one in other.state_dict().items() if name.startswith("score.")}
+    base, state = save(tmp_path, llama, llama.state_dict() | heads)
+    with pytest.raises(Mismatch, match=r"`lm_head.weight` are those of two classes") as refused:
+        ckptkit.consolidate(state, tmp_path / "out", base=base)
+    for name in ("lm_head.weight", "score.*"):
+        assert f"'*{name}'" in str(refused.value.hint)
+        ckptkit.consolidate(state, tmp_path / name, base=base, exclude=[f"*{name.partition('.')[0]}.*"])
+    config = json.loads((tmp_path / "score.*" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_tied_head_beside_another_head_is_dropped_if_it_is_the_embedding(tmp_path: Path, is_copy: bool) -> None:
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True))
+    more = {"score.weight": torch.ones(1, 16)} | ({} if is_copy else {"lm_head.weight": torch.ones(48, 16)})
+    base, state = save(tmp_path, llama, llama.state_dict() | more)
+    if is_copy:
+        done = ckptkit.consolidate(state, tmp_path / "out", base=base)
+        assert any("lm_head.weight is tied to" in note for note in done.notes)
+        assert "lm_head.weight" not in ckptkit.open(tmp_path / "out")
+    else:
+        with pytest.raises(Mismatch, match="but their bytes differ"):
+            ckptkit.consolidate(state, tmp_path / "out", base=base)
+
+
+@pytest.mark.parametrize("names", [("bad", "good", "best"), ("LABEL_0", "LABEL_1", "LABEL_2")])
+def test_names_of_labels_are_not_replaced(tmp_path: Path, names: tuple[str, ...]) -> None:
+    config = transformers.LlamaConfig(**LLAMA, id2label=dict(enumerate(names)))
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**LLAMA, num_labels=5))
+    base, state = save(tmp_path, transformers.LlamaForCausalLM(config), model.state_dict())
+    if "bad" in names:
+        with pytest.raises(Mismatch, match=r"expected 3 labels \(id2label of config.json\), found 5"):
+            ckptkit.consolidate(state, tmp_path / "out", base=base)
+    else:
+        assert ckptkit.consolidate(state, tmp_path / "out", base=base).notes[0].endswith("with 5 labels")
+
+
 @pytest.mark.parametrize("head", ["v_head.summary", "value_head"])
 def test_a_value_head_is_kept_with_a_warning(tmp_path: Path, head: str) -> None:
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,8 @@ def lay(run: Path, *steps: int, name: str = "step-{}") -> Path:
     return run
 
 
+TENSORFLOW = 'model_checkpoint_path: "step-100"\nall_model_checkpoint_paths: "step-100"\n'
+TENSORFLOW += 'all_model_checkpoint_paths: "step-300"\n'
 SNAPSHOT = json.dumps({"latest_checkpoint_result": {"checkpoint_dir_name": "step-100"}})
 NAMED = {
     "deepspeed": tracker("latest", "step-100"),
@@ -51,6 +54,14 @@ NAMED = {
     "skyrl": tracker("latest_ckpt_global_step.txt", "100"),
     "automodel": tracker("LATEST.txt", "step-100"),
     "ray": tracker("checkpoint_manager_snapshot.json", SNAPSHOT),
+    "any-name": tracker("last_checkpoint", "step-100\n"),
+    "any-path": tracker("latest_checkpoint.txt", "/elsewhere/run/step-100/model.safetensors"),
+    "windows-path": tracker("latest", "D:\\runs\\mine\\step-100"),
+    "any-step": tracker("latest_step.txt", "100"),
+    "any-json": tracker("latest_checkpoint.json", json.dumps({"path": "runs/step-100", "best": "step-200"})),
+    "any-step-in-json": tracker("last.json", json.dumps({"state": {"global_step": 100, "epoch": 200}})),
+    "any-yaml": tracker("last_checkpoint.yaml", "path: ./step-100\nsave_steps: 200\n"),
+    "tensorflow": tracker("checkpoint", TENSORFLOW),
     "link": link("last", "step-100"),
     "link-to-file": link("latest-rank0.pt", "step-100/model.safetensors"),
 }
@@ -60,6 +71,18 @@ NOT_NAMED = {
     "same": tracker("latest", "step-300"),
     "nothing": tracker("latest", "\n"),
     "older-last": last("last.ckpt", 100),
+    "any-best": tracker("best_checkpoint.json", json.dumps({"path": "step-100"})),
+    "any-same": tracker("latest_step.txt", "300"),
+    "options": tracker("args.json", json.dumps({"save_steps": 100, "max_steps": 200, "seed": 100})),
+    "log": tracker("log.txt", "saved step-100\nsaved step-200\n"),
+    "longer": tracker("last_checkpoint", "step-1000 my-step-100 step-100b"),
+    "bytes": lambda run: (run / "last_checkpoint").write_bytes(b"step-100\0\xff"),
+}
+GUESSED = {
+    "resume": tracker("resume.json", json.dumps({"checkpoint": "step-100", "seed": 200})),
+    "resume-step": tracker("resume.json", json.dumps({"resume_from_step": 100})),
+    "resume-option": tracker("args.json", json.dumps({"resume_from_checkpoint": "/old/step-100", "save_steps": 200})),
+    "notes": tracker("notes.txt", "The loss rose after step-100. Use step-100."),
 }
 
 
@@ -83,6 +106,34 @@ def test_else_the_highest_step_is_taken(tmp_path: Path, how: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert value_in(run) == 300
+
+
+@pytest.mark.parametrize("how", GUESSED)
+def test_what_may_name_another_checkpoint_is_said(tmp_path: Path, how: str) -> None:
+    run = lay(tmp_path / "run", 100, 200, 300)
+    GUESSED[how](run)
+    with pytest.warns(LatestDiffers, match="names step-100; taking step-300"):
+        assert value_in(run) == 300
+
+
+@pytest.mark.parametrize("name", ["any-name", "any-path", "windows-path", "any-step", "any-json", "tensorflow"])
+@pytest.mark.parametrize("keep", [{"keep_last": 1}, {"keep_last": 1, "demote": True}])
+def test_what_any_file_names_is_not_pruned(tmp_path: Path, name: str, keep: dict[str, Any]) -> None:
+    run = lay(tmp_path / "run", 50, 100, 200, 300)
+    NAMED[name](run)
+    done = ckptkit.prune(run, yes=True, **keep)
+    (kept,) = (entry for entry in done.keep if entry.path.name == "step-100")
+    assert kept.reason.endswith("names it")
+    assert (run / "step-50").exists() is ("demote" in keep)
+    assert (run / "step-200").exists() is (name == "any-json" or "demote" in keep)
+
+
+@pytest.mark.parametrize("how", [*GUESSED, "any-best"])
+def test_what_is_guessed_is_not_pruned(tmp_path: Path, how: str) -> None:
+    run = lay(tmp_path / "run", 50, 100, 200, 300)
+    (GUESSED | NOT_NAMED)[how](run)
+    ckptkit.prune(run, yes=True, keep_last=1)
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-100", "step-300"]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +179,10 @@ def by_state_of_run(run: Path) -> None:
     (run / "trainer_state.json").write_text(best_is("step-100"))
 
 
+def by_state_of_windows(run: Path) -> None:
+    (run / "step-300" / "trainer_state.json").write_text(best_is("C:\\runs\\mine\\step-100"))
+
+
 def by_callback(run: Path) -> None:
     state = {"callbacks": {"ModelCheckpoint{'monitor': 'val_loss'}": {"best_model_path": "/elsewhere/step-100"}}}
     dcp.save({"w": torch.ones(4)}, checkpoint_id=str(run / "step-400"), no_dist=True)
@@ -139,7 +194,7 @@ def best_is(path: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name_best", [by_state, by_state_of_run, by_callback])
+@pytest.mark.parametrize("name_best", [by_state, by_state_of_run, by_state_of_windows, by_callback])
 def test_the_best_one_is_never_pruned(tmp_path: Path, name_best: Lay) -> None:
     run = lay(tmp_path / "run", 100, 200, 300)
     name_best(run)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckptkit
 from ckptkit.errors import NotACheckpoint
 from ckptkit.runs.ls import Listed, Listing, list_run
 from ckptkit.runs.pins import set_pin
@@ -226,6 +227,23 @@ def test_the_directory_above_a_run(produce: Produce, tmp_path: Path, monkeypatch
     assert ([one.name for one in found.checkpoints], found.runs) == ([tmp_path.name], (Path("run"),))
     sizes = [file.stat().st_size for place in (Path(), Path("out")) for file in place.iterdir() if file.is_file()]
     assert found.checkpoints[0].nbytes == sum(sizes)
+
+
+def test_outputs_beside_each_other_are_listed_each(produce: Produce, tmp_path: Path) -> None:
+    source, exports = produce(producers.fsdp2).root, tmp_path / "exports"
+    ckptkit.consolidate(source, exports / "model", names="keep")
+    ckptkit.convert(source, exports / "shards", to="dcp", world_size=2)
+    ckptkit.convert(source, exports / "state.pt", to="pt")
+    assert names(list_run(exports)) == ["model", "shards", "state.pt"]
+    ckptkit.consolidate(source, tmp_path / "one", names="keep")
+    assert names(list_run(tmp_path / "one")) == ["one"]
+
+
+@pytest.mark.parametrize("name", ["train.toml", "metrics.jsonl", "trainer_state.json", "latest"])
+def test_a_run_without_a_checkpoint_is_called_that(run: Path, name: str) -> None:
+    (run / name).write_text("{}")
+    with pytest.raises(NotACheckpoint, match=f"the run has no checkpoint yet, only {name}"):
+        list_run(run)
 
 
 def test_nothing_to_list(run: Path) -> None:

@@ -17,6 +17,7 @@ import ckptkit
 from ckptkit.checkpoints.manifest import StaleManifest
 from ckptkit.errors import CkptError, Mismatch, Usage
 from ckptkit.storage import Reader, Writer
+from tests.command import ckptkit as command
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
 WEIGHT = torch.arange(6.0).reshape(3, 2)
@@ -119,6 +120,15 @@ def test_a_manifest_of_an_earlier_save_is_said_to_be_that(tmp_path: Path) -> Non
         (found,) = ckptkit.verify(tmp_path / "ckpt-1")
     assert not found.problems
     dcp.load(state, storage_reader=FileSystemReader(tmp_path / "ckpt-1"), no_dist=True)
+    said = command("inspect", tmp_path / "ckpt-1")
+    assert ", no manifest" in said.stdout
+    assert said.stderr.count("ignoring the manifest of an earlier save") == 1
+    with pytest.warns(StaleManifest):
+        copied = ckptkit.cp(tmp_path / "ckpt-1", tmp_path / "copy")
+    (left,) = copied.left_behind
+    assert (left.name, left.why) == ("ckptkit.json", "the manifest of an earlier save")
+    (found,) = ckptkit.verify(tmp_path / "copy")  # the times of its files are others
+    assert not found.problems
 
 
 def test_a_damaged_metadata_file_is_still_damaged(tmp_path: Path) -> None:
