@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, S
 from torch.distributed.checkpoint import state_dict_saver as saver
 
 from ckptkit.storage import Reader
-from ckptkit.training.saving.quiet import quiet
+from ckptkit.training.saving.run import quiet
 from tests.source import PACKAGE, PATHS, nodes
 
 PAGE = PACKAGE.parent / "CONTRIBUTING.md"

@@ -30,10 +30,10 @@ TORCH_WHEN_USED = (
     "layout.arrays",
     "state.torchrun",
     "storage.open",
-    "integrations.lazy_state_dict",
+    "integrations.transformers",
     "models.transformers_model",
     *("layout.dtypes", "state.options", "plugins.estimate.estimate"),  # for types alone
-    *("integrations.loaded_weights", "plugins.vllm.loader", "plugins.vllm.read_ahead"),
+    *("integrations.loaded_weights", "plugins.vllm.loader"),
 )
 
 FORMATS = frozenset({"dcp", "distcp", "hf", "safetensors", "pt", "pickle", "deepspeed", "megatron", "accelerate"})

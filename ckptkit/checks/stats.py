@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
@@ -10,17 +11,55 @@ from typing import Self, overload
 
 from ckptkit import words
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checks.counters import find_counters
 from ckptkit.checks.moved import Moved, moved
 from ckptkit.checks.tree import Branch, fold
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Usage
 from ckptkit.formats import locate
 from ckptkit.io.progress import Progress, telling
-from ckptkit.layout import Spec, edits
+from ckptkit.layout import KeyPath, Layout, Spec, edits
 from ckptkit.layout.counting import Count
+from ckptkit.models.names.parameters import way_in_optimizer
+from ckptkit.state.matching import find_model
 from ckptkit.state.selection import Edits
 from ckptkit.summary import Summarized
+
+_STATE, _STEP = "state", "step"
+
+
+def find_counters(layout: Layout) -> set[str]:
+    """Return the names of the tensors that are neither parameters nor optimizer states of the same size.
+
+    These are steps of optimizers, single numbers beside a model, such as a learning rate, single integers in a model,
+    and integers beside it, such as the states of random generators.
+    """
+    largest: Counter[KeyPath] = Counter()  # numbers in one tensor, by the state of a parameter
+    for name, tensor in layout.tensors.items():
+        key = layout.key(name)
+        if not is_step(key):
+            largest[state_in(key)] = max(largest[state_in(key)], tensor.spec.numel)
+    model = find_model(layout)
+    own = set(model.came_from.values() if model else layout.tensors)
+    return {name for name, spec in layout.specs.items() if is_counter(layout.key(name), spec, largest, name in own)}
+
+
+def is_counter(key: KeyPath, spec: Spec, largest: Counter[KeyPath], is_own: bool) -> bool:
+    """Return whether a tensor is a counter; `largest` has the size of the largest tensor of each state."""
+    if state_in(key):
+        return is_step(key) or spec.numel == 1 < largest[state_in(key)]
+    is_integer = spec.dtype.kind in ("int", "bool")
+    return (is_integer or not is_own) if spec.numel == 1 else (is_integer and not is_own)
+
+
+def state_in(key: KeyPath) -> KeyPath:
+    """Return the way to the state of a parameter that an entry lies in; () for an entry of no state."""
+    way = way_in_optimizer(key)
+    return (*key[:-1], way[1]) if way is not None and way[0] == _STATE else ()
+
+
+def is_step(key: KeyPath) -> bool:
+    way = way_in_optimizer(key)
+    return way is not None and way[2] == _STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

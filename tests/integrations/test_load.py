@@ -31,8 +31,12 @@ from tests.trainers.produced_peft import lora, tiny_llama
 
 transformers = pytest.importorskip("transformers")
 
-from ckptkit.integrations.lazy_state_dict import LazyStateDict  # noqa: E402 - once transformers is there
-from ckptkit.integrations.transformers import from_lazy_state_dict, lazy_state_dict, load  # noqa: E402
+from ckptkit.integrations.transformers import (  # noqa: E402
+    LazyStateDict,
+    from_lazy_state_dict,
+    lazy_state_dict,
+    load,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.layout.flat_ranges import boxes_of_range
+from ckptkit.layout.axes import boxes_of_range
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.data())

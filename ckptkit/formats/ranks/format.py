@@ -6,7 +6,7 @@ So all files are opened, and what they say must agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,14 +30,92 @@ from ckptkit.formats.ranks.names import (
     rank_in,
 )
 from ckptkit.formats.ranks.optimizer import join_optimizer
-from ckptkit.formats.ranks.rest import join_rest
-from ckptkit.formats.ranks.views import without_views
 from ckptkit.formats.ranks.write_files import arrange_files, seal_files
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
+from ckptkit.formats.shards.sharded_tensors import ShardedTensor
 from ckptkit.io.collector import collector_paused
 from ckptkit.io.file import names_in, read_small
-from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions, check_cover
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, StoredTensor, WriterOptions, check_cover
+from ckptkit.layout.wrappers import is_flat_name
+
+
+# Leave out the duplicates in a file: views of flat parameters under the names of parameters.
+#
+# Source: torch/distributed/fsdp/_state_dict_utils.py, `_local_post_state_dict_hook`, with `use_orig_params=True`: a
+# rank's piece of each parameter, flattened, is a view of the flat parameter beside it.
+def without_views(files: Sequence[RankFile]) -> list[RankFile]:
+    """Return the files of all ranks without tensors that are views of flat parameters in them."""
+    views = {name for file in files for name in views_in(file)}
+    kept = []
+    for file in files:
+        tensors = {name: tensor for name, tensor in file.flat.tensors.items() if name not in views}
+        kept.append(replace(file, flat=replace(file.flat, tensors=tensors)) if views else file)
+    return kept
+
+
+def views_in(file: RankFile) -> Iterator[str]:
+    """Yield the names of plain tensors that lie inside a flat parameter's storage."""
+    held = file.tensors
+    spans = [
+        (chunk.offset, chunk.offset + chunk.length)
+        for name, one in held.items()
+        if isinstance(one.spread, ShardedTensor) and is_flat_name(str(file.flat.keys[name][-1]))
+        for chunk in one.chunks
+    ]
+    for name, one in held.items() if spans else ():
+        if one.spread is None and one.chunks[0].length:
+            begin, end = one.chunks[0].offset, one.chunks[0].offset + one.chunks[0].length
+            if any(low <= begin and end <= high for low, high in spans):
+                yield name
+
+
+_OWN = ("rng",)  # what is each rank's own also where all have the same
+
+
+def join_rest(files: Sequence[RankFile], taken: Sequence[str]) -> FlatState:
+    """Return what is in the files: entries of a key under it, or under the ranks below it if they are not all the same.
+
+    The keys that are `taken` are those of model and optimizer.
+    """
+    joined = FlatState()
+    for top in dict.fromkeys(key[0] for file in files for key in file.flat.keys.values()):
+        if top in taken:
+            raise Corrupt(
+                f"an entry is called `{top}`, which is the name of the contents of other files", path=files[0].name
+            )
+        shared = top not in _OWN and all(seen(file, top) == seen(files[0], top) for file in files)
+        for file in files[:1] if shared else files:
+            add(joined, file, top, () if shared else (f"rank_{file.rank}",))
+    return joined
+
+
+def seen(file: RankFile, top: str | int) -> list[tuple[object, ...]]:
+    """Return what can be compared of a rank's entries below a key: values, and the checksums of tensors."""
+    found: list[tuple[object, ...]] = []
+    for name, key in file.flat.keys.items():
+        if key[0] == top and name in file.flat.blobs:
+            found.append((name, file.flat.blobs[name].content))
+        elif key[0] == top:
+            tensor = file.flat.tensors[name]
+            found.append((name, tensor.spec, *(chunk.crc32 for chunk in tensor.chunks)))
+    return found
+
+
+def add(joined: FlatState, file: RankFile, top: str | int, rank: tuple[str, ...]) -> None:
+    """Add a rank's entries below a key, under its rank if one is given."""
+    for old, key in file.flat.keys.items():
+        if key[0] != top:
+            continue
+        new = (top, *rank, *key[1:])
+        name = ".".join(map(str, new))
+        joined.keys[name] = new
+        if old in file.flat.blobs:
+            joined.blobs[name] = file.flat.blobs[old]
+        else:
+            tensor = file.flat.tensors[old]
+            joined.tensors[name] = StoredTensor(tensor.spec, tensor.chunks)
+
 
 _CONFIG_LIMIT = 1 << 16  # bytes
 SHARD_KINDS = (b"torch.distributed._shard.sharded_tensor", b"torch.distributed.tensor", b"torch.distributed._tensor")

@@ -2,19 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.archives.values import numbers_of, with_value
 from ckptkit.formats.ranks import numbered
-from ckptkit.formats.ranks.numbered import Parameter, is_moment
-from ckptkit.formats.ranks.units import join_units, match_units
+from ckptkit.formats.ranks.numbered import AT, Parameter, is_moment, piece_of
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.rank_tensor import RankFile
-from ckptkit.layout import StoredTensor
+from ckptkit.layout import KeyPath, StoredTensor
+from ckptkit.layout.flat import cut_out, pieces_in_turn
+from ckptkit.layout.matching import is_counted_through, match_if_certain
 from ckptkit.layout.recorded_names import PARAM_NAMES
+from ckptkit.layout.wrappers import is_flat_name, unwrapped
+
+# Name the states of an optimizer over FSDP1's flat parameters, one for each wrapped module.
+#
+# Source: torch/distributed/fsdp/_flat_param.py, with `use_orig_params=False`. The root's flat parameter comes first,
+# then those of the modules wrapped in it; in each the parameters follow one another as the model has them, and each
+# rank has an equal piece of it, padded at the end. Which modules were wrapped is in no file. It is certain if the
+# members of one list of layers fit, in number and sizes, and those of no other do.
+_MEMBER = re.compile(r"((?:[^.]+\.)*?)([0-9]+)\.")  # `model.layers.3.`
+Unit = list[tuple[Parameter, int]]  # the parameters in a flat one, and where each begins
+
+
+def match_units(
+    groups: Sequence[Sequence[int]],
+    parameters: Sequence[Parameter],
+    totals: Mapping[int, int],
+    world: int,
+    recorded: Mapping[int, str],
+) -> list[Unit] | None:
+    """Return the units behind the numbers of an optimizer, None if it is not certain which they are.
+
+    `totals` are how many elements all of the `world` ranks have of each, padding included. The names that the optimizer
+    has `recorded` tell which modules were wrapped.
+    """
+    if len(groups) != 1 or not is_counted_through(groups):
+        return None
+    supposed = [units_of_names(recorded, parameters)] if recorded else suppositions(parameters)
+    fitting: list[list[Unit]] = []
+    for units in supposed:
+        if units not in fitting and fits(units, groups, totals, world):
+            fitting.append(units)
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter]) -> list[Unit]:
+    """Return the units of flat parameters that were recorded by name, [] if these are not the whole model.
+
+    Each has the parameters of its module, without those of the wrapped modules in it.
+    """
+    flat = [unwrapped(recorded[number]) for number in sorted(recorded)]
+    prefixes = [name[: name.rfind(".") + 1] for name in flat]
+    inside: dict[str, list[Parameter]] = {prefix: [] for prefix in prefixes}
+    for parameter in parameters:
+        name = unwrapped(parameter.name)
+        above = [prefix for prefix in inside if name.startswith(prefix)]
+        if not above or not all(map(is_flat_name, flat)):
+            return []
+        inside[max(above, key=len)].append(parameter)
+    return [unit_of(inside[prefix]) for prefix in prefixes]
+
+
+def suppositions(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]:
+    """Yield the units that there would be if nothing had been wrapped but the root, or the members of a list too."""
+    yield [unit_of(parameters)]
+    lists = dict.fromkeys(match[1] for p in parameters for match in [_MEMBER.match(p.name)] if match)
+    for above in lists:
+        inside: dict[int, list[Parameter]] = {}
+        root: list[Parameter] = []
+        for parameter in parameters:
+            match = _MEMBER.match(parameter.name)
+            belongs = match is not None and match[1] == above
+            (inside.setdefault(int(match[2]), []) if match and belongs else root).append(parameter)
+        layers = [unit_of(inside[index]) for index in sorted(inside)]
+        yield [unit_of(root), *layers] if root else layers
+
+
+def unit_of(parameters: Sequence[Parameter]) -> Unit:
+    """Return the unit of parameters that follow one another."""
+    unit: Unit = []
+    at = 0
+    for parameter in parameters:
+        unit.append((parameter, at))
+        at += prod(parameter.shape)
+    return unit
+
+
+def fits(units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping[int, int], world: int) -> bool:
+    """Return whether the numbers can be those of the units, of which every rank has as many elements."""
+    sizes = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
+    padded = {index: -(-size // world) * world for index, size in enumerate(sizes)}
+    return match_if_certain(groups, totals, padded) is not None
+
+
+def join_units(
+    files: Sequence[RankFile], units: Sequence[Unit], rest: FlatState, order: Sequence[Parameter]
+) -> FlatState:
+    """Return the optimizer by the names of parameters, in the model's order: moments cut out of units, and the rest.
+
+    What a unit has once, such as its step, is that of each of its parameters.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    keys: dict[str, KeyPath] = {}
+
+    def add(key: KeyPath, tensor: StoredTensor) -> None:
+        name = ".".join(map(str, key))
+        tensors[name], keys[name] = tensor, key
+
+    unit_of_name = {parameter.name: (number, at) for number, unit in enumerate(units) for parameter, at in unit}
+    for parameter in order:
+        number, at = unit_of_name[parameter.name]
+        for name, key in files[0].flat.keys.items():
+            if len(key) != AT + 2 or key[1] != "state" or key[AT] != str(number) or name not in files[0].tensors:
+                continue
+            named = (*key[:AT], parameter.name, key[-1])
+            held = files[0].tensors[name]
+            if is_moment(key, held):
+                pieces = pieces_in_turn(piece_of(file.tensors[name]) for file in files)
+                chunks = tuple(cut_out(pieces, at, parameter.shape))
+                add(named, StoredTensor(replace(held.spec, shape=parameter.shape), chunks))
+            else:
+                add(named, rest.tensors[name])
+    for name, key in rest.keys.items():
+        if name in rest.tensors and key[1:2] != ("state",):
+            add(key, rest.tensors[name])
+    blobs = {name: blob for name, blob in rest.blobs.items() if rest.keys[name][1:2] != ("state",)}
+    return FlatState(tensors, blobs, keys | {name: rest.keys[name] for name in blobs})
+
 
 PARAMS = "params"  # the list of a group's parameters
 

@@ -8,17 +8,231 @@ number of ranks, if its configuration has `"checkpoint": {"load_universal": true
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ckptkit.errors import Corrupt, Report, Unsafe, refuse
+from ckptkit.errors import Corrupt, Mismatch, Report, Unsafe, Unsupported, refuse
+from ckptkit.formats.archives.locate import locate
 from ckptkit.formats.archives.state_files import extents_of, places_in
+from ckptkit.formats.archives.storages import Storages
+from ckptkit.formats.archives.unflatten import unflatten
+from ckptkit.formats.archives.write_archive import describe_tensor, make_envelope
+from ckptkit.formats.pickles.inert_pickle import Global, Record
+from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.io.file import check_name, is_there, read_small
-from ckptkit.layout import Extent, FileOffset, Layout, NewFile, WriterOptions
+from ckptkit.io.file import check_name, is_there, opening, read_at, read_small
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, StoredTensor, WriterOptions
+from ckptkit.plugins.deepspeed.auto_experts import LAYERS
+from ckptkit.plugins.deepspeed.experts import without_number
+from ckptkit.plugins.deepspeed.gathering import GROUPS, MODEL, STATE
 from ckptkit.plugins.deepspeed.names import is_ours
-from ckptkit.plugins.deepspeed.read_universal import NAME, OPTIMIZER, POINTER, ZERO, check_files, read_universal
-from ckptkit.plugins.deepspeed.write_universal import files_for
+from ckptkit.plugins.deepspeed.read_universal import (
+    MASTER,
+    NAME,
+    OPTIMIZER,
+    POINTER,
+    STEP,
+    ZERO,
+    check_files,
+    join,
+    read_universal,
+)
+
+# Arrange the files of a universal checkpoint, with room for the data of its tensors.
+#
+# ZeRO 1 and 2 look for other model states than ZeRO 3, and read hyperparameters and step elsewhere in the optimizer's
+# file: both are made.
+_MODEL_STATES = "mp_rank_00_model_states.pt"  # of ZeRO 1 and 2
+_MODEL_STATES_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+_VERSION = "0.19.8"  # of the DeepSpeed that this is like, where the source does not say
+_OF_OPTIMIZER = frozenset(["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"])
+_DROPPED = frozenset(["zero_stage"])
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_SIZE = Global("torch", "Size")
+
+
+@dataclass(slots=True)
+class UniversalEntries:
+    """The entries of a layout by what they are: weights and the optimizer's states by parameter, groups, the rest."""
+
+    weights: dict[str, str] = field(default_factory=dict)
+    states: dict[str, dict[str, str]] = field(default_factory=dict)
+    groups: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, wanted: Layout) -> UniversalEntries:
+        """Return the entries of a layout, of which the key paths tell what they are."""
+        found = cls()
+        for name in wanted.names:
+            match wanted.key(name):
+                case (str(top), str(parameter)) if top == MODEL:
+                    found.weights[parameter] = name
+                case (*above, str(parameter), str(what)) if tuple(above) == STATE:
+                    found.states.setdefault(parameter, {})[what] = name
+                case (*above, int(), str()) if tuple(above) == GROUPS:
+                    found.groups.append(name)
+                case _:
+                    found.others.append(name)
+        lacking = sorted(found.states.keys() - found.weights.keys())
+        if lacking:
+            raise Mismatch(
+                "the optimizer contains the parameter, the model does not", path=wanted.root, tensor=lacking[0]
+            )
+        if not found.states:
+            hint = "convert it with an optimizer by name, or write another format"
+            raise Mismatch("expected optimizer states by parameter name, found none", path=wanted.root, hint=hint)
+        return found
+
+    def tied(self, wanted: Layout) -> dict[str, str]:
+        """Return the weights that are stored as a trained one is, each with the name of that."""
+        stored = {key: name for name in self.states if (key := place_of(wanted, self.weights[name])) is not None}
+        places = {name: place_of(wanted, entry) for name, entry in self.weights.items() if name not in self.states}
+        return {name: stored[place] for name, place in places.items() if place in stored}
+
+
+def place_of(wanted: Layout, entry: str) -> StoredTensor | None:
+    """Return how a weight is stored; None for what is no tensor or has no data."""
+    stored = wanted.tensors.get(entry)
+    return stored if stored and stored.chunks else None
+
+
+def check_experts(wanted: Layout, entries: UniversalEntries) -> None:
+    """Raise `Unsupported` for a model with experts."""
+    hint = "use `--to dcp` or `--to pt`"
+    expert = next(filter(without_number, entries.weights), None)
+    if expert is not None:
+        message = "this is an expert: each rank would look for its own experts under the same names and find other ones"
+        raise Unsupported(message, path=wanted.root, tensor=expert, hint=hint)
+    if LAYERS in entries.others:
+        message = f"`{LAYERS}` lists experts that AutoEP fused: ckptkit cannot write the marks that their files need"
+        raise Unsupported(message, path=wanted.root, hint=hint)
+
+
+def files_for(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]:
+    """Yield the files for a model under `model` and its optimizer by name under `optimizer`."""
+    entries = UniversalEntries.of(wanted)
+    check_experts(wanted, entries)
+    tag = tag_for(wanted)
+    for parameter, states in entries.states.items():
+        if "/" in parameter or "\0" in parameter or parameter in ("", ".", ".."):
+            raise Unsafe("a directory cannot have this name", path=wanted.root, tensor=parameter)
+        for what, entry in {MASTER: entries.weights[parameter], **states}.items():
+            yield parameter_file(wanted, join(tag, ZERO, parameter, f"{what}.pt"), entry, is_bare=what == STEP)
+    yield model_states(wanted, entries, join(tag, _MODEL_STATES), options.world_size, with_module=True)
+    yield model_states(wanted, entries, join(tag, _MODEL_STATES_3), options.world_size, with_module=False)
+    yield optimizer_states(wanted, entries, join(tag, ZERO, OPTIMIZER))
+    yield NewFile(POINTER, len(tag), [(0, tag.encode())])
+
+
+def tag_for(wanted: Layout) -> str:
+    steps = number_in(wanted, "global_steps")
+    return "universal" if steps is None else f"global_step{steps}"
+
+
+def number_in(wanted: Layout, name: str) -> int | None:
+    value = Storages(wanted).value(name) if name in wanted.blobs else None
+    return value if type(value) is int and value >= 0 else None
+
+
+def parameter_file(wanted: Layout, path: str, entry: str, *, is_bare: bool) -> NewFile:
+    """Return the file with one tensor; a step has no dict around it."""
+    storages = Storages(wanted)
+    value = storages.value(entry)
+    return to_file(path, value if is_bare else {"cat_dim": 0, "param": value}, storages)
+
+
+def to_file(path: str, value: Any, storages: Storages) -> NewFile:
+    """Return a file of torch.save, with room for the storages of its tensors."""
+    envelope = make_envelope(dump(value), storages.contents)
+    return NewFile(path, envelope.nbytes, envelope.parts)
+
+
+def model_states(
+    wanted: Layout, entries: UniversalEntries, path: str, world_size: int, *, with_module: bool
+) -> NewFile:
+    """Return the file of model states: shapes by name, and unless another has them, all that is not trained."""
+    storages = Storages(wanted)
+    tied = entries.tied(wanted)
+    kept = [name for name in entries.weights if name not in entries.states and name not in tied]
+    others = [name for name in entries.others if wanted.key(name)[0] not in _OF_OPTIMIZER | _DROPPED]
+    own = others if with_module else [name for name in others if name in wanted.blobs]
+    saved = unflatten(own, wanted.key, storages.value) if own else {}
+    defaults: dict[str, Any] = {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "lr_scheduler": None}
+    settings: dict[str, Any] = {"data_sampler": None, "random_ltd": None, "ds_config": {}, "ds_version": _VERSION}
+    value = {
+        **defaults,
+        **settings,
+        **saved,
+        "module": {name: storages.value(entries.weights[name]) for name in kept} if with_module else {},
+        "buffer_names": kept,
+        "optimizer": None,
+        "param_shapes": [shapes_of(wanted, entries, names) for names in groups_of(wanted, entries)[1]],
+        "frozen_param_shapes": {},
+        "frozen_param_fragments": {},
+        "shared_params": tied,
+        "dp_world_size": world_size,
+        "mp_world_size": 1,
+    }
+    return to_file(path, value, storages)
+
+
+def shapes_of(wanted: Layout, entries: UniversalEntries, names: Iterable[str]) -> dict[str, Record]:
+    return {name: Record(_SIZE, (wanted.tensors[entries.weights[name]].spec.shape,)) for name in names}
+
+
+def groups_of(wanted: Layout, entries: UniversalEntries) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Return the hyperparameters of each group of parameters, and the names in each; one group where none are known."""
+    storages = Storages(wanted)
+    if not entries.groups:
+        return [{}], [list(entries.states)]
+    groups = unflatten(entries.groups, lambda name: wanted.key(name)[len(GROUPS) :], storages.value)
+    names = [group.pop("params", None) for group in groups]
+    listed = [name for group in names if isinstance(group, list) for name in group]
+    if None in names or sorted(map(str, listed)) != sorted(entries.states):
+        message = f"expected a state for {len(listed)} parameters (optimizer groups), found {len(entries.states)}"
+        raise Mismatch(message, path=wanted.root, hint="pass a checkpoint whose optimizer has names in all groups")
+    return groups, names
+
+
+def optimizer_states(wanted: Layout, entries: UniversalEntries, path: str) -> NewFile:
+    """Return the file with what all parameters have in common, for ZeRO 1 and 2 and once more for ZeRO 3."""
+    storages = Storages(wanted)
+    settings = [{**group, "params": [i]} for i, group in enumerate(groups_of(wanted, entries)[0])]
+    own = [name for name in entries.others if wanted.key(name)[0] in _OF_OPTIMIZER]
+    saved = unflatten(own, wanted.key, storages.value) if own else {}
+    if isinstance(saved.get("loss_scaler"), dict):
+        kind = "DynamicLossScaler" if saved["loss_scaler"].get("dynamic") else "LossScaler"
+        scaler = Record(Global(_SCALERS, kind), (), is_new=True)
+        scaler.state = saved["loss_scaler"]
+        saved["loss_scaler"] = scaler
+    state = {"step": step_of(wanted, entries, storages)}
+    value = {
+        "ds_version": _VERSION,
+        **saved,
+        "param_groups": settings,
+        "optimizer_state_dict": {"state": {0: state}, "param_groups": settings},
+    }
+    return to_file(path, value, storages)
+
+
+def step_of(wanted: Layout, entries: UniversalEntries, storages: Storages) -> Any:
+    """Return the step of the first parameter, as ZeRO 3 takes it for all; None where groups count the steps."""
+    entry = next(iter(entries.states.values())).get(STEP)
+    if entry is None:
+        return None
+    if entry in wanted.blobs:
+        return storages.value(entry)
+    one = Layout(wanted.root, wanted.format, {entry: wanted.tensors[entry]}, keeper=wanted.keeper)
+    chunk = next(chunk for chunk in locate(one).tensors[entry].chunks if chunk.box.numel)
+    with opening(wanted.root / chunk.path) as file:
+        data = read_at(file, chunk.length, chunk.offset)
+    key = str(len(storages.contents))
+    storages.contents[key] = data
+    return describe_tensor(wanted.tensors[entry].spec, key)
+
 
 _POINTER_LIMIT = 1 << 10  # bytes
 

@@ -22,20 +22,61 @@ from ckptkit.engine.scan import sum_file
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Mismatch, translate_os_errors
 from ckptkit.formats import find_format
 from ckptkit.formats.protocols import JOURNAL
+from ckptkit.io.allocation import make_folder
+from ckptkit.io.crc32 import crc32
 from ckptkit.io.exchange import lock_path
 from ckptkit.io.file import OpenFiles, file_size, is_there, read_at
 from ckptkit.io.locks import acquire, release
 from ckptkit.io.staging import clear_dead
 from ckptkit.io.system import again
 from ckptkit.io.trees import remove, sync_path, sync_tree
-from ckptkit.layout import Chunk, Extent, Layout, edits
+from ckptkit.layout import Chunk, Extent, FileOffset, Layout, edits
+from ckptkit.plugins.deltas.changes import changes_in
 from ckptkit.plugins.deltas.new_blocks import Successor, blocks_of
 from ckptkit.plugins.deltas.open_delta import Delta, open_delta
 from ckptkit.plugins.deltas.patch import load_changes
 from ckptkit.plugins.deltas.patched_blocks import put_into
 from ckptkit.plugins.deltas.payload import WHOLE
 from ckptkit.plugins.deltas.record import DeltaRecord
-from ckptkit.plugins.deltas.redo_log import write_log
+from ckptkit.plugins.deltas.spool import Spool
+from ckptkit.plugins.deltas.write_delta import FoundChanges, write_delta
+
+_SPOOL = ".changes"
+
+
+def write_log(root: Path, base: Layout, sums: Mapping[str, int], successor: Successor) -> DeltaRecord:
+    """Write the delta from a base with these sums to its successor into directory `root`, which is made.
+
+    Raises `Corrupt` if the bytes of the base are not those of its sums.
+    """
+    make_folder(root)
+    after = dict(sums)
+    with Spool(root / _SPOOL, base.specs) as spool:
+        for name in successor.specs:
+            old = new = 0
+            for block in successor.blocks(name):
+                old, new = crc32(block.old, old), crc32(block.new, new)
+                spool.add(name, block.first, changes_in(block.old, block.new, base.specs[name].dtype.itemsize))
+            if old != sums[name]:
+                raise Corrupt(f"expected CRC-32 {sums[name]:08x}, found {old:08x}", path=base.root, tensor=name)
+            after[name] = new
+
+        def fill(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
+            return {place: crc for key, name in names.items() for place, crc in fill_one(wanted, key, name)}
+
+        def fill_one(wanted: Layout, key: str, name: str) -> Iterator[tuple[FileOffset, int]]:
+            chunk = wanted.tensors[key].chunks[0]
+            at = crc = 0
+            with OpenFiles(wanted.root, writable=True) as files:
+                for block in successor.blocks(name):
+                    files[chunk.path].write_at(block.new, chunk.offset + at)
+                    at, crc = at + len(block.new), crc32(block.new, crc)
+            yield (chunk.path, chunk.offset), crc
+
+        record = write_delta(root, FoundChanges(base.specs, sums, after, spool, fill))
+    remove(root / _SPOOL)
+    return record
+
 
 _NEW, _OLD = f"{JOURNAL}.new", f"{JOURNAL}.old"
 _PIECE = 1 << 18  # bytes that are read, changed and written at once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,12 +11,119 @@ from typing import NamedTuple
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.shards.join_ranks import join_copies, join_ranks, spares_of
-from ckptkit.layout import Chunk, StoredTensor
+from ckptkit.layout import Chunk, StoredTensor, axes
 from ckptkit.plugins.megatron.grid import GridSizes, Rank
-from ckptkit.plugins.megatron.numbering import Numbering, Run, count_layers, number
-from ckptkit.plugins.megatron.old_order import CURRENT, has_fused, in_new_order
 from ckptkit.plugins.megatron.rules import rule_for
 from ckptkit.plugins.megatron.saved import VERSION, SavedRank
+
+# Put fused queries, keys and values of checkpoint versions below 2 in the order of later ones. No bytes move.
+#
+# Source: megatron/training/checkpointing.py, `fix_query_key_value_ordering`. The rows of a rank were `[3, heads,
+# width]` in version 0, which is also that of files without one, and `[heads, width, 3]` in version 1. Since 2 they are
+# `[heads, 3, width]`. Keys and values of attention to another sequence are fused likewise, two for three.
+CURRENT = 2.0
+_FUSED = re.compile(r"(?:.*\.)?(query_key_value|key_value)\.(?:weight|bias)")
+
+
+def has_fused(names: Iterable[str]) -> bool:
+    """Return whether any of the names is that of fused queries, keys and values."""
+    return any(map(_FUSED.fullmatch, names))
+
+
+def in_new_order(tensor: StoredTensor, local: str, version: float, heads: int) -> StoredTensor:
+    """Return what a rank with so many `heads` has under a name, its rows in the order of version 2.
+
+    Raises `Corrupt` if its rows are not those of whole heads, `Unsupported` for a version that is not known.
+    """
+    match = _FUSED.fullmatch(local)
+    if match is None or version >= CURRENT:
+        return tensor
+    if version not in (0, 1):
+        raise Unsupported(f"expected checkpoint version 0, 1, {CURRENT} or later, found {version}")
+    fused = 3 if match[1] == "query_key_value" else 2
+    width, rest = divmod(tensor.spec.shape[0], fused * heads)
+    if rest:
+        raise Corrupt(f"expected {fused} x {heads} heads to divide the rows, found {tensor.spec.shape[0]} rows")
+    extents, order = ((fused, heads, width), (1, 0, 2)) if version == 0 else ((heads, width, fused), (0, 2, 1))
+    apart = axes.split(tensor, 0, extents)
+    moved = axes.permute(apart, (*order, *range(3, len(apart.spec.shape))))
+    return axes.unsplit(axes.merge(moved, 0, 3))
+
+
+# Number layers and experts through: each stage of a pipeline counts its layers from 0, each rank its experts.
+#
+# Source: megatron/core/transformer/transformer_layer.py, get_transformer_layer_offset, and moe/experts.py. With a
+# virtual pipeline each stage has several runs of layers; the first run of every stage comes before the second of any.
+_LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]+)(\..*)", re.DOTALL)
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]+)(.*)", re.DOTALL)
+_MOST = 1 << 20  # layers or experts; ten times those of any model
+
+Run = tuple[int, int]  # the number of a run of layers in its stage, and that of the stage: in the order of the layers
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The layers of each run and stage, by what they are in: numbers in the model; and how many experts a rank has."""
+
+    layers: Mapping[tuple[str, Run], range]
+    experts: int
+
+    def name(self, name: str, run: Run, expert_rank: int) -> str:
+        """Return what a tensor is called in the whole model."""
+        experts = range(expert_rank * self.experts, (expert_rank + 1) * self.experts)
+        match = _LAYER.fullmatch(name)
+        if match:
+            name = f"{match[1]}{pick(self.layers.get((match[1], run), range(0)), match[2])}{match[3]}"
+        match = _EXPERT.fullmatch(name)
+        return f"{match[1]}{pick(experts, match[2])}{match[3]}" if match else name
+
+
+def number(names: Mapping[Run, Iterable[str]]) -> Numbering:
+    """Return how to number through what one rank of each run and stage has, by the names of its tensors."""
+    layers: dict[tuple[str, Run], range] = {}
+    reached: dict[str, int] = {}
+    experts = 0
+    for run in sorted(names):
+        here: dict[str, int] = {}
+        for name in names[run]:
+            match, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
+            if match:
+                here[match[1]] = max(here.get(match[1], 0), 1 + as_number(match[2]))
+            if expert:
+                experts = max(experts, 1 + as_number(expert[2]))
+        for stack, count in here.items():
+            first = reached.get(stack, 0)
+            layers[stack, run] = range(first, first + count)
+            reached[stack] = first + count
+    return Numbering(layers, experts)
+
+
+def count_layers(names: Iterable[str]) -> dict[str, int]:
+    """Return how many layers there are, by what they are in."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        if match:
+            found.setdefault(match[1], set()).add(int(match[2]))
+    return {stack: len(numbers) for stack, numbers in found.items()}
+
+
+def pick(numbers: range, text: str) -> int:
+    """Return the one of the numbers that a local number means. Raises `Corrupt` if the first rank had not as many."""
+    local = as_number(text)
+    if local >= len(numbers):
+        raise Corrupt(
+            f"expected {len(numbers)} layers or experts, as the first of these ranks has, found number {local}"
+        )
+    return numbers[local]
+
+
+def as_number(text: str) -> int:
+    """Return the number of a layer or an expert. Raises `Corrupt` for one that no model has."""
+    if len(text) > 8 or int(text) >= _MOST:
+        raise Corrupt(f"expected numbers of layers and experts below {_MOST}, found {text[:20]}")
+    return int(text)
+
 
 _GROUPED = (".experts.weight1", ".experts.weight2")
 _COUNTED = ".local_tokens_per_expert"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Source, path_of
 from ckptkit.checks.inspect import Inspected, inspect
@@ -17,14 +18,42 @@ from ckptkit.io.joined import roots_of
 from ckptkit.io.path import RemotePath, to_local
 from ckptkit.io.progress import Progress, telling
 from ckptkit.io.staging import publish
+from ckptkit.markup import text
 from ckptkit.plugins.report import chapters
 from ckptkit.plugins.report.history import METRICS, History, read_history
 from ckptkit.plugins.report.norms import measure_norms, weights_of
-from ckptkit.plugins.report.page import GENERATOR, fill_page
 from ckptkit.runs.ls import Listing, ls
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
 from ckptkit.words import brief, count, format_bytes
+
+GENERATOR = "ckptkit report"  # by which a page is known as ours
+
+
+def fill_page(content: Mapping[str, Any]) -> str:
+    """Return the page that `report.html` makes of the values in it."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("ckptkit", "."),
+        autoescape=True,
+        finalize=as_text,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters |= {
+        "brief": lambda number: "" if number is None else brief(number),
+        "bytes": format_bytes,
+        "grouped": lambda number: "" if number is None else f"{number:,}",
+        "spaced": lambda name: name.replace("_", " "),
+    }
+    return environment.get_template("plugins/report/report.html").render(content, generator=GENERATOR)
+
+
+def as_text(value: object) -> object:
+    """Return a value as the page shows it: markup as it is, None as nothing, all else escaped."""
+    return value if hasattr(value, "__html__") else "" if value is None else text(str(value))
+
 
 NAME = "report.html"
 _SETTINGS = "train.toml"

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from ckptkit.errors import Usage
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.parallel.fsdp1 import Fsdp1
 from ckptkit.training.parallel.fsdp2 import Fsdp2
-from ckptkit.training.parallel.recompute import compile_blocks, recompute
+
+
+# Recompute activations of blocks, and compile blocks. Wraps their `forward`, so no tensor changes name.
+#
+# What FSDP does to a block happens around its `forward`: it gathers before and frees after, in backward too. So a
+# checkpoint inside recomputes with parameters that are there already, under FSDP1 and FSDP2 alike.
+def recompute(blocks: Sequence[nn.Module], every: int) -> None:
+    """Let every `every`-th block keep its inputs only, and compute the rest again in backward; 0: none."""
+    for block in blocks[every - 1 :: every] if every else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile each block, once for all that are alike; after `recompute`, so that the compiler sees it."""
+    for block in blocks:
+        block.forward = torch.compile(block.forward)
 
 
 @dataclass(frozen=True, slots=True)

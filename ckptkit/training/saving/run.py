@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -36,9 +37,31 @@ from ckptkit.trainers.ckptkit import METRICS
 from ckptkit.training.places import look_again, require_storable
 from ckptkit.training.saving.load import Stored
 from ckptkit.training.saving.places import SavePlace, StagedPlace, StorePlace
-from ckptkit.training.saving.quiet import quiet, silence
 from ckptkit.training.saving.save import ADAPTER, FORMATS, PendingState, Saver
 from ckptkit.training.saving.state import Training
+
+_INSIDES = (
+    "torch.distributed is disabled, unavailable or uninitialized",  # one process is what is meant
+    "`_get_pg_default_device` will be deprecated",  # FSDP1 without a device mesh
+    "Multiple backends are registered with this ProcessGroup",
+    "When using ``NO_SHARD`` for ``ShardingStrategy``",
+    "Please use DTensor instead",
+    "TypedStorage is deprecated",  # torch 2.10 saves by it
+)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let torch save and load without a word about how it does."""
+    with warnings.catch_warnings():
+        silence()
+        yield
+
+
+def silence() -> None:
+    """Silence them for the rest of the process: for a thread, whose warnings no block can catch without others'."""
+    for message in _INSIDES:
+        warnings.filterwarnings("ignore", message=message)
 
 
 class Run:

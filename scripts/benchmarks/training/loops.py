@@ -28,8 +28,7 @@ from ckptkit.training.models.blueprint import Blueprint, choose_blueprint
 from ckptkit.training.parallel.initial import initialize
 from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.parallel.recompute import compile_blocks
-from ckptkit.training.parallel.shard import count_multiplied
+from ckptkit.training.parallel.shard import compile_blocks, count_multiplied
 from ckptkit.training.start import start
 from ckptkit.training.trainer import make_scheduler
 from scripts.benchmarks.training.watch import Watch

@@ -32,7 +32,7 @@ from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
 from ckptkit.training.parallel.fsdp2 import prefetch
 from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.parallel.recompute import recompute
+from ckptkit.training.parallel.shard import recompute
 from tests.models.test_fit import FAMILIES, SIZES
 
 LLAMA_8B = {

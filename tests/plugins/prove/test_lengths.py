@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.plugins.prove.lengths import choose_length, find_lengths
+from ckptkit.plugins.prove.prove import choose_length, find_lengths
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
 

@@ -15,8 +15,7 @@ from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Occupied
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.metrics import StepMetrics
-from ckptkit.training.smoke.adapter_checks import ADAPTER_CHECKS
-from ckptkit.training.smoke.checks import CHECKS
+from ckptkit.training.smoke.checks import ADAPTER_CHECKS, CHECKS
 from ckptkit.training.smoke.rank_tasks import RankAccount
 from ckptkit.training.smoke.runs import SmokeRuns
 from ckptkit.training.smoke.smoke import Check, make, smoke
