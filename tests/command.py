@@ -25,7 +25,7 @@ _PATIENCE = 300.0  # seconds
 # huggingface_hub itself reads the environment when it is imported: each child imports it, but not what it needs.
 _LIBRARIES = ("aiobotocore.httpsession", "filelock", "httpx", "httpx2", "s3fs", "safetensors.torch", "yaml")
 _IMPORTED = (
-    *modules_of(*COMMANDS.own),
+    *modules_of(*(name for name in COMMANDS.own if name not in ("push", "pull"))),  # these import huggingface_hub
     *FORMAT_MODULES,
     *(name for name in _LIBRARIES if find_spec(name.partition(".")[0])),
 )
