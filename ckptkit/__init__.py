@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.checks.manifest import make_manifest
     from ckptkit.checks.moved import Moved
     from ckptkit.checks.moved import moved as moved
+    from ckptkit.checks.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
     from ckptkit.checks.stats import Stats, stats
     from ckptkit.checks.verify import Verified, verify
     from ckptkit.conversion.average import average
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from ckptkit.runs.uploads import PrunedUploads, prune_uploads
     from ckptkit.state.options import ConvertOptions
     from ckptkit.state.report import Converted
-    from ckptkit.storage.open import LazyCheckpoint, LazyTensor, open  # noqa: A004 - `ckptkit.open` is its name
     from ckptkit.training.saving.run import Run
     from ckptkit.training.smoke.smoke import smoke
     from ckptkit.training.train import train
@@ -130,8 +130,8 @@ _HOMES = {
     "Finding": "ckptkit.diagnosis.finding",
     "Inspected": "ckptkit.checks.inspect",
     "InspectedDelta": "ckptkit.plugins.deltas.inspect_delta",
-    "LazyCheckpoint": "ckptkit.storage.open",
-    "LazyTensor": "ckptkit.storage.open",
+    "LazyCheckpoint": "ckptkit.checks.open",
+    "LazyTensor": "ckptkit.checks.open",
     "Listing": "ckptkit.runs.ls",
     "Moved": "ckptkit.checks.moved",
     "Proved": "ckptkit.plugins.prove.prove",
@@ -164,7 +164,7 @@ _HOMES = {
     "make_manifest": "ckptkit.checks.manifest",
     "merge": "ckptkit.conversion.merge",
     "moved": "ckptkit.checks.moved",
-    "open": "ckptkit.storage.open",
+    "open": "ckptkit.checks.open",
     "open_layout": "ckptkit.checkpoints.checkpoint",
     "pin": "ckptkit.runs.pin",
     "prove": "ckptkit.plugins.prove.prove",

@@ -23,4 +23,4 @@ def test_help_describes_the_public_names() -> None:
 def test_dir_imports_nothing() -> None:
     code = "import sys, ckptkit; dir(ckptkit); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "numpy", "ckptkit.storage.open"} & set(done.stdout.split())
+    assert not {"torch", "numpy", "ckptkit.checks.open"} & set(done.stdout.split())

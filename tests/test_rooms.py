@@ -29,7 +29,7 @@ TORCH_AT_THE_TOP = (
 TORCH_WHEN_USED = (
     "layout.arrays",
     "state.torchrun",
-    "storage.open",
+    "checks.open",
     "integrations.transformers",
     "models.transformers_model",
     *("layout.dtypes", "state.options", "plugins.estimate.estimate"),  # for types alone

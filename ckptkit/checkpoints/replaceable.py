@@ -94,7 +94,7 @@ def marks_in(dst: RemotePath, made: Iterable[str], *, by_training: bool = False)
     Where other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if it may not
     be replaced; see `check_replaceable`.
     """
-    from ckptkit.io.destinations import keeps_others
+    from ckptkit.io.find_destination import keeps_others
 
     dst.store.forget()
     if keeps_others(dst):

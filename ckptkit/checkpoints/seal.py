@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest
+from ckptkit.engine.check_sources import place_of
 from ckptkit.engine.scan import sum_file
-from ckptkit.engine.sources import place_of
 from ckptkit.errors import Mismatch, translate_os_errors
 from ckptkit.formats import FormatWriter
 from ckptkit.io.allocation import create_file, make_folder, write_file, write_parts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from ckptkit.entry_points import load
-from ckptkit.io.destinations import is_on_hub
+from ckptkit.io.find_destination import is_on_hub
 from ckptkit.io.path import RemotePath
 
 if TYPE_CHECKING:

@@ -228,7 +228,8 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
         require_all_taken(conversion)
     if options.overwrite and not isinstance(dst, RemotePath):  # in a store whoever claims it looks
         check_replaceable(dst, conversion.file_sizes, by_training=conversion.replaces_training)
-    doubts = [] if conversion.is_fitted else [doubt for one in checkpoints if (doubt := find_doubt(one))]
+    is_known = conversion.is_fitted or options.salvage  # a salvage reads what it can, and says what it lacks
+    doubts = [] if is_known else [doubt for one in checkpoints if (doubt := find_doubt(one))]
     notes = (*conversion.notes, *map(Caution, doubts), *remarks_on_id(options.base))
     return replace(conversion, notes=notes)
 

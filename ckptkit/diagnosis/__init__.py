@@ -10,12 +10,12 @@ from ckptkit.diagnosis.exports import find_config_dtype, find_empty_adapter, fin
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.group_map import find_unlisted
 from ckptkit.diagnosis.inconsistencies import find_inconsistencies
-from ckptkit.diagnosis.layers import find_unserved
 from ckptkit.diagnosis.names import find_names, find_wrappers
 from ckptkit.diagnosis.optimizer import find_groups, find_missing_states
 from ckptkit.diagnosis.other_checkpoint import compare_with_checkpoint
 from ckptkit.diagnosis.ranks import find_ranks
 from ckptkit.diagnosis.shapes import find_shapes, find_ties
+from ckptkit.diagnosis.unserved import find_unserved
 from ckptkit.diagnosis.weights import (
     find_adapters,
     find_declared_quantized,

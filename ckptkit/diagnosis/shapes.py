@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import export, rewrite
-from ckptkit.diagnosis.layers import LAYER
+from ckptkit.diagnosis.unserved import LAYER
 from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.io.path import RemotePath
 from ckptkit.layout.box import Shape

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptkit.engine.blocks import Block, blocks_of
+from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import scrub
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.layout import Chunk, Layout, StoredTensor

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptkit.engine.blocks import Block
+from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import scrub
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape, whole

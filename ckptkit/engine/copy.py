@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.engine.blocks import Block
+from ckptkit.engine.check_sources import Sources, place_of
 from ckptkit.engine.gather import STEP_BYTES, Gatherer
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger, place_in_run
 from ckptkit.engine.shares import WHOLE, Share, units_of
-from ckptkit.engine.sources import Sources, place_of
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsupported

@@ -5,10 +5,10 @@ from __future__ import annotations
 from threading import Lock
 
 from ckptkit.engine.blocks import Block
+from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import apply_recipe, scrub
 from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Worker, visit
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.box import Box, whole

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checks.open import LazyCheckpoint
 from ckptkit.errors import Corrupt, Usage
 from ckptkit.formats import unpack
 from ckptkit.io.path import to_local
@@ -32,7 +33,6 @@ from ckptkit.layout import Layout
 from ckptkit.runs.deletion import delete, deleting
 from ckptkit.runs.keeper import find_holds
 from ckptkit.storage.entries import find_archive, read_value
-from ckptkit.storage.open import LazyCheckpoint
 from ckptkit.storage.ranks import translate
 from ckptkit.storage.writer import Writer
 

@@ -24,13 +24,13 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.checks.hub_model import HubModel
+from ckptkit.checks.open import LazyTensor
 from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported, and_more
 from ckptkit.formats.safetensors_headers import SPELLINGS
 from ckptkit.layout.views import Index
 from ckptkit.models.companions import CONFIG
 from ckptkit.models.transformers_model import class_of
-from ckptkit.storage.hub_model import HubModel
-from ckptkit.storage.open import LazyTensor
 
 if TYPE_CHECKING:
     import torch

@@ -30,7 +30,7 @@ def to_output(place: str | Path) -> Path:
     """
     if not (isinstance(place, RemotePath) or (isinstance(place, str) and is_url(place))):
         return Path(place)
-    from ckptkit.io.destinations import to_destination
+    from ckptkit.io.find_destination import to_destination
 
     return to_destination(place)
 
@@ -41,7 +41,7 @@ def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
         check_destination(dst, overwrite, is_file=is_file)
     elif not overwrite:
         from ckptkit.checkpoints.replaceable import require_no_checkpoint
-        from ckptkit.io.destinations import check_absent, keeps_others
+        from ckptkit.io.find_destination import check_absent, keeps_others
 
         if keeps_others(dst):
             require_no_checkpoint(dst)

@@ -9,9 +9,9 @@ from pathlib import Path
 from ckptkit.checkpoints.manifest import FileSum
 from ckptkit.checkpoints.seal import create_files, extents_of, read_made, sum_files, sums_of_tensors, write_manifest
 from ckptkit.checkpoints.seal import seal as seal_files
+from ckptkit.engine.check_sources import place_of
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.shares import WHOLE, Share, narrow
-from ckptkit.engine.sources import place_of
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.formats import locate
 from ckptkit.io.allocation import create_file, make_folder, write_file

@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
 MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
-QUANTIZATIONS = ("fp8-block", "fp8-channel", "fp8-block-ue8m0")  # the schemes of `quantized.schemes`
+QUANTIZATIONS = ("fp8-block", "fp8-channel", "fp8-block-ue8m0")  # the schemes of `plugins.quantize.schemes`
 PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # of lora_B of fused experts, see `adapters.experts`
 FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = ("flat", "per-expert", "3d")  # of adapters, see `adapters.expert_pairs`
 ADAPTER = "adapter"  # what to write: the adapter in the checkpoint, as Hugging Face files

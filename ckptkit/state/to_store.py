@@ -21,18 +21,18 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.marks import PlacedFiles, find_marks
 from ckptkit.checkpoints.replaceable import marks_in
 from ckptkit.engine.blocks import Block, blocks
+from ckptkit.engine.check_sources import Sources, place_of
 from ckptkit.engine.copy import check_complete, copy, copy_unit
 from ckptkit.engine.copy_files import JOBS
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.shares import WHOLE, Share
-from ckptkit.engine.sources import Sources, place_of
 from ckptkit.errors import Occupied, Unsupported
 from ckptkit.io.allocation import create_file, make_folder
 from ckptkit.io.assembly import AssembledFiles, Assembly, Gap, PieceKey
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.destination import Destination
-from ckptkit.io.destinations import keeping, open_destination
 from ckptkit.io.file import file_size, opening, read_at
+from ckptkit.io.find_destination import keeping, open_destination
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import FilePiece, cut_file, is_large, new_piece
 from ckptkit.io.progress import telling

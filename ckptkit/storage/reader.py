@@ -31,8 +31,8 @@ from ckptkit.arguments import checked
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.several_disks import Others, join_places
 from ckptkit.engine.blocks import Block, blocks_of
+from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage
 from ckptkit.formats import locate, unpack

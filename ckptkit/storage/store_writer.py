@@ -41,7 +41,7 @@ from ckptkit.formats.dcp.rank_files import (
 )
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.destination import Destination
-from ckptkit.io.destinations import open_destination, require_shared, to_destination
+from ckptkit.io.find_destination import open_destination, require_shared, to_destination
 from ckptkit.io.path import RemotePath
 from ckptkit.io.stream import FileStream
 from ckptkit.layout import Blob, Layout

@@ -77,7 +77,7 @@ def mentions_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
     """Yield what a small file under any name says of the checkpoints beside it: which is the latest, or the best.
 
     `named` are these checkpoints by their names without suffix. Of several under keys of one kind none is meant, nor
-    is the highest step, which is kept and taken anyway.
+    is the highest step, which is kept and taken anyway. A file whose own name has the step belongs to that checkpoint.
     """
     if path.is_symlink() or not path.is_file() or trainers.may_note(path.name):
         return
@@ -90,7 +90,8 @@ def mentions_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
         said.setdefault(kind, set()).update(meant_by(key, value, named))
     highest = max(named.values(), key=lambda name: step_of(Path(stem_of(name))) or 0)
     for kind, names in said.items():
-        if len(names) == 1 and names != {highest}:
+        own = {int(number) for number in re.findall(r"[0-9]{1,18}", path.name)}
+        if len(names) == 1 and names != {highest} and step_of(Path(stem_of(min(names)))) not in own:
             is_best = kind == "best" or _OF_BEST.fullmatch(path.name) is not None
             is_latest = path.name == _TENSORFLOW or _LATEST.fullmatch(path.name) is not None
             is_latest &= not is_best and not (kind == "" and said.get("latest"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.errors import Usage
-from ckptkit.io.destinations import require_shared
+from ckptkit.io.find_destination import require_shared
 from ckptkit.io.path import RemotePath
 
 _IN_STORES = ("sharded", "adapter")  # state dicts

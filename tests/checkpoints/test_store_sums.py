@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.s3_destination import encode_crc
+from ckptkit.io.stores.s3_destination import encode_crc
 from tests.command import ckptkit as cli
 from tests.io.contract import PART
-from tests.io.test_s3_destination import place, simple, small_parts, source
+from tests.io.stores.test_s3_destination import place, simple, small_parts, source
 from tests.s3 import Place, forget
 
 __all__ = ["place", "simple", "small_parts", "source"]  # fixtures

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import check_complete, copy
 from ckptkit.engine.journal import Journal
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.mean import Mean
 from ckptkit.engine.shares import Share
-from ckptkit.engine.sources import Sources
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import whole

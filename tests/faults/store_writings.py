@@ -34,7 +34,12 @@ MODULES = (  # what a server imports so that its children need not
     _HERE,
     *modules_of("cp", "consolidate", "convert", "reshard", "verify"),
     *("ckptkit.conversion.finalize", "ckptkit.state.to_store"),
-    *("ckptkit.io.s3_destination", "ckptkit.io.stores.s3", "ckptkit.formats.dcp.format", "ckptkit.formats.hf.format"),
+    *(
+        "ckptkit.io.stores.s3_destination",
+        "ckptkit.io.stores.s3",
+        "ckptkit.formats.dcp.format",
+        "ckptkit.formats.hf.format",
+    ),
     *("ckptkit.formats.pt.format", "s3fs", "aiobotocore.session", "tests.faults.peers", "torch._dynamo"),
 )
 PART = 1 << 20  # bytes of a part, so that a small checkpoint has some: the smallest that `pieces` makes

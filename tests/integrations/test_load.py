@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checks.hub_model import HubModel
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
-from ckptkit.storage.hub_model import HubModel
 from tests.conftest import Produce
 from tests.faults.server import Server
 from tests.integrations.produced_models import KINDS, SHARDS, llama_of_zero, sharded_models

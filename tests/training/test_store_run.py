@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import ckptkit
 from ckptkit.errors import IOFailure, Occupied, Usage
-from ckptkit.io.destinations import to_destination
+from ckptkit.io.find_destination import to_destination
 from ckptkit.io.path import to_path
 from ckptkit.training.metrics import METRICS
 from ckptkit.training.models.config import ModelConfig

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
 
+from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, recorded_names, split_groups
 from ckptkit.errors import Corrupt, Unsafe, Unsupported
 from ckptkit.formats.archives.values import load_value
@@ -83,6 +84,13 @@ class Facts:
             above: {one: frozenset(kind.partition(".")[0] for kind in entries) for one, entries in states.items()}
             for above, states in self.states_among(self.layout.names).items()
         }
+
+    @cached_property
+    def lost(self) -> frozenset[str]:
+        """Return the entries that a salvage says were lost, with which it wrote the checkpoint all the same."""
+        account = read_account(self.layout.root) or {}
+        entries = account.get("lost")
+        return frozenset(str(one.get("name")) for one in entries or () if isinstance(one, dict))
 
     def states_among(self, names: Iterable[str]) -> Mapping[KeyPath, States]:
         """Return the entries of these names that are states, by the optimizer's key path."""

@@ -110,6 +110,7 @@ def find_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
             more = {kind for other in alike[places[one]] if own < other for kind in other - own} & _TOGETHER
             if _AMSGRAD in settings.get(one, ()) and own <= _ADAM | _BESIDE:
                 more |= _ADAM - own
+            more = {kind for kind in more if f"{entry_of(above, one)}.{kind}" not in facts.lost}
             if more:
                 lacking[", ".join(sorted(own | more)), ", ".join(sorted(own))].append(entry_of(above, one))
         for (expected, found), names in lacking.items():

@@ -41,7 +41,7 @@ class KnownStore(NamedTuple):
 
 _S3 = KnownStore(
     "ckptkit.io.stores.s3:S3Store",
-    destination="ckptkit.io.s3_destination:S3Destination",
+    destination="ckptkit.io.stores.s3_destination:S3Destination",
     small_files="ckptkit.plugins.s3_runs.small_files:S3SmallFiles",
     keeper="ckptkit.plugins.s3_runs.keeper:S3Keeper",
     uploads="ckptkit.plugins.s3_runs.uploads",

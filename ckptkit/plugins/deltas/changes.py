@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.engine.blocks import Block
+from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.compare import are_equal
 from ckptkit.engine.copy import scrub
 from ckptkit.engine.ledger import Ledger
-from ckptkit.engine.sources import Sources
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.io.progress import Told

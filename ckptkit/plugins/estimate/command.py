@@ -12,8 +12,8 @@ from ckptkit.cli.output import Json, Quiet, note, print_json, print_table, say
 from ckptkit.words import count, format_bytes, format_count
 
 if TYPE_CHECKING:
-    from ckptkit.plugins.estimate.budget import Budget, Setup
     from ckptkit.plugins.estimate.estimate import Estimated
+    from ckptkit.plugins.estimate.memory import Budget, Setup
 
 STATES = ("parameters", "gradients", "optimizer")
 UNITS = ("gathered", "reduced")

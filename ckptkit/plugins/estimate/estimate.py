@@ -15,7 +15,7 @@ from ckptkit.io.path import hint_on_id, is_model_id, remarks_on_id
 from ckptkit.io.stores.hub import downloading
 from ckptkit.layout.dtypes import DTYPES, parse_dtype
 from ckptkit.plugins.estimate.architecture import Architecture, read_architecture
-from ckptkit.plugins.estimate.budget import STRATEGIES, Budget, Setup, make_budget
+from ckptkit.plugins.estimate.memory import STRATEGIES, Budget, Setup, make_budget
 from ckptkit.summary import Summarized
 from ckptkit.training.models.config import SIZES, ModelConfig
 from ckptkit.words import format_bytes, format_count, parse_bytes
@@ -90,7 +90,7 @@ def estimate(
     are not shared. Without `strategy`, all strategies are estimated. `replicas` is the number of copies of the model
     with hybrid_shard, by default 2. `sequence_length` is in tokens, by default the model's longest, at most 4096.
     `gpu_memory` is in bytes, or text such as "80GB". For the other options see `Setup` in
-    `ckptkit.plugins.estimate.budget`. Raises `Usage` for settings that exclude each other, `Unsupported` for a model of
+    `ckptkit.plugins.estimate.memory`. Raises `Usage` for settings that exclude each other, `Unsupported` for a model of
     unknown sizes.
     """
     asked = () if isinstance(model, Mapping) else remarks_on_id(str(model))

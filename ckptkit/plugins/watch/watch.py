@@ -15,7 +15,7 @@ from typing import Literal, NoReturn
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, oldest_first
 from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
 from ckptkit.io.claims import find_claim
-from ckptkit.io.destinations import to_destination
+from ckptkit.io.find_destination import to_destination
 from ckptkit.io.path import RemotePath
 from ckptkit.io.trees import make_directories
 from ckptkit.plugins.watch.commands import Final, WatchCommand

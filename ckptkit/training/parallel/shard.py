@@ -19,12 +19,13 @@ from ckptkit.training.parallel.fsdp1 import Fsdp1
 from ckptkit.training.parallel.fsdp2 import Fsdp2
 
 
-# Recompute activations of blocks, and compile blocks. Wraps their `forward`, so no tensor changes name.
-#
-# What FSDP does to a block happens around its `forward`: it gathers before and frees after, in backward too. So a
-# checkpoint inside recomputes with parameters that are there already, under FSDP1 and FSDP2 alike.
 def recompute(blocks: Sequence[nn.Module], every: int) -> None:
-    """Let every `every`-th block keep its inputs only, and compute the rest again in backward; 0: none."""
+    """Let every `every`-th block keep its inputs only, and compute the rest again in backward; 0: none.
+
+    Wraps their `forward`, so no tensor changes name. What FSDP does to a block happens around its `forward`: it gathers
+    before and frees after, in backward too. So a checkpoint inside recomputes with parameters that are there already,
+    under FSDP1 and FSDP2 alike.
+    """
     for block in blocks[every - 1 :: every] if every else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 

@@ -51,7 +51,7 @@ def assert_salvaged(root: Path, out: Path, made: Produced, lost: set[str]) -> No
     found = load_dcp(out)
     assert found.keys() == made.truth.keys() - lost
     assert_truth(found, made.truth)
-    assert all(part.is_ok for part in verify(out))
+    assert all(part.is_ok for part in verify(out)), [p for part in verify(out) for p in part.problems]
     if lost:
         assert lost <= lost_names(out)
 

@@ -25,8 +25,8 @@ from ckptkit import estimate, open_layout
 from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.estimate.architecture import read_architecture
-from ckptkit.plugins.estimate.budget import Budget, Setup, kept_bytes, make_budget, norm_bytes, shard_numel
 from ckptkit.plugins.estimate.estimate import Estimated
+from ckptkit.plugins.estimate.memory import Budget, Setup, kept_bytes, make_budget, norm_bytes, shard_numel
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.destinations import to_destination
+from ckptkit.io.find_destination import to_destination
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import PART_BYTES, cut_file
-from ckptkit.io.s3_destination import S3Destination
+from ckptkit.io.stores.s3_destination import S3Destination
 from tests.s3 import CLAIM, S3, Place, find_weed, forget, make_place, serve_weed
 
 pytestmark = pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component
+from ckptkit.checks.open import LazyCheckpoint
 from ckptkit.conversion.convert import choose_models, take_steps
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate, unpack
@@ -18,7 +19,6 @@ from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import CONFIG
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
-from ckptkit.storage.open import LazyCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from ckptkit.cli.commands import app
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage
 from ckptkit.io import pieces
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.destinations import to_destination
+from ckptkit.io.find_destination import to_destination
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import PART_BYTES as LARGE
 from ckptkit.io.pieces import cut_file, new_piece
-from ckptkit.io.s3_destination import S3Destination
+from ckptkit.io.stores.s3_destination import S3Destination
 from tests.command import ckptkit as cli
 from tests.conftest import Some
 from tests.io.contract import PART, damaged
