@@ -22,6 +22,7 @@ from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import read_small
 from ckptkit.models.companions import places_of
+from ckptkit.models.computation import ConfigDifference
 
 NAME = "adapter_config.json"
 _LIMIT = 1 << 24  # bytes
@@ -37,6 +38,15 @@ _HARMLESS = frozenset(
         *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
         *("ensure_weight_tying", "runtime_config", "lora_B_layout", "unsloth_fused_expert_lora"),
     }
+)
+# keys of which the tensors tell, or that do not change what an adapter with given tensors computes
+_NOT_COMPUTED = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode", "task_type"),
+        *("lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "runtime_config"),
+        *("target_modules", "target_parameters", "exclude_modules", "modules_to_save", "layers_to_transform"),
+        *("layers_pattern", "trainable_token_indices", "megatron_config", "megatron_core"),
+    )
 )
 _BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they begin by changing the base
 
@@ -149,6 +159,16 @@ def read_config(path: Path) -> AdapterConfig:
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise Corrupt("expected the config of an adapter, found no `peft_type`", path=path)
     return AdapterConfig(path, content, values)
+
+
+def find_adapter_differences(one: AdapterConfig, two: AdapterConfig) -> list[ConfigDifference]:
+    """Return what two adapters with the same tensors compute differently by their configs."""
+    found = []
+    for key in sorted({*one.values, *two.values} - _NOT_COMPUTED):
+        here, there = one.values.get(key), two.values.get(key)
+        if here != there and (here or there):
+            found.append(ConfigDifference(key, here, there))
+    return found
 
 
 def find_adapter_config(checkpoint: Path, adapter: str = DEFAULT, given: str | None = None) -> AdapterConfig | None:

@@ -51,7 +51,7 @@ from ckptkit.errors import (
     Unsupported,
     translate_os_errors,
 )
-from ckptkit.formats import describe_formats, detect_format, one_of_dcp
+from ckptkit.formats import describe_formats, detect_format, is_stray, one_of_dcp
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
 from ckptkit.formats.archives.values import load_value
@@ -99,7 +99,7 @@ class Checkpoint:
         path = join_places(path_of(source), also) if also else path_of(source)
         here = cls.at(path)
         if here.is_direct:
-            return here
+            return run_around(here) or here
         latest = latest_in(path)
         if latest is not None:
             return latest
@@ -441,6 +441,31 @@ def runs_in(root: Path) -> list[Path]:
     return [folder for folder in inner_folders(root) if named_in(folder)]
 
 
+class RunAround(CheckpointWarning):
+    """A directory is the run of a training and contains a model of its own."""
+
+
+def run_around(here: Checkpoint) -> Checkpoint | None:
+    """Return the latest checkpoint of the run that a checkpoint is in the directory of, if it is a stray file there.
+
+    Warns which is taken and which is not. A model that other files describe, as a trainer exports it at its end, is
+    taken itself, and then this returns None, as for a directory that is no run.
+    """
+    path, reader = here.path, here.components[0].reader
+    if not path.is_dir() or step_of(path) is not None or here.components[0].path != path:
+        return None
+    latest = find_latest(path).checkpoint
+    if latest is None:
+        return None
+    if is_stray(path, reader):
+        files = ", ".join(sorted(here.components[0].layout.files))
+        warnings.warn(f"{path}: a run; taking {latest.name}, and not {files} beside it", RunAround, stacklevel=2)
+        return latest
+    words = f"taking the model in this directory, and not the latest checkpoint of the run in it, {latest.name}"
+    warnings.warn(f"{path}: {words}", RunAround, stacklevel=2)
+    return None
+
+
 class LatestDiffers(CheckpointWarning):
     """The checkpoint that a trainer would resume from is not the one with the highest step."""
 
@@ -486,7 +511,7 @@ def find_latest(root: Path) -> Latest:
             step = step_or_none(last)
             if step is None:
                 remarks.append(f"`{path.name}` does not say its step: it may be later")
-            elif highest is None or step > (step_or_none(highest) or 0):
+            elif highest is None or step > (step_or_none(highest) or 0) or is_rolled_back(last, highest):
                 meant.append((path.name, last))
     named_by, latest = max(meant, key=lambda one: step_or_none(one[1]) or 0, default=("", highest))
     if latest and highest and latest.path != highest.path:
@@ -494,6 +519,12 @@ def find_latest(root: Path) -> Latest:
     elif latest and remarks:
         remarks[-1] += f"; taking {latest.name}"
     return Latest(latest, tuple(remarks))
+
+
+def is_rolled_back(last: Checkpoint, highest: Checkpoint) -> bool:
+    """Return whether a run's last checkpoint was written after the highest step: the training went back before it."""
+    with translate_os_errors(last.path):
+        return last.path.stat().st_mtime > highest.path.stat().st_mtime and step_or_none(last) != step_or_none(highest)
 
 
 def meant_by(tracker: Tracker, root: Path, named: Iterable[Checkpoint]) -> Checkpoint | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from operator import ne
 from pathlib import Path
 
+from ckptkit.adapters.config import find_adapter_config, find_adapter_differences
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, kind_of_keys
@@ -123,6 +124,9 @@ def compare_tensors(
 def compare_configs(one: Checkpoint, two: Checkpoint) -> Diff:
     """Return by which keys of config.json two models compute differently, and a note if only one has such a file."""
     found = Diff(one.path, two.path)
+    if one.model_component.is_adapter and two.model_component.is_adapter:
+        ours, others = (find_adapter_config(checkpoint.model_component.path) for checkpoint in (one, two))
+        return replace(found, configs=tuple(find_adapter_differences(ours, others)) if ours and others else ())
     try:
         here, there = one.companions.config, two.companions.config
     except (Corrupt, IOFailure, Unsafe) as error:

@@ -133,7 +133,7 @@ def conclude(found: Diff) -> str:
         amount = f"{count(found.entries, 'entry')}, no tensor"
     if found.is_equal:
         return f"the same: {amount}"
-    configs = f"config.json differs in {describe_differences(found.configs, 'B')}" if found.configs else ""
+    configs = f"the configs differ in {describe_differences(found.configs, 'B')}" if found.configs else ""
     if found.has_same_entries:
         return f"not the same model: the tensors are equal, but {configs}; compared: {amount}"
     weights = sum(one.is_weight for one in found.different)

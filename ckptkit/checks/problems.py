@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from ckptkit.checks.differences import Diff, Difference
 from ckptkit.errors import Mismatch
-from ckptkit.models.companions import CONFIG
 from ckptkit.models.computation import describe_differences
 
 
@@ -14,7 +13,7 @@ def problems_of(found: Diff) -> Iterator[Mismatch]:
     """Return a problem for each tensor that differs, or that only one has, and one for configs that differ."""
     path, other = found.a, found.b
     if certain := [one for one in found.configs if one.is_certain]:
-        message = f"{CONFIG} lets the model compute something else: {describe_differences(certain, str(other))}"
+        message = f"the config lets the model compute something else: {describe_differences(certain, str(other))}"
         yield Mismatch(message, path=path)
     for name in found.only_in_a:
         yield Mismatch(f"not in {other}", path=path, tensor=name)

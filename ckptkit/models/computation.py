@@ -41,6 +41,7 @@ _ROPE = ("rope_scaling", "rope_parameters")
 _ABSENT = {"rope_type": "default", "is_causal": True}  # what a key that is absent means in every library
 _BY_LENGTH = ("dynamic", "yarn", "longrope", "su")  # kinds of rope that depend on `max_position_embeddings`
 _TEXT = "text_config"
+_LABELS = "id2label"
 _TOLD = re.compile(r".*_bias|bias|is_causal")  # tensors tell whether a model has biases; `_ABSENT` knows the other
 # the names that libraries have for one number
 _ALIASES = (
@@ -76,15 +77,30 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     """
     one, two = same_part(config, other)
     keys, other_keys = flatten(one), flatten(two)
+    labels = [ConfigDifference(_LABELS, labels_of(one), labels_of(two))] if has_other_labels(one, two) else []
     found = sorted([*compare(keys, other_keys), *open_keys(keys, other_keys)], key=lambda pair: not pair.is_certain)
     if not found and not may_have_defaults(keys, other_keys):
-        return []
+        return labels
     from ckptkit.models.transformers_model import with_defaults  # few configs differ, and the import takes seconds
 
     full, other_full = with_defaults(one), with_defaults(two)
     if full is None or other_full is None:
-        return found
-    return compare(flatten(full), flatten(other_full), is_full=True)
+        return [*labels, *found]
+    return [*labels, *compare(flatten(full), flatten(other_full), is_full=True)]
+
+
+def has_other_labels(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Return whether two classifiers give other names to their classes; without names of one, nothing is known."""
+    here, there = labels_of(one), labels_of(two)
+    return bool(here and there) and here != there
+
+
+def labels_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of a classifier's classes in order; [] for those that transformers makes up, `LABEL_0`."""
+    found = config.get(_LABELS)
+    pairs = sorted((str(key).zfill(9), str(label)) for key, label in found.items()) if isinstance(found, dict) else ()
+    labels = [label for _, label in pairs]
+    return [] if all(re.fullmatch(r"LABEL_[0-9]+", label) for label in labels) else labels
 
 
 def find_contradictions(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:

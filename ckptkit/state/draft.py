@@ -27,7 +27,7 @@ from ckptkit.layout.edits import without_lost
 from ckptkit.layout.plan import Recipe
 from ckptkit.models.expected import Form
 from ckptkit.models.fit import abridge
-from ckptkit.models.names.weights import UNKNOWN, LeftOut, Weights, summarize
+from ckptkit.models.names.weights import UNKNOWN, LeftOut, Weights, names_of_training, summarize
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
 from ckptkit.version import __version__
@@ -234,7 +234,8 @@ class Conversion:
     @property
     def replaces_training(self) -> bool:
         """Return whether it may replace a training's checkpoint: as a file with all states, which has no manifest."""
-        return self.is_file and not self.options.writer.is_model_only
+        has_states = any(names_of_training(one.read) for one in self.entries)
+        return self.is_file and has_states and not self.options.writer.is_model_only
 
     @property
     def files_used(self) -> set[Path]:

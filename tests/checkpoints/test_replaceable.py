@@ -141,3 +141,12 @@ def test_a_training_replaces_its_own_checkpoint(source: Path, tmp_path: Path) ->
     shards(tmp_path / "other")
     with pytest.raises(Occupied, match="a checkpoint of a training"):
         ckptkit.cp(tmp_path / "weights", tmp_path / "other", overwrite=True)
+
+
+def test_a_file_of_all_states_is_not_replaced_by_a_model(tmp_path: Path) -> None:
+    one_file(tmp_path / "training")
+    file, before = tmp_path / "training" / "a.pt", (tmp_path / "training" / "a.pt").read_bytes()
+    save_file({"w": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(Occupied, match="the destination is a checkpoint of a training"):
+        convert(tmp_path / "model.safetensors", file, to="pt", overwrite=True)
+    assert file.read_bytes() == before

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.errors import Mismatch
@@ -36,11 +37,37 @@ def test_diff_does_not_call_them_the_same(pair: tuple[Path, Path]) -> None:
     assert found.has_same_entries
     assert not found.is_equal
     assert [(one.key, one.here, one.there) for one in found.configs] == [("rms_norm_eps", 1e-6, 0.125)]
-    assert "the tensors are equal, but config.json differs in rms_norm_eps" in "\n".join(found.summary())
+    assert "the tensors are equal, but the configs differ in rms_norm_eps" in "\n".join(found.summary())
     shutil.copy(pair[0] / "config.json", pair[1])
     assert ckptkit.diff(*pair).is_equal
     (pair[1] / "config.json").unlink()
     assert any("so ckptkit did not compare how the models compute" in note for note in ckptkit.diff(*pair).notes)
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "two"), [("lora_alpha", 8, 64), ("use_rslora", False, True), ("alpha_pattern", {}, {"q_proj": 2})]
+)
+def test_adapters_with_other_configs_are_not_the_same(key: str, one: object, two: object, tmp_path: Path) -> None:
+    matrices = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{kind}.weight": torch.ones(4, 4) for kind in "AB"
+    }
+    for root, value in ((tmp_path / "a", one), (tmp_path / "b", two)):
+        root.mkdir()
+        save_file(matrices, root / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], key: value}
+        (root / "adapter_config.json").write_text(json.dumps(config))
+    found = ckptkit.diff(tmp_path / "a", tmp_path / "b")
+    assert not found.is_equal
+    assert [different.key for different in found.configs] == [key]
+
+
+def test_classifiers_with_other_labels_are_not_the_same(tmp_path: Path) -> None:
+    labels = [{"0": "no", "1": "yes"}, {"0": "yes", "1": "no"}, {"0": "LABEL_0", "1": "LABEL_1"}]
+    one, two, unnamed = (write_model(tmp_path / str(i), {"id2label": names}) for i, names in enumerate(labels))
+    assert [different.key for different in ckptkit.diff(one, two).configs] == ["id2label"]
+    assert ckptkit.diff(one, unnamed).is_equal
+    with pytest.raises(Mismatch, match="id2label"):
+        ckptkit.average([one, two], tmp_path / "out")
 
 
 def test_verify_against(pair: tuple[Path, Path]) -> None:

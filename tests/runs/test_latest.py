@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.checkpoints.checkpoint import LatestDiffers
+from ckptkit.checkpoints.checkpoint import LatestDiffers, RunAround
 
 Lay = Callable[[Path], object]
 
@@ -70,7 +71,7 @@ NOT_NAMED = {
     "lowest": tracker("LOWEST_VAL.txt", "step-100"),
     "same": tracker("latest", "step-300"),
     "nothing": tracker("latest", "\n"),
-    "older-last": last("last.ckpt", 100),
+    "older-last": lambda run: (last("last.ckpt", 100)(run), os.utime(run / "last.ckpt", (1, 1))),
     "any-best": tracker("best_checkpoint.json", json.dumps({"path": "step-100"})),
     "any-same": tracker("latest_step.txt", "300"),
     "options": tracker("args.json", json.dumps({"save_steps": 100, "max_steps": 200, "seed": 100})),
@@ -84,6 +85,20 @@ GUESSED = {
     "resume-option": tracker("args.json", json.dumps({"resume_from_checkpoint": "/old/step-100", "save_steps": 200})),
     "notes": tracker("notes.txt", "The loss rose after step-100. Use step-100."),
 }
+
+
+def test_a_stray_file_in_a_run_is_not_taken_for_the_run(tmp_path: Path) -> None:
+    run = lay(tmp_path / "run", 100, 200)
+    torch.save({"w": torch.zeros(4)}, run / "final.pt")
+    with pytest.warns(RunAround, match=r"taking step-200, and not final\.pt beside it"):
+        assert value_in(run) == 200
+
+
+def test_a_model_that_a_run_lies_in_is_taken_and_said(tmp_path: Path) -> None:
+    run = lay(tmp_path / "run", 100, 200)
+    save_file({"w": torch.full((4,), 7.0)}, run / "model.safetensors")
+    with pytest.warns(RunAround, match="taking the model in this directory, and not .* step-200"):
+        assert value_in(run) == 7
 
 
 @pytest.mark.parametrize("how", NAMED)
@@ -141,6 +156,7 @@ def test_what_is_guessed_is_not_pruned(tmp_path: Path, how: str) -> None:
     [
         (last("last.ckpt", 400), 100, "taking last.ckpt, which `last.ckpt` names; the highest step is step-300"),
         (last("last-v1.ckpt", 400), 100, "taking last-v1.ckpt"),
+        (last("last.ckpt", 100), 100, "taking last.ckpt"),  # written after step 300: the training went back
         (last("checkpoint_last.pt", 400), 100, "taking checkpoint_last.pt"),
         (last("last.ckpt", None), 300, "`last.ckpt` does not say its step: it may be later; taking step-300"),
         (tracker("latest", "step-400"), 300, "`latest` names step-400, which does not exist; taking step-300"),
