@@ -33,6 +33,11 @@ def last(name: str, step: int | None) -> Lay:
     return lambda run: torch.save(state, run / name)
 
 
+def old_last(run: Path) -> None:
+    last("last.ckpt", 100)(run)
+    os.utime(run / "last.ckpt", (1, 1))
+
+
 def value_in(run: Path) -> float:
     (tensor,) = ckptkit.open(run).values()
     return float(tensor.torch()[0])
@@ -71,7 +76,7 @@ NOT_NAMED = {
     "lowest": tracker("LOWEST_VAL.txt", "step-100"),
     "same": tracker("latest", "step-300"),
     "nothing": tracker("latest", "\n"),
-    "older-last": lambda run: (last("last.ckpt", 100)(run), os.utime(run / "last.ckpt", (1, 1))),
+    "older-last": old_last,
     "any-best": tracker("best_checkpoint.json", json.dumps({"path": "step-100"})),
     "any-same": tracker("latest_step.txt", "300"),
     "options": tracker("args.json", json.dumps({"save_steps": 100, "max_steps": 200, "seed": 100})),
