@@ -454,10 +454,11 @@ def run_around(here: Checkpoint) -> Checkpoint | None:
     path, reader = here.path, here.components[0].reader
     if not path.is_dir() or step_of(path) is not None or here.components[0].path != path:
         return None
-    latest = find_latest(path).checkpoint
+    is_file = is_stray(path, reader)
+    latest = find_latest(path).checkpoint if is_file or reader.is_model_only else None
     if latest is None:
         return None
-    if is_stray(path, reader):
+    if is_file:
         files = ", ".join(sorted(here.components[0].layout.files))
         warnings.warn(f"{path}: a run; taking {latest.name}, and not {files} beside it", RunAround, stacklevel=2)
         return latest

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptkit.adapters.changes import check
+from ckptkit.adapters.config import find_adapter_config
+from ckptkit.adapters.empty import find_empty
 from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix, beside, export, is_model
-from ckptkit.errors import Mismatch, SeveralModels, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout.renames import globs_for
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names.weights import find_weights
@@ -36,7 +39,12 @@ def find_model(case: Case) -> Iterator[Finding]:
 
 def find_adapters(case: Case) -> Iterator[Finding]:
     """Yield that there is an adapter, and the command that merges it into its base."""
-    if not case.is_asked or case.adapted is None or case.model is None:
+    if case.adapted is None:
+        return
+    if misfit := misfit_of(case):
+        yield Finding("adapter_misfit", misfit.tensor, misfit.message)
+        return
+    if not case.is_asked or case.model is None:
         return
     adapter = case.adapted.adapters[0]
     names = tuple(adapter.entries)
@@ -54,6 +62,22 @@ def find_adapters(case: Case) -> Iterator[Finding]:
         message = f"this is an adapter, {what}, not a model"
         fix = export(case.checkpoint, merge=True, base=case.model.name)
     yield Finding("adapter", names[0], message, fix, names)
+
+
+def misfit_of(case: Case) -> Mismatch | Unsupported | None:
+    """Return why an adapter could not be merged into any base: its matrices, or its config, contradict each other."""
+    if case.adapted is None or case.weights is None or find_empty(case.weights.layout):
+        return None
+    for adapter in case.adapted.adapters:
+        try:
+            config = find_adapter_config(case.checkpoint.model_component.path, adapter.name)
+            if config is not None:
+                check(adapter, config)
+        except (Mismatch, Unsupported) as error:
+            return error
+        except Corrupt:
+            continue
+    return None
 
 
 def find_quantized(case: Case) -> Iterator[Finding]:

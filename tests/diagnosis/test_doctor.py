@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -663,3 +663,15 @@ def test_the_command(tmp_path: Path) -> None:
     healthy = cli(*words[:2])
     verdict = f"{tmp_path / 'ckpt-1'}: no problem found in names, shapes and metadata\n"
     assert (healthy.returncode, healthy.stdout) == (0, verdict)
+
+
+@pytest.mark.parametrize("fault", ["rank", "alone"])
+def test_an_adapter_that_no_base_can_be_merged_with(fault: str, tmp_path: Path) -> None:
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    matrices = {f"{module}.lora_{kind}.weight": torch.ones(4, 4) for kind in ("A" if fault == "alone" else "AB")}
+    save_file(matrices, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8 if fault == "rank" else 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (finding,) = doctor(tmp_path).findings
+    assert finding.code == "adapter_misfit"
+    assert ("expected rank 8" if fault == "rank" else "the matching lora_B") in finding.message
