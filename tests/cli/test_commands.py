@@ -196,6 +196,7 @@ def test_errors(arguments: list[str], code: int, kind: str, source: Path, tmp_pa
     [
         ("convert a b --to foo", "invalid value for '--to': 'foo' is not one of"),
         ("convert a", "missing argument"),
+        ("merge a b", "missing argument: expected BASE ADAPTER... OUT"),
         ("convert a b", "missing option '--to'"),
         ("convert a b --to hf --jobs x", "invalid value for '--jobs'"),
         ("convert a b --to hf --jobs 0", "invalid value for '--jobs'"),
