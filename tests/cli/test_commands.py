@@ -165,7 +165,7 @@ def test_names_cannot_move_the_cursor(produce: Produce) -> None:
         (["inspect", "{tmp}/absent"], 3, "not_a_checkpoint"),
         (["inspect", "{tmp}"], 3, "not_a_checkpoint"),
         (["consolidate", "{source}", "{source}/training"], 5, "unsafe"),
-        (["consolidate", "{source}", "{source}"], 5, "occupied"),
+        (["consolidate", "{source}", "{source}"], 5, "unsafe"),
         (["consolidate", "{source}", "{source}", "--overwrite"], 5, "unsafe"),
         (["consolidate", "{source}", "{tmp}/out", "--dtype", "float7"], 2, "usage"),
         (["consolidate", "{source}", "{tmp}/out", "--max-shard-size", "many"], 2, "usage"),
