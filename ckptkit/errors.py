@@ -145,7 +145,9 @@ class NotACheckpoint(CkptError):
     code, exit_code = "not_a_checkpoint", 3
 
 
-DAMAGED = "restore the file from a copy, or keep the other tensors with --salvage of consolidate, convert or reshard"
+RESTORE = "restore the file from a copy"
+SALVAGE = "keep the other tensors with --salvage of consolidate, convert or reshard"
+DAMAGED = f"{RESTORE}, or {SALVAGE}"
 
 
 class Corrupt(CkptError):

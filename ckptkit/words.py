@@ -81,19 +81,25 @@ def format_bytes(nbytes: float) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Return a number of bytes, which may be text: `5GB`, `512MiB`, `1000`. Raises `Usage` for any other text."""
-    if not isinstance(size, str):
-        return size
+    """Return a number of bytes, which may be text: `5GB`, `512MiB`, `1000`.
+
+    Raises `Usage` for any other text, and for less than one byte.
+    """
+    nbytes = read_size(size) if isinstance(size, str) else size
+    if nbytes <= 0:
+        raise Usage(f"expected a size, found `{size}`", hint="write it like 5GB or 512MiB")
+    return nbytes
+
+
+def read_size(size: str) -> int:
+    """Return a number of bytes from text, 0 for text that is no size."""
     number = size.rstrip("BiKMGTPbkmgtp").strip()
     unit = size[len(number) :].strip()
     factor = _FACTORS.get(unit) or _FACTORS.get(unit.upper().replace("IB", "iB"))
     try:
-        nbytes = int(float(number) * (factor or 0))
+        return int(float(number) * (factor or 0))
     except (ValueError, OverflowError):
-        nbytes = 0
-    if nbytes <= 0:
-        raise Usage(f"expected a size, found `{size}`", hint="write it like 5GB or 512MiB")
-    return nbytes
+        return 0
 
 
 def format_count(number: int) -> str:

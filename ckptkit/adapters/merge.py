@@ -19,6 +19,7 @@ from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
+from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import find_companions, tokenizer_beside
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.known_types import find_embedding
@@ -67,7 +68,7 @@ def merge(
     """Return the model of a base and adapters, the part with the base, and the adapters; see `draft_merge`."""
     *before, last = parts
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))
-    adapters = [the_adapter(part, named_by) for part in (*before[1:], last)]
+    adapters = [the_adapter(part, named_by, before[:1]) for part in (*before[1:], last)]
     base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
     adapters = [with_fused_experts(one, base.layout, options) for one in adapters]
     merged = merge_all(base.say(*remarks), adapters, options)
@@ -112,14 +113,19 @@ def finish(model: Model, options: ConvertOptions) -> Model:
     return describe_config(cast(model, options), options)
 
 
-def the_adapter(part: Component, options: ConvertOptions) -> Fitted:
-    """Return the one adapter in a part of a checkpoint, with its config. Raises `Usage` if there is not one."""
+def the_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> Fitted:
+    """Return the one adapter in a part of a checkpoint, with its config. Raises `Usage` if there is not one.
+
+    `base` is the part with the base, if one was passed.
+    """
     opened = open_adapters(part, options)
     if opened is None:
-        hint = (
-            "drop --merge, or with `ckptkit merge` pass the base first; `ckptkit inspect` shows what a "
-            "directory contains"
-        )
+        if any(may_be_adapted(one.layout.tensors) for one in base):
+            hint = f"pass the base first: `ckptkit merge {part.path} {base[0].path} OUT`"
+        elif base:
+            hint = "pass a directory with adapter_config.json, or a training checkpoint that contains an adapter"
+        else:
+            hint = "drop --merge"
         raise Usage("there is no adapter to merge", path=part.path, hint=hint)
     adapters = opened.adapted.adapters
     if len(adapters) > 1:

@@ -53,10 +53,15 @@ def check_replaceable(dst: Path, made: Iterable[str] = (), *, by_training: bool 
 
 def check_training(dst: Path, *, by_training: bool) -> None:
     """Raise `Occupied` for a checkpoint of a training that no other checkpoint has; see `check_replaceable`."""
-    if not (by_training or is_made_of_another(dst)) and (entries := names_of_state(Checkpoint.at(dst))):
+    if not by_training and (entries := states_only_at(dst)):
         message = f"the destination is a checkpoint of a training, which cannot be made again: it has `{entries[0]}`"
         hint = "choose another destination, or delete this checkpoint first: --overwrite replaces exports"
         raise Occupied(f"{message}{and_more(len(entries) - 1)}", path=dst, hint=hint)
+
+
+def states_only_at(dst: Path) -> list[str]:
+    """Return what of the checkpoint at `dst` is state of a training, unless ckptkit made it from another checkpoint."""
+    return [] if is_made_of_another(dst) else names_of_state(Checkpoint.at(dst))
 
 
 def is_made_of_another(dst: Path) -> bool:

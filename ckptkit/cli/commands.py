@@ -131,6 +131,8 @@ def usage(error: Any) -> Usage:
     is_unknown = hasattr(error, "possibilities")  # an option, with click's guesses; ours are better
     text = error.message if is_unknown else error.format_message()
     message = " ".join(text.removesuffix(".").split())
+    if message.startswith("Missing argument") and error.param.nargs == -1:  # which click leaves empty, not the last one
+        message = f"missing argument: expected {' '.join(error.ctx.command.collect_usage_pieces(error.ctx)[1:])}"
     for theirs, ours in _PYDANTIC:
         message = re.sub(theirs, ours, message)
     return Usage(message[:1].lower() + message[1:], hint=hint_on(error, message))

@@ -217,11 +217,11 @@ def draft(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conv
     """Plan a conversion: locate every byte and lay out the output files. Writes nothing."""
     writer = options.writer
     require_directory_name(dst, writer)
-    check_free(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     checkpoints = [Checkpoint.open(source).with_base(options.base) for source in sources]
     for checkpoint in checkpoints:
         require_whole(checkpoint)
         require_separate_destination(checkpoint, dst, writer)
+    check_free(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     conversion = draft_opened(checkpoints, dst, options)
     conversion = with_left_behind(conversion, checkpoints)
     if options.strict:

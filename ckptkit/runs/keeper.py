@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.entry_points import load
-from ckptkit.errors import Usage
+from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.io.joined import JoinedPath, joined, roots_of
 from ckptkit.io.path import RemotePath, to_place
 
@@ -111,6 +111,12 @@ def run_of(source: Source) -> Path:
     if isinstance(path, JoinedPath):
         return joined([run_of(place) for place in roots_of(path)])
     return to_place(path)
+
+
+def refuse_checkpoint(path: Path) -> None:
+    """Raise `NotACheckpoint` for a checkpoint in the place of the run that contains it."""
+    if Checkpoint.at(path).own_step is not None:
+        raise NotACheckpoint("this is a checkpoint, not a run", path=path, hint=f"pass the run, {path.parent}")
 
 
 def find_holds(checkpoint: Path) -> tuple[str, ...]:

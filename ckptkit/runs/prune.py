@@ -29,7 +29,7 @@ from ckptkit.io.joined import roots_of
 from ckptkit.io.path import RemotePath
 from ckptkit.io.progress import Progress, Told, telling
 from ckptkit.runs.demote import demote, foresee
-from ckptkit.runs.keeper import Keeper, find_holds, keeper_of, run_of
+from ckptkit.runs.keeper import Keeper, find_holds, keeper_of, refuse_checkpoint, run_of
 from ckptkit.runs.ls import describe, measure
 from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, check_metric, decide, read_metrics
 from ckptkit.summary import Summarized
@@ -118,6 +118,7 @@ def prune(
         if not keeper.is_there():
             raise NotACheckpoint("no such directory", path=root)
         if not named_in(root):
+            refuse_checkpoint(root)
             raise no_checkpoint(root)
     with keeper.pruning() if yes else nullcontext():
         plan = make_plan(keeper, policy, demote=demote)

@@ -8,7 +8,8 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import is_left, is_true_here_only
-from ckptkit.errors import Unsafe, Usage, translate_os_errors
+from ckptkit.checkpoints.replaceable import require_no_checkpoint, states_only_at
+from ckptkit.errors import Occupied, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import FORMATS, FormatWriter, format_of_file, get_format
 from ckptkit.io.file import children
 from ckptkit.io.joined import JoinedPath, roots_of
@@ -38,9 +39,13 @@ def to_output(place: str | Path) -> Path:
 def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
     """Raise `Occupied` if something is at a destination that may not be replaced."""
     if not isinstance(dst, RemotePath):
-        check_destination(dst, overwrite, is_file=is_file)
+        try:
+            check_destination(dst, overwrite, is_file=is_file)
+        except Occupied as error:
+            if not overwrite and states_only_at(dst):
+                error.hint = _HINT  # a wrong --overwrite could lose it
+            raise
     elif not overwrite:
-        from ckptkit.checkpoints.replaceable import require_no_checkpoint
         from ckptkit.io.find_destination import check_absent, keeps_others
 
         if keeps_others(dst):

@@ -206,6 +206,7 @@ class Reader(LayoutReader):
         self.rank = 0
         self._failure: CkptError | None = None
         super().__init__(missing=missing, cast=cast, unasked=unasked)
+        self.terms = replace(self.terms, under=under)
 
     def __repr__(self) -> str:
         terms, names = self.terms, "" if self.names == KEEP else self.names

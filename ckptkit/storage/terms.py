@@ -75,12 +75,13 @@ def require_size(name: str, found: TensorStorageMetadata, wanted: object, root: 
 class LoadTerms:
     """The terms of a load: `missing` is "error", "keep" or "zero", `cast` is "error" or "allow".
 
-    `unasked` is "warn", "error" or "ignore".
+    `unasked` is "warn", "error" or "ignore". The names of the checkpoint were put `under` a key.
     """
 
     missing: str = ERROR
     cast: str = ERROR
     unasked: str = WARN
+    under: str = ""
 
     def __post_init__(self) -> None:
         if self.missing not in (ERROR, KEEP, ZERO):
@@ -121,7 +122,7 @@ class LoadTerms:
         """
         if names and wanted and len(names) >= len(wanted):
             message = f"expected {count(len(names), 'entry')} of the state to load into, found 0 in the checkpoint"
-            where = hint_on_place(names, stored) or f"the checkpoint has names like {abridge(sorted(stored)[:3])}"
+            where = self.hint_on_place(names, stored) or f"the checkpoint has names like {abridge(sorted(stored)[:3])}"
             raise Mismatch(message, tensor=next(iter(names)), hint=where)
         if self.missing == KEEP:
             return
@@ -137,8 +138,24 @@ class LoadTerms:
             message = f"the checkpoint does not contain it, {what}"
             if len(refused) > 1:
                 message += f"; also missing: {abridge(refused[1:])}"
-            hint = hint_on_place(refused, stored) or (_NAME_FIRST if numbered else hint_on(refused))
+            hint = self.hint_on_place(refused, stored) or (_NAME_FIRST if numbered else hint_on(refused))
             raise Mismatch(message, tensor=refused[0], hint=hint)
+
+    def hint_on_place(self, missing: Collection[str], stored: Collection[str]) -> str:
+        """Return the hint for names that all lie at another level of nesting in the checkpoint, "" for any others."""
+        names = list(missing)
+        steps = names[0].split(".")
+        for depth in range(1, len(steps)):
+            above = ".".join(steps[:depth]) + "."
+            if all(name.startswith(above) and name.removeprefix(above) in stored for name in names):
+                return f'pass under="{above[:-1]}": the checkpoint has these names without that'
+        ends = (name.removesuffix(f".{names[0]}") for name in stored if name.endswith(f".{names[0]}"))
+        if (key := next((key for key in ends if all(f"{key}.{name}" in stored for name in names)), None)) is None:
+            return ""
+        if key == self.under:
+            return f'drop under="{key}": the checkpoint has these names without that'
+        nested = "".join(f'{{"{step}": ' for step in key.split("."))
+        return f"the checkpoint has these names under `{key}`: load {nested}STATE{'}' * len(key.split('.'))}"
 
     def fill_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
         """Make zeros of what the checkpoint lacks, if it shall be, and warn of all of it."""
@@ -184,21 +201,6 @@ def hint_on(names: Sequence[str]) -> str:
         keep = 'pass missing="zero", its initial value ("keep" would keep a state with one step counted)'
     run = "run `ckptkit reshard --complete-optimizer`"
     return f"{run} if the parameters never received a gradient, or {keep}"
-
-
-def hint_on_place(missing: Collection[str], stored: Collection[str]) -> str:
-    """Return the hint for names that all lie at another level of nesting in the checkpoint, "" for any others."""
-    names = list(missing)
-    steps = names[0].split(".")
-    for depth in range(1, len(steps)):
-        above = ".".join(steps[:depth]) + "."
-        if all(name.startswith(above) and name.removeprefix(above) in stored for name in names):
-            return f'pass under="{above[:-1]}": the checkpoint has these names without that'
-    ends = (name.removesuffix(f".{names[0]}") for name in stored if name.endswith(f".{names[0]}"))
-    if (key := next((key for key in ends if all(f"{key}.{name}" in stored for name in names)), None)) is None:
-        return ""
-    nested = "".join(f'{{"{step}": ' for step in key.split("."))
-    return f"the checkpoint has these names under `{key}`: load {nested}STATE{'}' * len(key.split('.'))}"
 
 
 def stored_by_number(missing: Collection[str], stored: Collection[str]) -> set[str]:

@@ -385,8 +385,14 @@ def test_numbers_that_are_none(produce: Produce, tmp_path: Path) -> None:
 def test_requests_that_make_no_sense(produce: Produce, tmp_path: Path) -> None:
     made = produce(lora)
     base, saved, out = made.root / "base", made.root / "saved", tmp_path / "out"
-    with pytest.raises(Usage, match="no adapter"):
-        ckptkit.merge(base, base, out)
+    for words, hint in (((base, base), "pass a directory with"), ((saved, base), "pass the base first")):
+        with pytest.raises(Usage, match="no adapter") as caught:
+            ckptkit.merge(*words, out)
+        assert caught.value.path == base
+        assert str(caught.value.hint).startswith(hint)
+    with pytest.raises(Usage, match="no adapter") as caught:
+        ckptkit.consolidate(base, out, merge=True)
+    assert caught.value.hint == "drop --merge"
     with pytest.raises(Usage, match="base of the adapter"):
         ckptkit.consolidate(saved, out, merge=True)
     with pytest.raises(Usage, match="expected 1 weight, one for each adapter, found 2"):

@@ -165,7 +165,7 @@ def test_names_cannot_move_the_cursor(produce: Produce) -> None:
         (["inspect", "{tmp}/absent"], 3, "not_a_checkpoint"),
         (["inspect", "{tmp}"], 3, "not_a_checkpoint"),
         (["consolidate", "{source}", "{source}/training"], 5, "unsafe"),
-        (["consolidate", "{source}", "{source}"], 5, "occupied"),
+        (["consolidate", "{source}", "{source}"], 5, "unsafe"),
         (["consolidate", "{source}", "{source}", "--overwrite"], 5, "unsafe"),
         (["consolidate", "{source}", "{tmp}/out", "--dtype", "float7"], 2, "usage"),
         (["consolidate", "{source}", "{tmp}/out", "--max-shard-size", "many"], 2, "usage"),
@@ -196,6 +196,7 @@ def test_errors(arguments: list[str], code: int, kind: str, source: Path, tmp_pa
     [
         ("convert a b --to foo", "invalid value for '--to': 'foo' is not one of"),
         ("convert a", "missing argument"),
+        ("merge a b", "missing argument: expected BASE ADAPTER... OUT"),
         ("convert a b", "missing option '--to'"),
         ("convert a b --to hf --jobs x", "invalid value for '--jobs'"),
         ("convert a b --to hf --jobs 0", "invalid value for '--jobs'"),

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import ckptkit.storage
 from ckptkit import consolidate, convert, reshard
-from ckptkit.errors import Mismatch, NotACheckpoint, Unsafe, Usage
+from ckptkit.errors import Mismatch, NotACheckpoint, Occupied, Unsafe, Usage
 from tests import producers
 from tests.conftest import Produce
 from tests.conversion.judges import judge_shards, raw, structure
@@ -223,6 +223,28 @@ def test_all_formats_overwrite_only_when_told_to(produce: Produce, tmp_path: Pat
         convert(source, tmp_path / "out", to=to, overwrite=True)
     assert load_file(tmp_path / "out" / "model.safetensors")
     assert not list((tmp_path / "out").glob("*.distcp"))
+
+
+def test_a_missing_source_is_said_before_a_destination_that_exists(produce: Produce, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("keep")
+    with pytest.raises(NotACheckpoint, match="no such file or directory") as caught:
+        convert(tmp_path / "absent", tmp_path / "out", to="hf")
+    assert caught.value.path == tmp_path / "absent"
+    shutil.copytree(produce(producers.under_model).root, tmp_path / "run" / "ckpt-1")
+    with pytest.raises(Unsafe, match="the source is the destination, or inside it"):
+        convert(tmp_path / "run" / "ckpt-1", tmp_path / "run", to="hf")
+
+
+def test_overwrite_is_not_suggested_for_a_checkpoint_of_a_training(produce: Produce, tmp_path: Path) -> None:
+    training = Path(shutil.copytree(produce(producers.fsdp2).root, tmp_path / "ckpt-1"))
+    convert(training, tmp_path / "made", to="pt")
+    with pytest.raises(Occupied, match="the destination exists") as caught:
+        convert(tmp_path / "made", training, to="hf")
+    assert caught.value.hint == "choose another destination"
+    with pytest.raises(Occupied, match="the destination exists") as caught:
+        convert(training, tmp_path / "made", to="hf")
+    assert caught.value.hint == "choose another, or replace it with --overwrite"
 
 
 # -- types of keys -----------------------------------------------------------------------------------------------------

@@ -240,6 +240,9 @@ def test_requests_that_make_no_sense(run: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path / "empty", run / "ckpt-5"):
         with pytest.raises(NotACheckpoint):
             prune(path, keep_last=1, yes=True)
+    with pytest.raises(NotACheckpoint, match="this is a checkpoint, not a run") as caught:
+        prune(run / "ckpt-5", keep_last=1, yes=True)
+    assert caught.value.hint == f"pass the run, {run}"
     assert names(tmp_path / "empty") == set()
 
 

@@ -75,6 +75,9 @@ def test_options_are_checked_before_anything_is_opened(tmp_path: Path) -> None:
         convert(absent, tmp_path / "out", to="pt", jobs=0)
     with pytest.raises(Usage, match="world_size: expected 1 or more, found 0"):
         reshard(absent, tmp_path / "out", to=0)
+    for size in (0, -1, "0", "-1"):
+        with pytest.raises(Usage, match=f"expected a size, found `{size}`"):
+            consolidate(absent, tmp_path / "out", max_shard_size=size)
     with pytest.raises(Usage, match="`=>` is missing"):
         consolidate(absent, tmp_path / "out", rename="x")
     with pytest.raises(Usage, match="expected a part like 1/8"):

@@ -72,6 +72,10 @@ def test_a_load_that_matches_nothing_is_an_error_that_says_where_the_names_are(t
             state = {step: state}
         with pytest.raises(CheckpointException, match=words):
             load(tmp_path / path, state, missing=missing)
+    for under in ("model", "app.model"):
+        state = {"app": {"model": {"w": torch.zeros(3, 2), "b": torch.zeros(3, 2)}}}
+        with pytest.raises(CheckpointException, match=f'drop under="{under}": the checkpoint has these names without'):
+            load(tmp_path / "deep", state, missing=missing, under=under)
     with pytest.raises(CheckpointException, match="has names like `b`, `w`"):
         load(tmp_path / "flat", {"x": torch.zeros(3, 2)}, missing=missing)
 

@@ -15,6 +15,8 @@ from ckptkit.conversion.salvaging.copies import complete, names_repaired, patch
 from ckptkit.conversion.salvaging.faults import Faults
 from ckptkit.conversion.salvaging.survey import Survey, without_files
 from ckptkit.errors import (
+    DAMAGED,
+    RESTORE,
     CkptError,
     Corrupt,
     IOFailure,
@@ -54,7 +56,8 @@ def repair(checkpoint: Checkpoint, other: Checkpoint | None, faults: Faults, loo
         except (Corrupt, IOFailure, Mismatch, Unsupported) as error:
             if part is model:
                 if not isinstance(error, Mismatch):  # which hints at another --fill-from
-                    error.hint = f"nothing can be salvaged without it{f': {error.hint}' if error.hint else ''}"
+                    hint = RESTORE if error.hint == DAMAGED else error.hint
+                    error.hint = f"nothing can be salvaged without it{f': {hint}' if hint else ''}"
                 raise
             faults.unnamed.append(Fault.of(error.blame(path=part.path)))
             faults.places.append(part.path)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, and_more, refuse
+from ckptkit.errors import ELSEWHERE, SALVAGE, CkptError, Corrupt, Incomplete, Report, and_more, refuse
 from ckptkit.formats.archives.locate import ends_of
 from ckptkit.formats.archives.zip_entries import large_entries
 from ckptkit.formats.dcp.model_space import unfold
@@ -194,7 +194,7 @@ def check_files(layout: Layout, report: Report) -> None:
             Incomplete(
                 f"{len(missing)} of {len(items)} files are missing: {', '.join(missing)}",
                 path=layout.root,
-                hint=ELSEWHERE,
+                hint=f"{ELSEWHERE}, or {SALVAGE}",
                 files=missing,
             )
         )

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, RESTORE, CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, InstanceTable, columns
@@ -275,11 +275,13 @@ def key_paths(metadata: Attributes, file: Path) -> dict[str, KeyPath]:
         if type(name) is not str or not is_path:
             raise Corrupt("`planner_data` has a key path that is not a tuple of names and positions", path=file)
         if ".".join(map(str, steps)) != name:
-            raise Corrupt(f"the recorded key path is {list(steps)}, which gives another name", path=file, tensor=name)
+            message = f"the recorded key path is {list(steps)}, which gives another name"
+            raise Corrupt(message, path=file, tensor=name, hint=RESTORE)
     names = metadata["state_dict_metadata"]
     if recorded.keys() != names.keys():
         name = next(iter(recorded.keys() ^ names.keys()))
-        raise Corrupt("`planner_data` and `state_dict_metadata` do not name the same entries", path=file, tensor=name)
+        message = "`planner_data` and `state_dict_metadata` do not name the same entries"
+        raise Corrupt(message, path=file, tensor=name, hint=RESTORE)
     return recorded
 
 

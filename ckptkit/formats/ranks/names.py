@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, refuse
+from ckptkit.errors import ELSEWHERE, SALVAGE, Corrupt, Incomplete, Report, Unsupported, refuse
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
 CONFIG = "fsdp_config.json"  # beside the files of which the name says how many ranks there are
@@ -144,7 +144,7 @@ def check_ranks(found: RankFiles, report: Report) -> None:
             some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             message = f"{len(missing)} of {found.world} files like `{name}` are missing: of rank {some}"
             names = [found.name_of(kind, rank) for rank in missing]
-            report(Incomplete(message, hint=ELSEWHERE, files=names, ranks=missing))
+            report(Incomplete(message, hint=f"{ELSEWHERE}, or {SALVAGE}", files=names, ranks=missing))
         if len(by_rank) > found.world:
             message = (
                 f"expected files of {found.world} ranks, found one of rank {max(by_rank)}: `{by_rank[max(by_rank)]}`"

@@ -21,7 +21,7 @@ from ckptkit.io.trees import make_directories
 from ckptkit.plugins.watch.commands import Final, WatchCommand
 from ckptkit.plugins.watch.file_changes import Look, Patience
 from ckptkit.plugins.watch.journal import Fate, WatchJournal
-from ckptkit.runs.keeper import Keeper, WatchPost, keeper_of, run_of
+from ckptkit.runs.keeper import Keeper, WatchPost, keeper_of, refuse_checkpoint, run_of
 from ckptkit.summary import Summarized
 from ckptkit.trainers import stem_of, step_of
 from ckptkit.words import count
@@ -117,8 +117,7 @@ def watch(
     with translate_os_errors(root):
         if not keeper.is_there():
             raise NotACheckpoint("no such directory", path=root, hint="make the directory first if the run is new")
-        if Checkpoint.at(root).own_step is not None:
-            raise NotACheckpoint("this is a checkpoint, not a run", path=root, hint=f"pass the run, {root.parent}")
+        refuse_checkpoint(root)
     place = root / _OUT if out is None else to_destination(out).resolve()
     about = {"commands": [list(one.words) for one in commands], "out": _OUT if out is None else str(place)}
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 
 from ckptkit import consolidate, convert, inspect, open_layout, reshard, verify
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import CkptError, Corrupt, Occupied, Usage
+from ckptkit.errors import RESTORE, SALVAGE, CkptError, Corrupt, Occupied, Usage
 from ckptkit.formats import locate
 from tests import producers
 from tests.conftest import Produce, Produced, Some
@@ -216,8 +217,9 @@ def test_a_dry_run_says_it_and_writes_nothing(produce: Produce, tmp_path: Path) 
 def test_without_it_all_is_as_strict_as_before(produce: Produce, tmp_path: Path) -> None:
     root = copy_of(produce(producers.fsdp2), tmp_path)
     (root / "__1_0.distcp").unlink()
-    with pytest.raises(Corrupt, match="missing"):
+    with pytest.raises(Corrupt, match="missing") as caught:
         consolidate(root, tmp_path / "out")
+    assert f"or {SALVAGE}" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()
 
 
@@ -231,6 +233,28 @@ def test_nothing_left_is_an_error(produce: Produce, tmp_path: Path) -> None:
     with pytest.raises(CkptError):
         consolidate(root, tmp_path / "out", salvage=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_no_salvage_is_suggested_of_names_that_contradict_each_other(produce: Produce, tmp_path: Path) -> None:
+    root = copy_of(produce(producers.fsdp2), tmp_path)
+    content = (root / ".metadata").read_bytes()
+    step = b"up.weight"  # of a key path, apart from the name of the entry
+    for place in (found.start() for found in re.finditer(step, content)):
+        changed = content[:place] + b"un" + content[place + 2 :]
+        (root / ".metadata").write_bytes(changed)
+        try:
+            consolidate(root, tmp_path / "out", dry_run=True)
+        except Corrupt as error:
+            if "key path" in error.message:
+                break
+    else:
+        pytest.fail("no key path has this name")
+    with pytest.raises(Corrupt, match="key path") as caught:
+        consolidate(root, tmp_path / "out")
+    assert caught.value.hint == RESTORE
+    with pytest.raises(Corrupt, match="key path") as caught:
+        consolidate(root, tmp_path / "out", salvage=True)
+    assert caught.value.hint == f"nothing can be salvaged without it: {RESTORE}"
 
 
 def test_the_source_of_the_fill_is_not_written_over(produce: Produce, tmp_path: Path) -> None:
