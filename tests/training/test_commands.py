@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.cli.commands import app
-from ckptkit.errors import CkptError
+from ckptkit.errors import CkptError, Occupied
 from ckptkit.training.config import settings
 from ckptkit.training.saving.run import Run
 from ckptkit.training.smoke.checks import CHECKS
@@ -77,6 +78,26 @@ def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path, monke
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_earlier_checkpoint_is_resumed_in_a_new_run_only(tmp_path: Path) -> None:
+    done = invoke(tmp_path, "train", "c1", "--steps", "3", "--save-every", "1", "--nproc", "1", *TINY)
+    assert done.exit_code == 0, done.stderr
+    metrics = (tmp_path / "c1/metrics.jsonl").read_bytes()
+    shutil.copytree(tmp_path / "c1", tmp_path / "c2")
+    for run, said in {
+        "c1": "c1: the run has checkpoints after ckpt-1: ckpt-2, ckpt-3",
+        "c2": "c2: the run already has checkpoints, and c1/ckpt-1 is not one of them: ckpt-1, ckpt-2, ckpt-3",
+    }.items():
+        error = invoke(tmp_path, "train", run, "--resume", "c1/ckpt-1", "--steps", "4", "--nproc", "1").exception
+        assert isinstance(error, Occupied)
+        assert str(error).startswith(said)
+        assert error.hint == "train into a new run: `ckptkit train NEW --resume c1/ckpt-1 --config c1/train.toml`"
+        assert (tmp_path / run / "metrics.jsonl").read_bytes() == metrics
+    new = invoke(tmp_path, "train", "NEW", "--resume", "c1/ckpt-1", "--config", "c1/train.toml", "--nproc", "1")
+    assert [line.split()[1] for line in new.stdout.splitlines()] == ["2/3", "3/3"], new.stderr
+    latest = invoke(tmp_path, "train", "c1", "--resume", "c1/ckpt-3", "--steps", "4", "--nproc", "1")
+    assert [line.split()[1] for line in latest.stdout.splitlines()] == ["4/4"], latest.stderr
 
 
 @pytest.mark.slow
