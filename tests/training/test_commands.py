@@ -176,6 +176,7 @@ def test_train_and_smoke_refuse_before_torch_is_imported(tmp_path: Path) -> None
         ["train", "other", "--model", "huge"],
         ["train", "other", "--data", "absent.txt"],
         ["train", "other", "--resume", "absent"],
+        ["train", "other", "--keep-best", "acc"],
         ["smoke", "--run", "run"],
         ["train"],
     ):
