@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,6 +140,29 @@ def test_a_train_that_is_asked_to_end_saves_first(tmp_path: Path, number: signal
     assert ("saving after this step; press Ctrl-C again" in errors) == (number == signal.SIGINT)
     assert "stopped on request, after a save: continue with `--resume auto`" in errors
     assert len(RunFolder(tmp_path / "run").checkpoints()) == 1
+
+
+def test_an_interruption_while_the_ranks_start_prints_no_traceback(tmp_path: Path) -> None:
+    """It comes while the server imports torch, which takes it seconds: it has no rank yet."""
+    command = [sys.executable, "-m", "ckptkit", "train", "--steps", "100000", "--nproc", "2", *TINY]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        while not any(imports_torch(child) for child in children_of(process.pid)):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        said, errors = process.communicate()  # to the end of the server too, which has the same stderr
+    assert (process.returncode, said) == (130, "")
+    assert errors.splitlines()[1:] == ["interrupted"]
+    assert not (tmp_path / "run").exists()
+
+
+def imports_torch(pid: int) -> bool:
+    """Return whether a process has mapped one of torch's libraries."""
+    with contextlib.suppress(OSError):
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    return False
 
 
 @pytest.mark.slow
