@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from ckptkit.errors import Usage, translate_os_errors
 from ckptkit.io.file import read_small
 from ckptkit.io.path import RemotePath, to_path
+from ckptkit.runs.retention import Best
 from ckptkit.settings import About, Setting, settings_of
 from ckptkit.training.models.config import require_at_least
 from ckptkit.training.places import look_again, require_storable
@@ -26,6 +27,7 @@ _LIMIT = 1 << 20  # bytes of it
 Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "ddp"]
 StateDict = Literal["sharded", "full", "hf", "adapter"]
+SAVED_METRICS = ("loss",)  # fields of `StepMetrics` that each checkpoint contains
 LORA_ALPHA = 8  # that of LoraConfig
 _IN_TOML = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
@@ -89,7 +91,7 @@ class TrainConfig:
     keep_last: Annotated[int | None, "Keep the last N checkpoints; without any --keep option, all."] = None
     keep_every: Annotated[int | None, "Keep checkpoints whose step is a multiple of N."] = None
     keep_best: Annotated[
-        str | None, About("Keep the best checkpoints by a metric, such as loss.", "METRIC[:min|max][:N]")
+        str | None, About("Keep the best checkpoints by their metric, loss.", "METRIC[:min|max][:N]")
     ] = None
     resume: Annotated[str | None, "Continue from a checkpoint; auto: from the latest, if there is one."] = None
     tensorboard: Annotated[bool, "Also write the metrics for TensorBoard."] = False
@@ -113,6 +115,7 @@ class TrainConfig:
             raise Usage("FSDP2 shards by blocks only", hint="use `--fsdp 1` to wrap by size")
         require_whole(self) if self.lora_rank is None else require_adaptable(self)
         require_places(self)
+        require_metric(self.keep_best)
 
     def to_toml(self) -> str:
         """Return the settings as a TOML file; settings that are None are left out."""
@@ -136,6 +139,15 @@ def require_places(config: TrainConfig) -> None:
         raise Usage("TensorBoard appends to its files, which a store cannot do", path=config.run, hint=hint)
     if isinstance(config.data, RemotePath):
         raise Usage("ckptkit trains on local data only", path=config.data, hint="copy the data to this machine")
+
+
+def require_metric(keep_best: str | None) -> None:
+    """Raise `Usage` for a rule that keeps the best checkpoints by a metric that they will not contain."""
+    metric = None if keep_best is None else Best.parse(keep_best).metric
+    if metric is not None and metric not in SAVED_METRICS:
+        names = ", ".join(SAVED_METRICS)
+        message = f"keep_best: expected a metric that checkpoints contain ({names}), found `{metric}`"
+        raise Usage(message, hint=f"pass `--keep-best {SAVED_METRICS[0]}`")
 
 
 def require_whole(config: TrainConfig) -> None:

@@ -9,7 +9,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -59,8 +61,13 @@ def launch_here(work: Work, nproc: int, report: Report, on_interrupt: Callable[[
     """Start `nproc` processes that meet in a file of a new temporary directory, and wait until all are done."""
     with tempfile.TemporaryDirectory(prefix="ckptkit-") as room:
         rendezvous = (Path(room) / "rendezvous").as_uri()
-        ranks = dict(start(work, RankPlace(number, nproc, number, nproc, rendezvous)) for number in range(nproc))
+        context = start_server()
+        ranks: Ranks = {}
         try:
+            with holding_interrupts():  # one in the middle of a start would leave a rank that nobody ends
+                for number in range(nproc):
+                    place = RankPlace(number, nproc, number, nproc, rendezvous)
+                    ranks.update([start(context, work, place)])
             with forwarding(ranks, on_interrupt):
                 follow(ranks, report)
         finally:
@@ -97,23 +104,45 @@ def forwarding(ranks: Ranks, on_interrupt: Callable[[], bool]) -> Iterator[None]
             signal.signal(number, handler)
 
 
-def start(work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:
-    """Start the process of one rank.
+@contextmanager
+def holding_interrupts() -> Iterator[None]:
+    """Block SIGINT until the end of the block, and for good in processes that start inside it and do not unblock it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    It is forked from a server that has imported torch and done nothing with it: threads and CUDA do not survive a fork.
+
+def start_server() -> ForkServerContext:
+    """Start the server that forks the ranks, and wait until it has imported torch, so that each start is quick.
+
+    It does nothing with torch, since threads and CUDA do not survive a fork. A Ctrl-C, which a terminal sends to every
+    process, ends the wait here; the server would print a traceback, and ends by itself once this process has ended.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a look for GPUs counts as a use of CUDA
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    ours, theirs = context.Pipe(duplex=False)
-    given = (work, place, theirs, dict(os.environ))
-    process = context.Process(target=run_rank, args=given, name=f"rank {place.rank}", daemon=True)
+    resource_tracker.ensure_running()  # here, because its start lets signals through again
+    probe = context.Process(target=os.getpid, name="a new process", daemon=True)
     try:
-        process.start()
+        with holding_interrupts():
+            forkserver.ensure_running()
+        probe.start()  # returns when the server has forked
     except RuntimeError:
         if "__mp_main__" in sys.modules:  # the script's name while a new process imports it, and may not start others
             os._exit(_UNGUARDED)
         raise
+    require_good_end(probe)
+    return context
+
+
+def start(context: ForkServerContext, work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:
+    """Start the process of one rank."""
+    ours, theirs = context.Pipe(duplex=False)
+    given = (work, place, theirs, dict(os.environ))
+    process = context.Process(target=run_rank, args=given, name=f"rank {place.rank}", daemon=True)
+    process.start()
     theirs.close()  # so that the end of the process is the end of the pipe
     return ours, process
 
@@ -123,6 +152,7 @@ def run_rank(work: Work, place: RankPlace, pipe: Connection, environment: dict[s
     os.environ.clear()  # the server has that of the time when it was started
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server's block is not for what the rank starts
     os.dup2(2, 1)  # results go through the pipe; what libraries print, as torch 2.10's gloo does, is none
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
@@ -162,7 +192,7 @@ def receive(pipe: Connection) -> Any:
 
 
 def require_good_end(process: BaseProcess) -> None:
-    """Raise CkptError unless the process of a rank, which closed its pipe, ended with exit code 0."""
+    """Wait for the end of a process. Raises CkptError unless its exit code is 0."""
     process.join()
     code = process.exitcode or 0
     if code == _UNGUARDED:

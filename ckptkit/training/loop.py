@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from ckptkit.training.config import TrainConfig
+from ckptkit.training.config import SAVED_METRICS, TrainConfig
 from ckptkit.training.launch import Report
 from ckptkit.training.metrics import Log, StepMetrics
 from ckptkit.training.parallel.ranks import RankPlace, process_group
@@ -50,7 +50,8 @@ def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: Asked) -> It
         step = trainer.step()
         stop = asked.on_any_rank(trainer.device)
         if stop or is_due(config, step.step):
-            step = replace(step, checkpoint=str(trainer.save(run, loss=step.loss)))
+            saved = trainer.save(run, **{name: getattr(step, name) for name in SAVED_METRICS})
+            step = replace(step, checkpoint=str(saved))
         yield step
 
 

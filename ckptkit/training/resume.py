@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
 from ckptkit.io.exchange import move_into_place
 from ckptkit.io.path import RemotePath, to_path
-from ckptkit.training.config import TrainConfig
+from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.places import look_again
 
 if TYPE_CHECKING:  # the command line asks `find_resume` before it imports torch
@@ -22,6 +24,7 @@ if TYPE_CHECKING:  # the command line asks `find_resume` before it imports torch
 
 AUTO = "auto"
 _DAMAGED = "damaged-"  # before the name of a checkpoint that a run could not resume from
+_NAMED = 4  # checkpoints that an error names: a long run has hundreds
 
 
 def find_resume(config: TrainConfig) -> list[Path]:
@@ -45,7 +48,29 @@ def find_resume(config: TrainConfig) -> list[Path]:
     chosen.require_resumable()
     if not chosen.is_complete:
         raise NotACheckpoint("the checkpoint is not complete: cannot resume", path=chosen.path)
+    if not complete:
+        require_no_unfinished(config.run)
+    require_none_later(config.run, complete, chosen)
     return [chosen.path]
+
+
+def require_none_later(run: Path, complete: Sequence[Checkpoint], chosen: Checkpoint) -> None:
+    """Raise `Occupied` if the run's `complete` checkpoints, newest first, do not start with the `chosen` one.
+
+    The run would repeat their steps, and its metrics and checkpoints would be those of two trainings.
+    """
+    place = chosen.path.resolve()
+    later = [*takewhile(lambda one: one.path.resolve() != place, complete)][::-1]
+    if later:
+        names = ", ".join(one.name for one in later[:_NAMED]) + (", ..." if len(later) > _NAMED else "")
+        if len(later) < len(complete):
+            message = f"the run has checkpoints after {chosen.name}: {names}"
+        else:
+            message = f"the run already has checkpoints, and {chosen.path} is not one of them: {names}"
+        settings = chosen.path.parent / SETTINGS
+        config = f" --config {shlex.quote(str(settings))}" if settings.is_file() else ""
+        command = f"ckptkit train NEW --resume {shlex.quote(str(chosen.path))}{config}"
+        raise Occupied(message, path=run, hint=f"train into a new run: `{command}`")
 
 
 def require_no_unfinished(run: Path) -> None:

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.cli.commands import app
-from ckptkit.errors import CkptError
+from ckptkit.errors import CkptError, Occupied
 from ckptkit.training.config import settings
 from ckptkit.training.saving.run import Run
 from ckptkit.training.smoke.checks import CHECKS
@@ -79,6 +81,26 @@ def test_train_refuses_with_the_exit_codes_of_the_contract(tmp_path: Path, monke
     assert "Traceback" not in done.stderr
 
 
+def test_an_earlier_checkpoint_is_resumed_in_a_new_run_only(tmp_path: Path) -> None:
+    done = invoke(tmp_path, "train", "c1", "--steps", "3", "--save-every", "1", "--nproc", "1", *TINY)
+    assert done.exit_code == 0, done.stderr
+    metrics = (tmp_path / "c1/metrics.jsonl").read_bytes()
+    shutil.copytree(tmp_path / "c1", tmp_path / "c2")
+    for run, said in {
+        "c1": "c1: the run has checkpoints after ckpt-1: ckpt-2, ckpt-3",
+        "c2": "c2: the run already has checkpoints, and c1/ckpt-1 is not one of them: ckpt-1, ckpt-2, ckpt-3",
+    }.items():
+        error = invoke(tmp_path, "train", run, "--resume", "c1/ckpt-1", "--steps", "4", "--nproc", "1").exception
+        assert isinstance(error, Occupied)
+        assert str(error).startswith(said)
+        assert error.hint == "train into a new run: `ckptkit train NEW --resume c1/ckpt-1 --config c1/train.toml`"
+        assert (tmp_path / run / "metrics.jsonl").read_bytes() == metrics
+    new = invoke(tmp_path, "train", "NEW", "--resume", "c1/ckpt-1", "--config", "c1/train.toml", "--nproc", "1")
+    assert [line.split()[1] for line in new.stdout.splitlines()] == ["2/3", "3/3"], new.stderr
+    latest = invoke(tmp_path, "train", "c1", "--resume", "c1/ckpt-3", "--steps", "4", "--nproc", "1")
+    assert [line.split()[1] for line in latest.stdout.splitlines()] == ["4/4"], latest.stderr
+
+
 @pytest.mark.slow
 def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text("steps = 2\nsequence_length = 32\ndevice = 'cpu'\nseed = 7\ncompile = true\n")
@@ -120,6 +142,29 @@ def test_a_train_that_is_asked_to_end_saves_first(tmp_path: Path, number: signal
     assert len(RunFolder(tmp_path / "run").checkpoints()) == 1
 
 
+def test_an_interruption_while_the_ranks_start_prints_no_traceback(tmp_path: Path) -> None:
+    """It comes while the server imports torch, which takes it seconds: it has no rank yet."""
+    command = [sys.executable, "-m", "ckptkit", "train", "--steps", "100000", "--nproc", "2", *TINY]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        while not any(imports_torch(child) for child in children_of(process.pid)):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        said, errors = process.communicate()  # to the end of the server too, which has the same stderr
+    assert (process.returncode, said) == (130, "")
+    assert errors.splitlines()[1:] == ["interrupted"]
+    assert not (tmp_path / "run").exists()
+
+
+def imports_torch(pid: int) -> bool:
+    """Return whether a process has mapped one of torch's libraries."""
+    with contextlib.suppress(OSError):
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    return False
+
+
 @pytest.mark.slow
 def test_a_second_interruption_ends_a_train_without_a_save(tmp_path: Path) -> None:
     """The ranks are stopped meanwhile, so that the first one cannot have ended them."""
@@ -155,6 +200,7 @@ def test_train_and_smoke_refuse_before_torch_is_imported(tmp_path: Path) -> None
         ["train", "other", "--model", "huge"],
         ["train", "other", "--data", "absent.txt"],
         ["train", "other", "--resume", "absent"],
+        ["train", "other", "--keep-best", "acc"],
         ["smoke", "--run", "run"],
         ["train"],
     ):

@@ -95,3 +95,12 @@ def test_a_whole_number_will_do_where_any_is_asked_for(tmp_path: Path) -> None:
 def test_a_run_that_contradicts_itself_is_refused(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(Usage, match=said):
         TrainConfig(run=Path("run"), **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["acc", "acc:max:2"])
+def test_the_best_checkpoints_are_kept_by_a_metric_that_they_contain(rule: str) -> None:
+    with pytest.raises(Usage, match=r"keep_best: expected a metric that checkpoints contain \(loss\), found `acc`"):
+        replace(RUN, keep_best=rule)
+    with pytest.raises(Usage, match=r"expected METRIC\[:min\|max\]\[:N\], found `loss:low`"):
+        replace(RUN, keep_best="loss:low")
+    assert replace(RUN, keep_best="loss:max:2").keep_best == "loss:max:2"
