@@ -15,7 +15,7 @@ from ckptkit.cli.output import Json, Quiet, note, print_json, reserve_stdout, sa
 from ckptkit.cli.settings import given, with_options
 from ckptkit.io.find_destination import to_destination
 from ckptkit.io.path import to_local, to_path
-from ckptkit.training.config import SETTINGS, Device, TrainConfig, find_settings, read_settings, settings
+from ckptkit.training.config import SETTINGS, Device, TrainConfig, find_settings, settings, settings_in
 from ckptkit.training.data.documents import find_files
 from ckptkit.training.models.config import require_known
 from ckptkit.training.resume import find_resume
@@ -76,7 +76,7 @@ def train(
     of another model; 4 an I/O failure; 5 the run has checkpoints already, or another job saves to it; 130 ended by
     Ctrl-C; 143 ended by SIGTERM, and saved.
     """
-    found = (read_settings(config) if config else own_settings(run, resume)) | given(options)
+    found = (settings_in(config, resume) if config else own_settings(run, resume)) | given(options)
     asked = TrainConfig(run=run, resume=resume, **found)
     if os.environ.get("RANK", "0") == "0":
         refuse(asked)

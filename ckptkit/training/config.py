@@ -28,6 +28,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "ddp"]
 StateDict = Literal["sharded", "full", "hf", "adapter"]
 SAVED_METRICS = ("loss",)  # fields of `StepMetrics` that each checkpoint contains
+AUTO = "auto"  # as `resume`: from the latest checkpoint, if there is one
 LORA_ALPHA = 8  # that of LoraConfig
 _IN_TOML = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
@@ -235,10 +236,17 @@ def to_setting(name: str, value: object, path: Path | None) -> object:
 
 
 def find_settings(run: Path, resume: str | None) -> dict[str, Any]:
-    """Return the settings that a run was started with, where it is to go on; {} otherwise.
-
-    The weights that it was started from are those of its checkpoints now, but where these may have adapters alone.
-    """
+    """Return the settings that a run was started with, where it is to go on; {} otherwise."""
     path = look_again(run) / SETTINGS
-    found = read_settings(path) if resume is not None and path.is_file() else {}
+    return without_weights(read_settings(path)) if resume is not None and path.is_file() else {}
+
+
+def settings_in(config: Path, resume: str | None) -> dict[str, Any]:
+    """Return the settings in a file for a new run, or for one that goes on from the checkpoint `resume`."""
+    found = read_settings(config)
+    return found if resume in (None, AUTO) else without_weights(found)
+
+
+def without_weights(found: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without the starting weights: a resumed checkpoint contains the weights, if not only adapters."""
     return {name: value for name, value in found.items() if name != "weights" or "lora_rank" in found}

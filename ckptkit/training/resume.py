@@ -14,7 +14,7 @@ from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
 from ckptkit.io.exchange import move_into_place
 from ckptkit.io.path import RemotePath, to_path
-from ckptkit.training.config import SETTINGS, TrainConfig
+from ckptkit.training.config import AUTO, SETTINGS, TrainConfig
 from ckptkit.training.places import look_again
 
 if TYPE_CHECKING:  # the command line asks `find_resume` before it imports torch
@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # the command line asks `find_resume` before it imports torch
     from ckptkit.training.saving.run import Run
     from ckptkit.training.trainer import Trainer
 
-AUTO = "auto"
 _DAMAGED = "damaged-"  # before the name of a checkpoint that a run could not resume from
 _NAMED = 4  # checkpoints that an error names: a long run has hundreds
 

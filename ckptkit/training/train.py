@@ -13,7 +13,7 @@ from ckptkit.checkpoints.run import RunFolder
 from ckptkit.io.find_destination import to_destination
 from ckptkit.io.path import to_path
 from ckptkit.training import loop
-from ckptkit.training.config import TrainConfig, check_settings, find_settings, read_settings
+from ckptkit.training.config import TrainConfig, check_settings, find_settings, settings_in
 from ckptkit.training.launch import launch
 from ckptkit.training.loop import Note
 from ckptkit.training.metrics import StepMetrics
@@ -38,7 +38,7 @@ def train(
     `KeyboardInterrupt`, when the current step is saved; at the second one at once.
     """
     root = to_destination(run)
-    found = find_settings(root, resume) if config is None else read_settings(to_path(config))
+    found = find_settings(root, resume) if config is None else settings_in(to_path(config), resume)
     chosen = TrainConfig(run=root, resume=resume, **{**found, **check_settings(settings)})
     heard = Heard(report or (lambda _: None))
     launch(partial(loop.train, chosen), nproc, heard.report, heard.interrupt)

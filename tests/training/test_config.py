@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import IOFailure, Usage
-from ckptkit.training.config import TrainConfig, read_settings, settings
+from ckptkit.training.config import TrainConfig, read_settings, settings, settings_in
 
 RUN = TrainConfig(run=Path("run"))
 UNUSUAL = replace(
@@ -104,3 +104,12 @@ def test_the_best_checkpoints_are_kept_by_a_metric_that_they_contain(rule: str) 
     with pytest.raises(Usage, match=r"expected METRIC\[:min\|max\]\[:N\], found `loss:low`"):
         replace(RUN, keep_best="loss:low")
     assert replace(RUN, keep_best="loss:max:2").keep_best == "loss:max:2"
+
+
+def test_settings_of_a_run_with_starting_weights_go_on_from_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("weights = 'base'\nsteps = 3\n")
+    assert settings_in(path, "run/ckpt-1") == {"steps": 3}
+    assert settings_in(path, None) == settings_in(path, "auto") == {"weights": Path("base"), "steps": 3}
+    path.write_text("weights = 'base'\nlora_rank = 2\n")
+    assert settings_in(path, "run/ckpt-1") == {"weights": Path("base"), "lora_rank": 2}
