@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ckptkit import reshard
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported
+from ckptkit.errors import Corrupt, NotACheckpoint, Unsafe, Unsupported
 from tests import producers
 from tests.conftest import Produce
 from tests.conversion.judges import (
@@ -245,7 +245,7 @@ def test_source_and_destination_apart(produce: Produce, tmp_path: Path) -> None:
     for destination in (source, source.parent, source / "training"):
         with pytest.raises(Unsafe):
             reshard(source, destination, to=2, overwrite=True)
-    with pytest.raises(Occupied):
+    with pytest.raises(Unsafe):
         reshard(source, source.parent, to=2)
     assert sorted(tmp_path.rglob("*")) == before
 

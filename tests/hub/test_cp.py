@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
+from ckptkit.checkpoints.checkpoint import RunAround
 from ckptkit.errors import Corrupt, Incomplete, NotACheckpoint, Occupied, Unsafe, Usage
 from ckptkit.io.exchange import staging_path
 from tests import producers
@@ -45,7 +46,8 @@ def test_what_is_not_copied_is_named(tmp_path: Path) -> None:
     (root / ".cache").mkdir()
     (root / "link").symlink_to(root / "notes.txt")
     make_model(root / "checkpoint-5")
-    done = ckptkit.cp(root, tmp_path / "copy")
+    with pytest.warns(RunAround, match="checkpoint-5"):
+        done = ckptkit.cp(root, tmp_path / "copy")
     assert set(files_in(tmp_path / "copy")) == {"model.safetensors", "config.json", "ckptkit.json", "notes.txt"}
     why = {left.name: left.why for left in done.left_behind}
     assert why == {".cache": "hidden", "link": "not a regular file", "checkpoint-5": "a checkpoint of its own"}
