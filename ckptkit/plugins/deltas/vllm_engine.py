@@ -10,10 +10,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -25,63 +23,11 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.integrations.loaded_weights import LoadedWeights, forget, replace_weights, weights_of
-from ckptkit.io.path import to_path
-from ckptkit.plugins.deltas.chain import DeltaChain
-from ckptkit.plugins.deltas.changes import Changes, view
-from ckptkit.plugins.deltas.check_delta import check_tensor
 from ckptkit.plugins.deltas.identity import identify
-from ckptkit.plugins.deltas.open_delta import Delta, open_delta
-from ckptkit.plugins.deltas.patch import merge_changes, read_all
-from ckptkit.plugins.deltas.payload import INDICES, VALUES, WHOLE, index_dtype
+from ckptkit.plugins.deltas.vllm_patches import changes_of, check_chain
 
 if TYPE_CHECKING:
     from ckptkit.plugins.deltas.chain import DeltaChain
-
-FLOATS = ("float64", "float32", "float16", "bfloat16")  # NaN marks what does not change in a patch of vLLM
-
-
-def check_chain(places: Sequence[str | Path], weights: LoadedWeights) -> tuple[DeltaChain, LoadedWeights]:
-    """Return deltas that follow each other, and the weights that they make of `weights`. Reads all of the deltas.
-
-    Raises `Mismatch` if `weights` are not their base, or a delta is missing between two, `Corrupt` for damaged bytes,
-    wrong positions, and a result other than the one that they name, and `Unsupported` for values that are NaN and
-    dtypes that cannot be patched.
-    """
-    chain = DeltaChain.of([open_delta(to_path(place)) for place in places])
-    chain.check_base(weights.layout, weights.sums)
-    for delta in chain.deltas:
-        for name in delta.record.tensors:
-            check_patchable(delta, name)
-    return chain, LoadedWeights(weights.layout, {**weights.sums, **chain.sums})
-
-
-def check_patchable(delta: Delta, name: str) -> None:
-    """Raise a `CkptError` unless a tensor of a delta has the right checksums, and values that can be patched."""
-    dtype = delta.record.tensors[name].spec.dtype.name
-    held = (delta.layout.tensors.get(name + suffix) for suffix in (INDICES, VALUES, WHOLE))
-    try:
-        if dtype not in FLOATS:
-            raise Unsupported(f"expected one of {', '.join(FLOATS)} to patch in place, found {dtype}")
-        if any(one is not None and one.chunks[0].crc32 is None for one in held):
-            hint = "write the delta again with `ckptkit delta`, or copy it together with that file"
-            raise Unsupported("expected a CRC-32 in `ckptkit.json`, found none", hint=hint)
-        if number := check_tensor(delta, name):
-            raise Unsupported(f"expected new values without NaN, found {number}: vLLM patches no NaN")
-    except CkptError as error:
-        raise error.blame(path=delta.file_of(name), tensor=name) from error.__cause__
-
-
-def changes_of(chain: DeltaChain, name: str) -> Changes:
-    """Return all that a chain changes in a tensor: every element of it where a delta holds it whole."""
-    last, later = chain.last_whole(name), chain.load(name)
-    if last is None:
-        assert later is not None
-        return later
-    spec = chain.specs[name]
-    values = view(read_all(chain.deltas[last], name + WHOLE), spec.dtype.itemsize)
-    every = Changes(np.arange(spec.numel, dtype=index_dtype(spec)), values)
-    return every if later is None else merge_changes([every, later])
-
 
 _RELOAD = "start vLLM with `--load-format ckptkit`; after a failed update call `reload_weights`"
 _logger = init_logger("vllm.plugins.ckptkit")  # a name whose lines vLLM shows

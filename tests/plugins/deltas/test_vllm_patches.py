@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.integrations.loaded_weights import LoadedWeights, forget, remember, weights_of
 from ckptkit.plugins.deltas.record import read_record
-from ckptkit.plugins.deltas.vllm_engine import changes_of, check_chain
+from ckptkit.plugins.deltas.vllm_patches import changes_of, check_chain
 from tests.plugins.deltas.models import as_hf
 
 
