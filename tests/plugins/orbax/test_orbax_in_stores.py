@@ -59,7 +59,8 @@ def without_data(step: Path) -> None:
 
 
 def with_short_data(step: Path) -> None:
-    os.truncate(largest_file(step), 5000)
+    for path in (step / "items/d").iterdir():  # tensorstore may leave values in one of them that no manifest names
+        os.truncate(path, 100)
 
 
 def with_other_data(step: Path) -> None:
@@ -77,7 +78,7 @@ def largest_file(step: Path) -> Path:
         (without_marker, "orbax did not finish this save"),
         (without_manifest, "manifest.ocdbt: the file is missing"),
         (without_data, "items/d/.*: the file is missing"),
-        (with_short_data, "expected at least .* bytes, found 5000: the file is truncated"),
+        (with_short_data, "expected at least .* bytes, found 100: the file is truncated"),
         (with_other_data, r"params\.w.*tensorstore cannot read it"),
     ],
 )
