@@ -39,7 +39,7 @@ _HARMLESS = frozenset(
         *("ensure_weight_tying", "runtime_config", "lora_B_layout", "unsloth_fused_expert_lora"),
     }
 )
-# keys of which the tensors tell, or that do not change what an adapter with given tensors computes
+# keys that do not change what an adapter with given tensors computes, or that follow from the tensors
 _NOT_COMPUTED = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode", "task_type"),

@@ -47,7 +47,7 @@ TRAINER_NAMES = PluginTable(
 
 
 def trainer_names_in(names: Collection[str]) -> TrainerNames | None:
-    """Return how a trainer calls the matrices among these names, None if they are PEFT's or there are none."""
+    """Return the module for a trainer's names of matrices if some of these are such names, else None."""
     for known in TRAINER_NAMES.values():
         if any(map(re.compile(known.tells, re.DOTALL).fullmatch, names)):
             found = cast(TrainerNames, import_module(known.where))

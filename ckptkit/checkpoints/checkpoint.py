@@ -446,24 +446,23 @@ class RunAround(CheckpointWarning):
 
 
 def run_around(here: Checkpoint) -> Checkpoint | None:
-    """Return the latest checkpoint of the run that a checkpoint is in the directory of, if it is a stray file there.
+    """Return the latest checkpoint of a run that was taken for a checkpoint because of a stray file in it; else None.
 
-    Warns which is taken and which is not. A model that other files describe, as a trainer exports it at its end, is
-    taken itself, and then this returns None, as for a directory that is no run.
+    Warns which of the two is taken. A model that other files describe, as a trainer exports it at its end, is taken
+    itself: this returns None.
     """
     path, reader = here.path, here.components[0].reader
     if not path.is_dir() or step_of(path) is not None or here.components[0].path != path:
         return None
-    is_file = is_stray(path, reader)
-    latest = find_latest(path).checkpoint if is_file or reader.is_model_only else None
-    if latest is None:
-        return None
-    if is_file:
-        files = ", ".join(sorted(here.components[0].layout.files))
-        warnings.warn(f"{path}: a run; taking {latest.name}, and not {files} beside it", RunAround, stacklevel=2)
+    if is_stray(path, reader):
+        latest = latest_in(path)  # which says why, if it is not the highest step
+        if latest is not None:
+            files = ", ".join(sorted(here.components[0].layout.files))
+            warnings.warn(f"{path}: a run; taking {latest.name}, and not {files} beside it", RunAround, stacklevel=2)
         return latest
-    words = f"taking the model in this directory, and not the latest checkpoint of the run in it, {latest.name}"
-    warnings.warn(f"{path}: {words}", RunAround, stacklevel=2)
+    if reader.is_model_only and (left := find_latest(path).checkpoint):
+        words = f"taking the model in this directory, and not the latest checkpoint of the run in it, {left.name}"
+        warnings.warn(f"{path}: {words}", RunAround, stacklevel=2)
     return None
 
 

@@ -41,7 +41,7 @@ def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
     except (Corrupt, IOFailure, Unsafe, Unsupported):
         return None  # whoever reads it says so, or salvages it
     if layout.descriptions or layout.world_size is not None:
-        return None  # an index, or the names that the format gives, say what belongs to it
+        return None  # an index lists its files, or the format names them
     file = layout.root / next(iter(layout.files)) if len(layout.files) == 1 else layout.root
     worlds = [found for key in _WORLDS if isinstance(found := checkpoint.value(key), int)]
     if any(world > 1 for world in worlds) or (not worlds and has_shards(checkpoint)):
@@ -62,7 +62,7 @@ def is_part(file: Path) -> bool:
 
 
 def parts_beside(checkpoint: Checkpoint, file: Path) -> list[str]:
-    """Return the files of which a file is one by what they contain; [] if nothing shows it.
+    """Return the files that are one model together with this file, by their contents; [] if nothing shows it.
 
     They are counted from 0, and the first or the last has other tensors, or the same tensors cut elsewhere.
     """

@@ -99,6 +99,17 @@ def test_a_stray_file_in_a_run_is_not_taken_for_the_run(tmp_path: Path) -> None:
         assert value_in(run) == 200
 
 
+def test_why_a_lower_step_is_taken_is_said_beside_a_stray_file_too(tmp_path: Path) -> None:
+    run = lay(tmp_path / "run", 100, 200)
+    torch.save({"w": torch.zeros(4)}, run / "final.pt")
+    (run / "last_checkpoint").write_text("step-100")
+    with (
+        pytest.warns(RunAround, match="taking step-100"),
+        pytest.warns(LatestDiffers, match="highest step is step-200"),
+    ):
+        assert value_in(run) == 100
+
+
 def test_a_model_that_a_run_lies_in_is_taken_and_said(tmp_path: Path) -> None:
     run = lay(tmp_path / "run", 100, 200)
     save_file({"w": torch.full((4,), 7.0)}, run / "model.safetensors")

@@ -87,7 +87,7 @@ class Facts:
 
     @cached_property
     def lost(self) -> frozenset[str]:
-        """Return the entries that a salvage says were lost, with which it wrote the checkpoint all the same."""
+        """Return the entries that the account of a salvage lists as lost: the checkpoint was written without them."""
         account = read_account(self.layout.root) or {}
         entries = account.get("lost")
         return frozenset(str(one.get("name")) for one in entries or () if isinstance(one, dict))

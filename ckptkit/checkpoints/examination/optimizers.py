@@ -173,7 +173,7 @@ def find_unknown_names(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def added_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) -> str | None:
-    """Return the prefix without which all unknown names are those of weights that have no state; None if there is none.
+    """Return the prefix that all unknown names have before the name of a weight without a state, None if there is none.
 
     A prefix of weights is no such prefix.
     """
@@ -187,7 +187,7 @@ def added_prefix(facts: Facts, unknown: Sequence[str], states: Collection[str]) 
 
 
 def lacking_prefix(facts: Facts, unknown: Sequence[str]) -> str | None:
-    """Return the prefix with which all unknown names are those of weights, None if there is none."""
+    """Return the prefix that turns all unknown names into names of weights, None if no prefix does."""
     first = f".{unknown[0]}"
     prefixes = (name.removesuffix(unknown[0]) for name in facts.shapes_by_name if name.endswith(first))
     fitting = [one for one in prefixes if all(facts.is_known(one + name) for name in unknown)]

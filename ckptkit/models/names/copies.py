@@ -14,7 +14,7 @@ from ckptkit.layout.box import Shape
 _AVERAGE = re.compile(r"(?:^|(?<=_))(?:ema|avg|averaged?|shadow|swa)(?:_|$)")
 
 
-class Copy(NamedTuple):
+class SecondModel(NamedTuple):
     """A tensor of the copy and the one of the model that it copies, and the prefix of all tensors of the copy."""
 
     name: str
@@ -22,7 +22,7 @@ class Copy(NamedTuple):
     prefix: str
 
 
-def find_copy(shapes: Mapping[str, Shape]) -> Copy | None:
+def find_copy(shapes: Mapping[str, Shape]) -> SecondModel | None:
     """Return the second copy of a model in tensors of these shapes; None if there is none.
 
     It is a prefix with which every other name occurs again; or one that says it is an average, all of whose tensors
@@ -37,15 +37,15 @@ def find_copy(shapes: Mapping[str, Shape]) -> Copy | None:
     return None
 
 
-def find_under(prefix: str, shapes: Mapping[str, Shape]) -> Copy | None:
+def find_under(prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
     """Return the copy that has every other name with a prefix."""
     copied = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
     if copied and all(shapes.get(of) == shapes[name] and not of.startswith(prefix) for name, of in copied.items()):
-        return Copy(*next(iter(copied.items())), prefix)
+        return SecondModel(*next(iter(copied.items())), prefix)
     return None
 
 
-def find_average(module: str, shapes: Mapping[str, Shape]) -> Copy | None:
+def find_average(module: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
     """Return the average under a module, or under a prefix of the names of modules as in `ema_layers.0.weight`."""
     if match := re.match(r"(?:ema|avg|shadow|swa)_(?=.)", module):
         prefix = match[0]
@@ -59,9 +59,9 @@ def find_average(module: str, shapes: Mapping[str, Shape]) -> Copy | None:
     return next(filter(None, (copy_of(own, prefix, shapes) for own in names)), None)
 
 
-def copy_of(own: Mapping[str, str], prefix: str, shapes: Mapping[str, Shape]) -> Copy | None:
+def copy_of(own: Mapping[str, str], prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
     """Return the copy if the model has all of its tensors; those of one element count something, such as updates."""
     known = {name.replace(".", ""): name for name in shapes if not name.startswith(prefix)}
     pairs = {name: known.get(of.replace(".", "")) for name, of in own.items() if prod(shapes[name]) != 1}
     found = [(name, of) for name, of in pairs.items() if of is not None and shapes[of] == shapes[name]]
-    return Copy(*found[0], prefix) if found and len(found) == len(pairs) else None
+    return SecondModel(*found[0], prefix) if found and len(found) == len(pairs) else None
