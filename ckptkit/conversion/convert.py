@@ -63,15 +63,15 @@ def convert(
 ) -> Converted:
     """Write the checkpoint at `src`, or the latest of a run, to directory `dst` in the format `to`.
 
-    "dcp" and "pt" keep everything, also the optimizer and the other files of the checkpoint. If `dst` is a name like
-    `model.pt`, the result is one file, without other files, and `to` is by default "pt". "hf" writes only the model, as
-    `consolidate` does, and "adapter" only the adapter. `under`
-    puts everything under a key, such as `model`. "dcp" is written for `world_size` ranks, by default as many as in the
-    source. `optimizer_keys` writes the optimizer's parameters by "names" or "ids". By default, an optimizer in one file
-    gets names when it becomes shards, if the names are certain. `optimizer_order` says in which order it got its
-    parameters where nothing proves their names: "model", or a file with one name a line. With `complete_optimizer`,
-    parameters without a state, because they never received a gradient, get zeros. For the other options see
-    `ConvertOptions`. Raises a `CkptError`, and leaves `dst` unchanged, if anything does not fit or a checksum differs.
+    "dcp" and "pt" keep everything, also the optimizer and the other files of the checkpoint. If `dst` is a name
+    like `model.pt`, the result is one file, without other files, and `to` is by default "pt". "hf" writes only the
+    model, as `consolidate` does, and "adapter" only the adapter. `under` puts everything under a key, such as
+    `model`. "dcp" is written for `world_size` ranks, by default as many as in the source. `optimizer_keys` writes
+    the optimizer's parameters by "names" or "ids". By default, an optimizer in one file gets names when it becomes
+    shards, if the names are certain. `optimizer_order` says in which order it got its parameters where nothing
+    proves their names: "model", or a file with one name a line. With `complete_optimizer`, parameters without a
+    state, because they never received a gradient, get zeros. For the other options see `ConvertOptions`. Raises a
+    `CkptError`, and leaves `dst` unchanged, if anything does not fit or a checksum differs.
     """
     own = ConvertOptions.of(
         options,
