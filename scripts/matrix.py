@@ -140,7 +140,7 @@ def install(case: Case, source: Path, environment: Path) -> Ended:
         asked += [f"torch=={case.torch}.*", "--constraint", tested]
     if case.packages == OLDEST:
         asked += ["--resolution", "lowest-direct"]
-    run("uv", "venv", "--quiet", "--no-project", "--python", case.python, environment).check_returncode()
+    run("uv", "venv", "--quiet", "--no-project", "--seed", "--python", case.python, environment).check_returncode()
     return run("uv", "pip", "install", "--quiet", "--python", environment / "bin" / "python", *asked)
 
 

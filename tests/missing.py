@@ -1,10 +1,11 @@
-"""The plugin of `pytest --skip-missing`: tests that import a library which is not installed are skipped.
+"""The plugin of `pytest --skip-missing`: tests that need a library which is not installed are skipped.
 
 Where ckptkit itself imports one, they fail.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -31,7 +32,12 @@ class Skippable(pytest.Module):
 
 
 def skip_if_missing(error: BaseException | None) -> None:
-    """Skip what is being collected or run if a file of the tests imports a library that is not installed."""
+    """Skip what is being collected or run if the tests, or transformers for them, need a library that is missing.
+
+    transformers raises an ImportError that says what to install, such as accelerate.
+    """
+    if isinstance(error, ImportError) and (asked := re.search(r"pip install '?([\w-]+)", str(error))):
+        pytest.skip(f"{asked[1]} is not installed")
     if isinstance(error, ModuleNotFoundError) and error.__traceback__ is not None:
         library = str(error.name).partition(".")[0]
         *_, (last, _) = walk_tb(error.__traceback__)
@@ -47,7 +53,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_fixture_setup() -> Generator[None, object, object]:
     try:
         return (yield)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         skip_if_missing(error)
         raise
 
@@ -56,6 +62,6 @@ def pytest_fixture_setup() -> Generator[None, object, object]:
 def pytest_pyfunc_call() -> Generator[None, object, object]:
     try:
         return (yield)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         skip_if_missing(error)
         raise
