@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -30,11 +30,10 @@ from ckptkit.state.directories import entry_at, files_beside, own_files
 from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_in
 from ckptkit.state.optimizers import Rekeying, key_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
+from ckptkit.state.quantized.signs import may_be_quantized
 from ckptkit.state.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
 from ckptkit.state.steps import WITH_FILES, require_files, require_plain
 from ckptkit.trainers import say_opaque, who_wrote
-
-CheckCasts = Callable[[Component, Mapping[str, str]], None]  # a part, and what becomes of dtypes by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +78,8 @@ class Piece:
         return Entries.of(layout, written, dropped)
 
 
-def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, check_casts: CheckCasts) -> Conversion:
-    """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them.
-
-    `check_casts` raises an error for casts that a part cannot have.
-    """
+def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
+    """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them."""
     origin = Origin.of(checkpoint.path)
     pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
     layouts = [piece.layout if options.keeps_groups else split_groups(piece.layout) for piece in pieces]
@@ -110,7 +106,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     for piece, one, optimizers in zip(pieces, chosen, rekeyings, strict=True):
         sources: Sequence[Layout] = ()
         if one.names or not piece.layout.names:
-            draft, more = draft_piece(piece, one, options, world_size, optimizers, check_casts)
+            draft, more = draft_piece(piece, one, options, world_size, optimizers)
             sources = draft.sources
             drafts.append(draft)
             notes += more
@@ -210,7 +206,6 @@ def draft_piece(
     options: ConvertOptions,
     world_size: int,
     optimizers: Sequence[Rekeying],
-    check_casts: CheckCasts,
 ) -> tuple[Draft, list[str]]:
     """Draft a piece as it shall be: cast, its optimizer by name or number, renamed and put under a key.
 
@@ -222,7 +217,7 @@ def draft_piece(
     is_named = options.changes_names
     weights = find_names(chosen) if asked.are_of_weights or is_named else frozenset()
     layout, casts = asked.cast(chosen, weights.__contains__)
-    check_casts(piece.parts[0], casts)
+    refuse_separated(piece.parts[0], casts)
     for rekeying in optimizers:
         layout = rekeying.edit(layout)
     if asked.rename:
@@ -235,6 +230,14 @@ def draft_piece(
     nested = edits.nest(layout, (options.under,)) if options.under else layout
     casts = {renamed.get(name, name): change for name, change in casts.items()}
     return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
+
+
+def refuse_separated(part: Component, casts: Mapping[str, str]) -> None:
+    """Raise an error if casts would tear quantized weights from their scales."""
+    if casts and may_be_quantized(part.layout.specs):
+        from ckptkit.state.quantized import plain
+
+        plain.refuse_separated(part, casts, {})
 
 
 def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:

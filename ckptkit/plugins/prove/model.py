@@ -35,7 +35,9 @@ class Runnable:
         """Return the model in a checkpoint, under the names that transformers has in memory."""
         part = checkpoint.model_component
         path, meta = part.path, find_meta_model(config)
-        model = unwrap(Model(part=part, weights=checkpoint.weights, companions=Companions(config=dict(config))))
+        model = unwrap(
+            Model(part=part, weights=checkpoint.weights, origins=(path,), companions=Companions(config=dict(config)))
+        )
         weights, remarks = model.weights, model.remarks
         if may_be_adapted(weights.layout.tensors):
             hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
