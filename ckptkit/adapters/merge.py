@@ -148,7 +148,7 @@ def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) 
 def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
     """Merge adapters into a base of plain weights, as far as names and shapes go."""
     whole = restore_tied(base.layout, base.config)
-    memory = None if has_modules(whole, adapters) else in_memory(base.weights, base.config)
+    memory = None if has_modules(whole, adapters) else in_memory(base.part, base.weights, base.config)
     is_moved = memory is not None and has_modules(memory, adapters)
     specs = base.layout.specs
     merging = Merging(

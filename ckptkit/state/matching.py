@@ -19,11 +19,11 @@ from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import forms_for
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB
-from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.parameters import NewName, rename_in, rename_lists
 from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights, has_weights
+from ckptkit.state.names import ask_names
 from ckptkit.state.optimizers import describe_names, names_in
-from ckptkit.state.quantized.require_plain import require_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def named_as_on_hub(checkpoint: Checkpoint, side: Compared, config: Mapping[str,
     if not has_weights(side.layout):
         return side
     try:
-        asked = AskedNames(names=HUB, config=config, trainer=checkpoint.trainer, check=require_plain)
+        asked = ask_names(checkpoint, HUB, config)
         layout, remarks = name_training(side.layout, asked)
     except (Mismatch, Unsupported) as error:
         return side.becomes(side.layout, f"the names in {side.path} stay as they are: {error.message}")

@@ -10,7 +10,6 @@ from typing import Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, join_layouts, moved
-from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.optimizers.keys import IDS, split_groups
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.formats import detect_format, get_format
@@ -19,7 +18,7 @@ from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB, KEEP
-from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.parameters import parameters_in, rename_parameters
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights, has_weights
@@ -28,12 +27,13 @@ from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.state.completion import Completed, complete_optimizers
 from ckptkit.state.directories import entry_at, files_beside, own_files
 from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_in
+from ckptkit.state.names import ask_names
 from ckptkit.state.optimizers import Rekeying, key_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.signs import may_be_quantized
 from ckptkit.state.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
-from ckptkit.state.steps import WITH_FILES, require_files, require_plain
-from ckptkit.trainers import say_opaque, who_wrote
+from ckptkit.state.steps import WITH_FILES, names_of_base, require_files
+from ckptkit.trainers import say_opaque
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,16 +246,8 @@ def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions
     companions, rows = find_companions(path, options.base), options.vocab_size
     require_files(companions, options)
     notes = [] if rows is None else check_tokens(companions, rows)
-    trainer = who_wrote(gather(path, (piece.parts[0].layout,)))
-    asked = AskedNames(
-        names=names,
-        config=companions.config,
-        trainer=trainer,
-        check=require_plain,
-        table=options.table,
-        rows=rows,
-    )
-    layout, remarks = name_training(layout, asked)
+    known = companions.config, options.table, rows, names_of_base(options.base)
+    layout, remarks = name_training(layout, ask_names(piece.parts[0], names, *known))
     return layout, [*remarks, *notes]
 
 

@@ -11,7 +11,6 @@ from shlex import quote
 from typing import Any
 
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.evidence import gather
 from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_more
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.dtypes import DTYPES, DType
@@ -22,7 +21,7 @@ from ckptkit.models.fit import fit
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names import HUB, KEEP
 from ckptkit.models.names.copies import find_copy
-from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.parameters import rename_parameters
 from ckptkit.models.names.prefixes import remove_prefix
 from ckptkit.models.names.sizes import Sizes
@@ -31,9 +30,9 @@ from ckptkit.models.tokens import check_tokens, warn_of_tokens
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.state.model import Model
+from ckptkit.state.names import ask_names
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.signs import is_declared_quantized
-from ckptkit.trainers import who_wrote
 from ckptkit.words import count
 
 WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
@@ -153,24 +152,10 @@ def require_files(companions: Companions, options: ConvertOptions) -> None:
 def give_names(model: Model, names: str, options: ConvertOptions) -> Model:
     """Return the model under the names of the Hub or of a family."""
     require_files(model.companions, options)
-    asked = AskedNames(
-        names=names,
-        config=model.companions.config,
-        trainer=who_wrote(gather(model.part.path, (model.part.layout,))),
-        check=require_plain,
-        table=options.table,
-        rows=options.vocab_size,
-        ask_base=model.ask_base,
-    )
+    config, rows = model.companions.config, options.vocab_size
+    asked = ask_names(model.part, names, config, table=options.table, rows=rows, ask_base=model.ask_base)
     weights, remarks = name_weights(model.weights, asked)
     return replace(model, weights=weights).say(*remarks)
-
-
-def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
-    """Raise `Unsupported` for quantized weights: other names or rows would tear them from their scales."""
-    from ckptkit.state.quantized import require_plain as quantized  # only where names change
-
-    quantized.require_plain(found, config)
 
 
 def resize_vocabulary(model: Model, rows: int) -> Model:

@@ -13,7 +13,7 @@ from ckptkit.models.names.weights import JOINED
 from ckptkit.models.predictors import predictors_in
 from ckptkit.models.text_model import find_text_model
 from ckptkit.state.model import Model
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.state.names import require_plain
 
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 

@@ -43,8 +43,8 @@ from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Plan, make_plan, needed
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import KEEP, check_names
-from ckptkit.models.names.naming import AskedNames, name_training
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.models.names.naming import name_training
+from ckptkit.state.names import ask_names
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
 from ckptkit.storage.terms import ERROR, IGNORE, WARN, LoadTerms, PlannerEntries
@@ -218,8 +218,7 @@ class Reader(LayoutReader):
         checkpoint = Checkpoint.open(self.path)
         config = checkpoint.companions.config
         layout = restore_tied(with_own_state(checkpoint.model_component.layout, self.rank), config or {})
-        asked = AskedNames(names=self.names, config=config, trainer=checkpoint.trainer, check=require_plain)
-        layout, _ = name_training(layout, asked)
+        layout, _ = name_training(layout, ask_names(checkpoint, self.names, config))
         model = edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
         others = (part.layout for part in checkpoint.components if part is not checkpoint.model_component)
         return (model, *(with_own_state(other, self.rank) for other in others))

@@ -14,10 +14,10 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.io.path import RemotePath
 from ckptkit.layout import Blob, Layout, StoredTensor
 from ckptkit.models.names import HUB
-from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.weights import has_weights
 from ckptkit.state.matching import find_model, own_keys
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.state.names import ask_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint) -> Fill
         config = other.companions.config or checkpoint.companions.config
         try:
             wanted = checkpoint.family.name if checkpoint.family else HUB
-            asked = AskedNames(names=wanted, config=config, trainer=other.trainer, check=require_plain)
+            asked = ask_names(other, wanted, config)
             layout, remarks = name_training(layout, asked)
         except (Mismatch, Unsupported) as error:
             remarks = [f"the names in {other.path} stay as they are: {error.message}"]

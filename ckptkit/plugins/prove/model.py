@@ -13,11 +13,11 @@ from ckptkit.layout import Layout
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import Companions
 from ckptkit.models.fit import check_equal
-from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.transformers_model import MetaModel, find_meta_model
 from ckptkit.state.model import Model
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.state.names import ask_names
 from ckptkit.state.steps import unwrap
 
 
@@ -42,8 +42,7 @@ class Runnable:
         if may_be_adapted(weights.layout.tensors):
             hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
             raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
-        asked = AskedNames(names=TRANSFORMERS.name, config=config, trainer=checkpoint.trainer, check=require_plain)
-        named, more = name_weights(weights, asked)
+        named, more = name_weights(weights, ask_names(checkpoint, TRANSFORMERS.name, config))
         if named.layout.tensors.keys() != weights.layout.tensors.keys():
             remarks += tuple(f"{path}: {remark}" for remark in more)
         tensors = dict(named.layout.tensors)
