@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.layout import Layout
-from ckptkit.layout.renames import renaming
 from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import AskBase
 from ckptkit.models.names.custom import read_table
@@ -64,6 +64,11 @@ def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
         raise Unsupported(message, path=found.layout.root, hint=hint)
 
 
+def names_of_weights(layout: Layout) -> frozenset[str]:
+    """Return the entries that are the model's weights. Raises `Mismatch` where it cannot be told which is the model."""
+    return frozenset(find_weights(layout).came_from.values()) if has_weights(layout) else frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class NameOptions:
     """What users say of the names in one of two checkpoints that are brought together.
@@ -80,9 +85,9 @@ class NameOptions:
     @classmethod
     def of(
         cls,
-        map: str | Path | None = None,  # noqa: A002 - called as the option
+        map: str | os.PathLike[str] | None = None,  # noqa: A002 - called as the option
         rename: str | Sequence[str] = (),
-        base: str | Path | None = None,
+        base: str | os.PathLike[str] | None = None,
         *,
         allow_unmatched: bool = False,
     ) -> NameOptions:
@@ -90,7 +95,7 @@ class NameOptions:
         table = None if map is None else read_table(Path(map))
         rules = (rename,) if isinstance(rename, str) else tuple(rename)
         Edits(rename=rules).check_rules()
-        return cls(table, rules, None if base is None else str(base), allow_unmatched)
+        return cls(table, rules, None if base is None else os.fspath(base), allow_unmatched)
 
     def config_of(self, checkpoint: Checkpoint) -> Mapping[str, Any] | None:
         """Return the config.json that describes the model in a checkpoint; None if none is known."""
@@ -98,14 +103,18 @@ class NameOptions:
             return checkpoint.companions.config
         return find_companions(checkpoint.model_component.path, self.base).config
 
-    def rename_in(self, layout: Layout) -> Layout:
-        """Return a layout with its parameters renamed, in the optimizer too. Raises `Usage` if a rule matches none."""
+    def rename_in(self, layouts: Sequence[Layout]) -> list[Layout]:
+        """Return the layouts of a checkpoint with its parameters renamed, in the optimizer too.
+
+        Raises `Usage` if a rule matches none.
+        """
         if not self.rename:
-            return layout
-        weights = frozenset(find_weights(layout).came_from.values()) if has_weights(layout) else frozenset[str]()
-        edits = Edits(rename=self.rename, allow_unmatched=self.allow_unmatched)
-        edits.check_renames(parameters_in(layout, weights), layout.root)
-        return rename_parameters(layout, weights, renaming(self.rename))[0]
+            return list(layouts)
+        weights = [names_of_weights(layout) for layout in layouts]
+        names = {name for pair in zip(layouts, weights, strict=True) for name in parameters_in(*pair)}
+        asked = Edits(rename=self.rename, allow_unmatched=self.allow_unmatched)
+        asked.check_renames(names, layouts[0].root)
+        return [rename_parameters(*pair, asked.renaming())[0] for pair in zip(layouts, weights, strict=True)]
 
     def table_for(self, names: Iterable[str]) -> Family | None:
         """Return the table if any of a model's `names` is one of its own, and not one that it has for the Hub."""
@@ -117,3 +126,6 @@ class NameOptions:
             for sides in ((rule.family for rule in rules), (rule.hub for rule in rules))
         )
         return self.table if any(outline_of(name)[0] in own - hub for name in names) else None
+
+
+AS_THEY_ARE = NameOptions()  # of a user who says nothing of names
