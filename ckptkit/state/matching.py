@@ -11,7 +11,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed, split_groups
 from ckptkit.checkpoints.optimizers.owners import ORDER, Order
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.formats import get_format
 from ckptkit.layout import KeyPath, Layout, edits
 from ckptkit.layout.wrappers import own_name
@@ -124,7 +124,10 @@ def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, named: NameO
     """
     config = named.config_of(one) or two.companions.config
     tables = [named.table_for(model.layout.tensors) if (model := find_model(side.layout)) else None for side in pair]
-    if not any(tables) and one.family is two.family and not may_differ(one, two, config):
+    if named.table is not None and not any(tables):
+        message = f"no tensor of {pair[0].path} or {pair[1].path} has a name of the table `{named.table.name}`"
+        raise Usage(message, hint="drop --map, or correct the names under `own` in the table")
+    if tables[0] is tables[1] and one.family is two.family and not may_differ(one, two, config):
         return pair
     ours, theirs = (
         named_as_on_hub(checkpoint, side, config, table)
