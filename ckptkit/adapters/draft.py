@@ -111,14 +111,12 @@ def refuse_wrapped(part: Component, names: Sequence[str]) -> None:
         raise Unsupported(message, path=part.path, tensor=wrapped, hint=AS_THEY_ARE)
 
 
-def draft_adapters(
-    opened: Sequence[Opened], remarks: Sequence[str], output: Path, options: ConvertOptions
-) -> Conversion:
-    """Draft the adapters of a checkpoint, with their configs. Raises `Unsupported` for the mean of several.
-
-    `remarks` are what there is to say already.
-    """
+def draft_adapters(opened: Sequence[Opened], output: Path, options: ConvertOptions) -> Conversion:
+    """Draft the adapters of a checkpoint, with their configs. Raises `Unsupported` for the mean of several."""
     first, *others = opened
+    if first.part.masters is not None:
+        hint = "drop --weights-from to take the adapter as it was saved"
+        raise Unsupported("ckptkit does not take the masters of an adapter", path=first.part.path, hint=hint)
     if others or options.weights:
         hint = "run `ckptkit merge BASE A B OUT --weights 0.5,0.5` to add up their products"
         message = "these are adapters: the mean of their matrices is not the mean of their changes"
@@ -133,7 +131,7 @@ def draft_adapters(
     if options.changes_names:
         hint = "drop --names, --map and --vocab-size, or merge the adapter into its base first"
         raise Usage("these are adapters: they only fit the names and rows that their model had in training", hint=hint)
-    notes = list(remarks)
+    notes: list[str] = []
     for adapter in first.adapted.adapters:
         fitted = first.fitted(adapter, options.adapter_config)
         if options.experts:

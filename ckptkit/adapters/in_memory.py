@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from ckptkit.adapters.merged_blocks import Inside
 from ckptkit.adapters.recipes import Merging
+from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.names.weights import Weights
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.state.names import ask_names
 
 
 class Within(NamedTuple):
@@ -27,11 +28,10 @@ class Within(NamedTuple):
     start: Shape
 
 
-def in_memory(weights: Weights, config: Mapping[str, Any]) -> Layout | None:
-    """Return weights as transformers has them in memory; None where that is not known."""
-    asked = AskedNames(names=TRANSFORMERS.name, config=config, trainer=None, check=require_plain)
+def in_memory(part: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
+    """Return the weights of a part of a checkpoint as transformers has them in memory; None where that is not known."""
     try:
-        return name_weights(weights, asked)[0].layout
+        return name_weights(weights, ask_names(part, TRANSFORMERS.name, config))[0].layout
     except (Mismatch, Unsupported):  # the base is then as its files have it, and what does not fit that is named
         return None
 

@@ -16,64 +16,40 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import source_of
 from ckptkit.errors import Mismatch, Unsupported, Usage
-from ckptkit.io.origin import Origin
+from ckptkit.io.file import read_small
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.wrappers import may_be_adapted
-from ckptkit.models.companions import find_companions, tokenizer_beside
+from ckptkit.models.companions import TOKENIZER_LIMIT, find_companions, tokenizer_beside
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names import HUB
 from ckptkit.models.transformers_model import NotBuilt
 from ckptkit.models.vocabulary import NewVocabulary, vocabulary_of
-from ckptkit.state.directories import require_separate_destination
-from ckptkit.state.draft import Conversion, draft_of_model
 from ckptkit.state.model import Model
 from ckptkit.state.options import FLAT, PER_EXPERT, ConvertOptions
 from ckptkit.state.quantized.plain import make_all_plain
 from ckptkit.state.quantized.signs import may_hold_quantized
-from ckptkit.state.steps import cast, fit_config, give_names, unwrap
-from ckptkit.state.steps import describe as describe_config
+from ckptkit.state.steps import fit_config, give_names, unwrap
 
 _VOCABULARY = "vocab_size"
 
 
-def draft_merge(
-    parts: Sequence[Component], remarks: Sequence[str], output: Path, options: ConvertOptions
-) -> Conversion:
-    """Draft the model of a base and adapters: that in the first of several parts, or what lies beside one adapter.
+def merge(parts: Sequence[Component], options: ConvertOptions) -> Model:
+    """Return the model in the first of several parts with adapters merged into it, or what lies beside one adapter.
 
-    `remarks` are what there is to say already. Raises `Mismatch` for an adapter that does not fit its base,
-    `Unsupported` for one that cannot be merged.
+    It is as much of the model as you ask for, under the names that you ask for. Raises `Mismatch` for an adapter that
+    does not fit its base, `Unsupported` for one that cannot be merged.
     """
-    model, base, adapters = merge(parts, remarks, options)
-    if options.base is not None and len(parts) == 1 and base.path != adapters[0].path:
-        require_separate_destination(Checkpoint.open(to_model_path(options.base)), output, options.writer)
-    paths = dict.fromkeys((base.path, *(one.path for one in adapters)))
-    conversion = draft_of_model(model, [Origin.of(path) for path in paths], output, options)
-    tokenizer = next((found for one in adapters if (found := tokenizer_of(one, base))), {})
-    if not (tokenizer and options.writer.is_model_only):
-        return conversion
-    return replace(
-        conversion,
-        made={name: file for name, file in conversion.made.items() if name not in tokenizer},
-        copied_files=tokenizer,
-        notes=[*conversion.notes, f"the tokenizer is the adapter's: {', '.join(tokenizer)}"],
-    )
-
-
-def merge(
-    parts: Sequence[Component], remarks: Sequence[str], options: ConvertOptions
-) -> tuple[Model, Component, Sequence[Fitted]]:
-    """Return the model of a base and adapters, the part with the base, and the adapters; see `draft_merge`."""
     *before, last = parts
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))
     adapters = [the_adapter(part, named_by, before[:1]) for part in (*before[1:], last)]
     base = Model.of(before[0], options.base) if before else base_of(adapters[0], options)
     adapters = [with_fused_experts(one, base.layout, options) for one in adapters]
-    merged = merge_all(base.say(*remarks), adapters, options)
+    merged = merge_all(base, adapters, options)
     check_globs(merged, adapters, options)
-    return finish(merged, options), base.part, adapters
+    paths = dict.fromkeys((base.part.path, *(one.path for one in adapters)))
+    return replace(with_tokenizer_of(adapters, select(merged, options)), origins=tuple(paths))
 
 
 def with_fused_experts(adapter: Fitted, base: Layout, options: ConvertOptions) -> Fitted:
@@ -103,14 +79,13 @@ def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptio
     asked.check_matched("--exclude", asked.exclude, names, root)
 
 
-def finish(model: Model, options: ConvertOptions) -> Model:
-    """Return the merged model as far as you ask for it, under the names and in the dtypes that you ask for."""
+def select(model: Model, options: ConvertOptions) -> Model:
+    """Return the merged model as far as you ask for it, under the names that you ask for."""
     asked = options.edits
     model = model.note_dropped(asked.reasons_to_drop(model.layout.tensors))
     model = model.select(set(filter(asked.admit, model.layout.tensors)))
     asked.check_renames(model.layout.tensors, model.part.path)
-    model = model.rename(asked.renaming())
-    return describe_config(cast(model, options), options)
+    return model.rename(asked.renaming())
 
 
 def the_adapter(part: Component, options: ConvertOptions, base: Sequence[Component]) -> Fitted:
@@ -143,13 +118,14 @@ def base_of(adapter: Fitted, options: ConvertOptions) -> Model:
         layout = edits.rename(edits.select(opened.weights.layout, names.__contains__), names.__getitem__)
         came_from = {own: opened.weights.came_from[name] for name, own in names.items()}
         weights = replace(opened.weights, layout=layout, came_from=came_from)
-        return Model(part=opened.part, weights=weights, companions=find_companions(opened.part.path, options.base))
+        companions = find_companions(opened.part.path, options.base)
+        return Model(part=opened.part, weights=weights, origins=(opened.part.path,), companions=companions)
     if options.base is None:
         name = config.base or "MODEL"
         hint = f"pass --base {name}, or a directory that has it"
         raise Usage("the base of the adapter is not in this checkpoint", path=opened.part.path, hint=hint)
     found = Checkpoint.open(to_model_path(options.base))
-    return Model.of(found.model_component, options.base if Path(options.base).is_dir() else None)
+    return replace(Model.of(found.model_component, options.base if Path(options.base).is_dir() else None), base=found)
 
 
 def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
@@ -172,7 +148,7 @@ def merge_all(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) 
 def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> Model:
     """Merge adapters into a base of plain weights, as far as names and shapes go."""
     whole = restore_tied(base.layout, base.config)
-    memory = None if has_modules(whole, adapters) else in_memory(base.weights, base.config)
+    memory = None if has_modules(whole, adapters) else in_memory(base.part, base.weights, base.config)
     is_moved = memory is not None and has_modules(memory, adapters)
     specs = base.layout.specs
     merging = Merging(
@@ -262,6 +238,12 @@ def with_vocabulary(model: Model, before: Layout) -> Model:
     return model.with_config({**config, _VOCABULARY: rows}).say(note)
 
 
-def tokenizer_of(adapter: Fitted, base: Component) -> dict[str, Path]:
-    """Return the tokenizer that was saved with an adapter: the training may have added tokens, or a chat template."""
-    return tokenizer_beside(adapter.path) if adapter.path != base.path else {}
+def with_tokenizer_of(adapters: Sequence[Fitted], model: Model) -> Model:
+    """Return the model with the tokenizer that was saved with an adapter: training may have added tokens."""
+    beside = [tokenizer_beside(one.path) for one in adapters if one.path != model.part.path]
+    tokenizer = next(filter(None, beside), {})
+    if not tokenizer:
+        return model
+    files = {name: read_small(path, TOKENIZER_LIMIT) for name, path in tokenizer.items()}
+    companions = replace(model.companions, files=model.companions.files | files, beside=tokenizer)
+    return replace(model, companions=companions).say(f"the tokenizer is the adapter's: {', '.join(tokenizer)}")

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, read_manifest
 from ckptkit.checkpoints.optimizers.flat_parameters import unflatten_parameters
@@ -30,7 +31,7 @@ from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
 from ckptkit.layout.box import whole
 from ckptkit.layout.wrappers import is_flat_name
 from ckptkit.models.names.weights import may_have_weights
-from ckptkit.trainers import is_exported, is_other_part, marker_of, step_of, step_of_place, unfinished_names
+from ckptkit.trainers import is_exported, is_other_part, marker_of, step_of, step_of_place, unfinished_names, who_wrote
 
 _LARGEST = 1 << 26  # bytes of a file that is read again to compare it with its manifest
 _UNFINISHED = "wait for the save to end, or take another step"
@@ -118,6 +119,11 @@ class Component:
             layout = replace(layout, tensors={name: with_sum(t, sums.get(name)) for name, t in layout.tensors.items()})
         known = {path: manifest.files[path] for path in layout.paths & manifest.files.keys()}
         return replace(layout, file_sums={path: (one.nbytes, one.crc32) for path, one in known.items()})
+
+    @cached_property
+    def trainer(self) -> str | None:
+        """Return who wrote it, told by what only they leave; None if nothing tells."""
+        return who_wrote(gather(self.path, (self.layout,)))
 
     @property
     def is_adapter(self) -> bool:

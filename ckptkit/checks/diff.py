@@ -25,7 +25,8 @@ from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.dtypes import DType
 from ckptkit.models.companions import CONFIG
 from ckptkit.models.computation import find_differences
-from ckptkit.state.matching import Side, match, pair_parts, with_names_of_hub
+from ckptkit.state.matching import Side, match, pair_parts, rename_sides, with_names_of_hub
+from ckptkit.state.names import AS_THEY_ARE, NameOptions
 from ckptkit.state.selection import Edits
 from ckptkit.words import count
 
@@ -42,6 +43,9 @@ def diff(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     allow_unmatched: bool = False,
+    map: str | Path | None = None,  # noqa: A002 - called as the option
+    rename: str | Sequence[str] = (),
+    base: str | Path | None = None,
     optimizer_order: str | Path | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -52,8 +56,12 @@ def diff(
     `|a - b| <= atol + rtol * |b|`; NaN equals NaN. Another dtype is a difference, unless you pass `allow_cast`: then
     the wider of two floats is first converted to the other. `include` and `exclude` are globs of names; a glob that
     matches nothing is an error unless you pass `allow_unmatched`. If only one has an optimizer, only the models are
-    compared. If one optimizer numbers its parameters and the other names them, `optimizer_order` is as in `convert`.
-    Raises a `CkptError` if one of them cannot be read or is damaged.
+    compared.
+
+    Names of the Hub are compared with those of another family if a config.json tells how they belong together: that of
+    either checkpoint, or of `base`. `map` is a table with further names, of either checkpoint, and `rename` has rules
+    `REGEX=>TEXT` for the parameters of `a`. If one optimizer numbers its parameters and the other names them,
+    `optimizer_order` is as in `convert`. Raises a `CkptError` if one of them cannot be read or is damaged.
     """
     asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
@@ -63,8 +71,11 @@ def diff(
     if order is not None and {kind_of_keys(side.layout) for side in (one, two)} != {NAMES, IDS}:
         message = f"{ORDER}: expected numbers of parameters in one optimizer and names in the other"
         raise Usage(message, hint=f"drop {ORDER}")
+    named = NameOptions.of(map, rename, base, allow_unmatched=allow_unmatched)
     found_parts, remarks = pair_parts(one, two, order)
-    parts = [with_names_of_hub(one, two, pair) for pair in found_parts]
+    renamed = rename_sides([ours for ours, _ in found_parts], named)
+    pairs_of_parts = zip(renamed, (theirs for _, theirs in found_parts), strict=True)
+    parts = [with_names_of_hub(one, two, pair, named) for pair in pairs_of_parts]
     matches = [match(part.layout, other.layout) for part, other in parts]
     notes = [*remarks, *(remark for pair in parts for side in pair for remark in side.remarks)]
     notes += [remark for *_, more in matches for remark in more]
@@ -87,29 +98,38 @@ def prove(
     source: Source,
     *,
     allow_cast: bool = False,
+    named: NameOptions = AS_THEY_ARE,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> dict[Path, Diff]:
     """Hold the tensors of what a conversion made against those of its source, bit for bit; by part of what it made.
 
     With `allow_cast` a tensor of another dtype is first converted to that which it has in `made`, as it was then.
-    Other entries are not compared. What their config.json let both models compute is compared too.
+    `named` is what the user says of the names in the source. Other entries are not compared. What their config.json let
+    both models compute is compared too.
     """
     one, two = Checkpoint.open(made), Checkpoint.open(source)
-    found = compare_tensors(one, two, allow_cast=allow_cast, jobs=jobs, progress=progress)
+    found = compare_tensors(one, two, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
     model = one.model_component.path
     return {path: diff.merge(compare_configs(one, two)) if path == model else diff for path, diff in found.items()}
 
 
 def compare_tensors(
-    one: Checkpoint, two: Checkpoint, *, allow_cast: bool, jobs: int | None, progress: Progress | None
+    one: Checkpoint,
+    two: Checkpoint,
+    *,
+    allow_cast: bool,
+    named: NameOptions,
+    jobs: int | None,
+    progress: Progress | None,
 ) -> dict[Path, Diff]:
     """Return what `prove` does of the tensors alone."""
     terms = Terms(allow_cast=allow_cast, is_conversion=True)
     found: dict[Path, Diff] = {}
     pairs, shared = pair_parts(one, two)
-    for pair in pairs:
-        part, other = with_names_of_hub(one, two, pair)
+    renamed = rename_sides([theirs for _, theirs in pairs], named)
+    for (ours_before, _), theirs_renamed in zip(pairs, renamed, strict=True):
+        part, other = with_names_of_hub(one, two, (ours_before, theirs_renamed), named)
         ours, theirs, remarks = match(part.layout, other.layout)
         notes = [*shared, *part.remarks, *other.remarks, *remarks]
         if ours.layout.blobs or theirs.layout.blobs:

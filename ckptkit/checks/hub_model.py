@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.component import Component
 from ckptkit.checks.open import LazyCheckpoint
-from ckptkit.conversion.convert import choose_models, take_steps
+from ckptkit.conversion.build_model import build_model, choose_models
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate, unpack
 from ckptkit.layout.wrappers import may_be_adapted
@@ -56,14 +55,9 @@ class HubModel:
 
 def model_of(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
     """Return the model in a checkpoint, as `consolidate` writes it; of an adapter the model that it is merged into."""
-    parts, remarks = choose_models([checkpoint], options)
-    merged = merge_adapter(parts, remarks, options) if may_be_adapted(parts[0].layout.tensors) else None
-    return merged or take_steps(parts, options).say(*remarks)
+    (part,), remarks = choose_models([checkpoint], options)
+    if may_be_adapted(part.layout.tensors):
+        from ckptkit.adapters.draft import open_adapters
 
-
-def merge_adapter(parts: list[Component], remarks: list[str], options: ConvertOptions) -> Model | None:
-    """Return the base with the adapter in a part merged into it; None if there is no adapter."""
-    from ckptkit.adapters.draft import open_adapters
-    from ckptkit.adapters.merge import merge
-
-    return None if open_adapters(parts[0], options) is None else merge(parts, remarks, replace(options, merge=True))[0]
+        options = replace(options, merge=open_adapters(part, options) is not None)
+    return build_model([part], options).say(*remarks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from ckptkit.checkpoints.store_sums import StoreSums, ask_store, tell_proved, te
 from ckptkit.checks.masters import compare_copies, compare_masters
 from ckptkit.checks.own_files import OwnFiles, within
 from ckptkit.engine.scan import find_zeros, scan
-from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported, Usage, translate_os_errors
 from ckptkit.formats import detect_format, find_format, locate
 from ckptkit.io.crc32 import RESTORE, tell_damage
 from ckptkit.io.file import children, file_size, is_there
@@ -38,6 +38,7 @@ from ckptkit.io.progress import Progress, Told, telling
 from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.models.companions import CONFIG
 from ckptkit.models.computation import describe_differences
+from ckptkit.state.names import NameOptions
 from ckptkit.summary import Summarized, first_few
 from ckptkit.words import count, format_bytes
 
@@ -112,6 +113,8 @@ def verify(
     fast: bool = False,
     against: Source | None = None,
     allow_cast: bool = False,
+    map: str | Path | None = None,  # noqa: A002 - called as the option
+    rename: str | Sequence[str] = (),
     stats: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -124,11 +127,14 @@ def verify(
 
     With `against`, a checkpoint or a run of any format and world size, the tensors of an undamaged checkpoint are
     compared with it: all tensors if both have an optimizer, else the model's. Another dtype is a problem, unless you
-    pass `allow_cast`: then `against` is converted first. With `stats`, the numbers are counted too.
+    pass `allow_cast`: then `against` is converted first. `map` is a table with names of either side, and `rename` has
+    rules `REGEX=>TEXT` for the parameters of `against`. With `stats`, the numbers are counted too.
 
     Raises `NotACheckpoint` if there is no checkpoint, `Unsupported` for files that ckptkit cannot read yet. Everything
     wrong with a checkpoint that exists is in the problems of the result.
     """
+    if against is None and (map or rename):
+        raise Usage("--map and --rename are for a comparison", hint="pass --against too")
     checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
     tell = telling(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
     look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=tell)
@@ -138,7 +144,9 @@ def verify(
     if against is not None and all(part.is_ok for part in found):
         from ckptkit.checks.diff import prove  # and with it all that copies and compares
 
-        proofs = [prove(source, against, allow_cast=allow_cast, jobs=jobs, progress=progress) for source in sources]
+        named = NameOptions.of(map, rename)
+        compare = partial(prove, allow_cast=allow_cast, named=named, jobs=jobs, progress=progress)
+        proofs = [compare(source, against) for source in sources]
         compared = {path: diff for proof in proofs for path, diff in proof.items()}
         found = [with_comparison(part, compared.get(part.path)) for part in found]
     if stats and all(part.is_ok for part in found):

@@ -59,6 +59,8 @@ OF_ONE = (
 )
 Include = Annotated[list[str] | None, described(OPTIONS["include"])]
 Exclude = Annotated[list[str] | None, described(OPTIONS["exclude"])]
+Base = Annotated[str | None, described(OPTIONS["base"])]
+Map = Annotated[str | None, described(OPTIONS["map"])]
 AllowUnmatched = Annotated[bool, described(OPTIONS["allow_unmatched"])]
 OptimizerOrder = Annotated[str | None, described(OPTIONS["optimizer_order"])]
 Overwrite = Annotated[bool, described(OPTIONS["overwrite"])]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.conversion import AllowUnmatched, Exclude, Include, Jobs, OptimizerOrder
+from ckptkit.cli.conversion import AllowUnmatched, Base, Exclude, Include, Jobs, Map, OptimizerOrder
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.io.path import to_path
@@ -39,6 +39,12 @@ def diff(
     include: Include = None,
     exclude: Exclude = None,
     allow_unmatched: AllowUnmatched = False,
+    map: Map = None,  # noqa: A002 - the name of the option
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="'REGEX=>TEXT'", help="Rename the parameters of A first; repeatable."),
+    ] = None,
+    base: Base = None,
     optimizer_order: OptimizerOrder = None,
     every: Annotated[bool, typer.Option("--all", help="List every tensor on its own line.")] = False,
     jobs: Jobs = None,
@@ -69,6 +75,9 @@ def diff(
             include=include or (),
             exclude=exclude or (),
             allow_unmatched=allow_unmatched,
+            map=map,
+            rename=rename or (),
+            base=base,
             optimizer_order=optimizer_order,
             jobs=jobs,
             progress=progress,

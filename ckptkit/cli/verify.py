@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.checkpoints.find_components import describe_left
-from ckptkit.cli.conversion import Jobs
+from ckptkit.cli.conversion import Jobs, Map
 from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, print_problem, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
@@ -41,6 +41,11 @@ def verify(
         typer.Option(parser=to_path, metavar="OTHER", help="Also compare with another checkpoint, tensor by tensor."),
     ] = None,
     allow_cast: Annotated[bool, typer.Option("--allow-cast", help="With --against: allow dtypes to differ.")] = False,
+    map: Map = None,  # noqa: A002 - the name of the option
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="'REGEX=>TEXT'", help="With --against: rename the parameters of OTHER first; repeatable."),
+    ] = None,
     base: Annotated[
         Path | None,
         typer.Option(parser=to_path, metavar="BASE", help="For a delta: also check that BASE is its base."),
@@ -86,6 +91,8 @@ def verify(
             fast=fast,
             against=against,
             allow_cast=allow_cast,
+            map=map,
+            rename=rename or (),
             stats=stats,
             jobs=jobs,
             progress=progress,

@@ -20,12 +20,12 @@ from ckptkit.models.expected import closest
 from ckptkit.models.fit import abridge
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.names import HUB
-from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.weights import find_model_key
 from ckptkit.models.predictors import predictors_in
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import rows_of, vocabulary_of
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.state.names import ask_names
 from ckptkit.words import count
 
 _IN_MEMORY = "transformers"  # the family of names that its models have there
@@ -144,10 +144,8 @@ def find_names_on_disk(case: Case, model: TargetModel) -> Iterator[Finding]:
 def named_as_on_hub(case: Case, model: TargetModel, rows: int | None) -> Shapes | None:
     """Return the shapes of the tensors by the Hub's names, None where they cannot be turned, or need not be."""
     assert case.weights is not None
-    config, trainer = model.config or None, case.checkpoint.trainer
-    asked = AskedNames(names=HUB, config=config, trainer=trainer, check=require_plain, rows=rows)
     try:
-        found, _ = name_weights(case.weights, asked)
+        found, _ = name_weights(case.weights, ask_names(case.checkpoint, HUB, model.config or None, rows=rows))
     except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
         return None
     return found.layout.shapes

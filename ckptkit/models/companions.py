@@ -46,7 +46,7 @@ TEMPLATES = "additional_chat_templates"
 # of sentence-transformers: the modules after the transformer, such as pooling, each with a directory for its config
 MODULES = "modules.json"
 _OF_MODULES = (MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
-_LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
+TOKENIZER_LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
 _CONFIG_LIMIT = 1 << 24  # bytes of a config.json of which little is asked
 
 
@@ -80,10 +80,8 @@ class Companions:
         return [f"used {', '.join(names)} from {place}" for place, names in places.items()]
 
     def to_files(self) -> dict[str, bytes]:
-        """Return the files as they will be written, by name; {} without a config.json."""
-        if self.library is not None:
-            return self.files
-        return {} if self.config is None else self.files | {CONFIG: dump_config(self.config)}
+        """Return the files as they will be written, by name."""
+        return self.files if self.config is None else self.files | {CONFIG: dump_config(self.config)}
 
     @property
     def stem(self) -> str:
@@ -116,7 +114,9 @@ def with_tokenizer(found: Companions, checkpoint: Path) -> Companions:
     for place in places_of(checkpoint.absolute()):
         beside = tokenizer_beside(spelled_like(checkpoint, place))
         if beside.keys() & set(TOKENIZERS):
-            files = {name: read_small(path, _LIMIT) for name, path in beside.items() if name not in found.files}
+            files = {
+                name: read_small(path, TOKENIZER_LIMIT) for name, path in beside.items() if name not in found.files
+            }
             return replace(found, files=found.files | files, beside={name: beside[name] for name in files})
     return found
 
@@ -142,7 +142,7 @@ def read_companions(place: Path, *, follow_links: bool = False) -> Companions | 
     """
 
     def read(name: str) -> bytes:
-        return read_small((place / name).resolve() if follow_links else place / name, _LIMIT)
+        return read_small((place / name).resolve() if follow_links else place / name, TOKENIZER_LIMIT)
 
     if not (place / CONFIG).is_file():
         return None

@@ -20,7 +20,7 @@ from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.seal import replace_manifest, sum_files
 from ckptkit.checks.verify import verify_part
 from ckptkit.conversion.consolidate import consolidate
-from ckptkit.conversion.convert import draft, require_all_taken
+from ckptkit.conversion.convert import plan, require_all_taken
 from ckptkit.errors import Mismatch
 from ckptkit.io.allocation import create_file
 from ckptkit.io.progress import Told
@@ -56,7 +56,7 @@ def foresee(checkpoint: Path) -> Demotion:
         raise one.to_error(checkpoint)  # the average is in the optimizer alone
     weights = opened.weights.layout
     options = ConvertOptions.of({"dtype": dtypes_for(weights), "allow_unmatched": True}, to="hf")
-    conversion = draft([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
+    conversion = plan([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
     require_all_taken(conversion)
     require_nothing_else(conversion)
     files = {name: FileSum(nbytes, 0) for name, nbytes in conversion.file_sizes.items()}

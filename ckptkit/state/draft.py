@@ -28,6 +28,7 @@ from ckptkit.layout.plan import Recipe
 from ckptkit.models.expected import Form
 from ckptkit.models.fit import abridge
 from ckptkit.models.names.weights import UNKNOWN, LeftOut, Weights, names_of_training, summarize
+from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
 from ckptkit.version import __version__
@@ -270,13 +271,22 @@ class Conversion:
         }
         return json.dumps(words, indent=1, sort_keys=True).encode()
 
+    def say(self, *notes: str) -> Conversion:
+        """Return the conversion with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
     def names_in(self, place: str) -> list[str]:
         """Return the names of the files directly in a directory of the output."""
         return [path.name for path in map(Path, self.file_sizes) if path.parent == Path(place)]
 
 
-def draft_of_model(model: Model, origins: Sequence[Origin], output: Path, options: ConvertOptions) -> Conversion:
-    """Draft the files of one model, with config and tokenizer if the format is that of a model alone."""
+def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conversion:
+    """Draft the files of one model, with config and tokenizer if the format is that of a model alone.
+
+    Raises `Unsafe` if the output would replace the base whose tensors are read.
+    """
+    if model.base is not None:
+        require_separate_destination(model.base, output, options.writer)
     is_alone = options.writer.is_model_only
     world_size = options.world_size or model.part.layout.world_size or 1
     draft = Draft.of(
@@ -290,7 +300,8 @@ def draft_of_model(model: Model, origins: Sequence[Origin], output: Path, option
         stem=model.companions.stem if is_alone else "model",
     )
     return Conversion(
-        origins=origins,
+        origins=[Origin.of(path) for path in model.origins],
+        also_read=[Origin.of(model.base.path)] if model.base is not None else [],
         output=output,
         options=options,
         drafts=[draft],

@@ -76,7 +76,7 @@ def join_masters(model: Model, masters: Model) -> Model:
     return replace(model.with_layout(layout), siblings=(masters.layout,), stored_as=stored).say(*notes)
 
 
-def make_masters(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
+def make_masters(model: Model) -> Model:
     """Make each weight that has a master by a recipe."""
     from ckptkit.engine.masters import Master, Remainder  # imports numpy, which no copy needs
 
@@ -94,7 +94,7 @@ def make_masters(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG00
     return replace(model, others=others, recipes={**model.recipes, **recipes})
 
 
-def note_remainders(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
+def note_remainders(model: Model) -> Model:
     """Say that an optimizer has remainders of the weights, which are not asked for."""
     layout = model.part.layout
     left = remainders_in(layout, find_weights(layout).layout.specs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -11,7 +11,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_optimizers, kind_of_keys, rekeyed, split_groups
 from ckptkit.checkpoints.optimizers.owners import ORDER, Order
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.formats import get_format
 from ckptkit.layout import KeyPath, Layout, edits
 from ckptkit.layout.wrappers import own_name
@@ -19,11 +19,12 @@ from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import forms_for
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB
-from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.parameters import NewName, rename_in, rename_lists
 from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights, has_weights
+from ckptkit.state.names import NameOptions, ask_names
 from ckptkit.state.optimizers import describe_names, names_in
-from ckptkit.state.quantized.require_plain import require_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +111,27 @@ def join_files(checkpoint: Checkpoint) -> Compared | None:
     return Compared(model.path, split_groups(checkpoint.layout))
 
 
-def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair) -> Pair:
-    """Return both sides by the names of the Hub, if they are of different families and a config.json lies by one."""
-    config = one.companions.config or two.companions.config
-    if one.family is two.family and not may_differ(one, two, config):
+def rename_sides(sides: Sequence[Compared], named: NameOptions) -> list[Compared]:
+    """Return the sides that are parts of one checkpoint with its parameters renamed as the user says."""
+    layouts = named.rename_in([side.layout for side in sides])
+    return [side.becomes(layout) for side, layout in zip(sides, layouts, strict=True)]
+
+
+def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, named: NameOptions) -> Pair:
+    """Return both sides by the names of the Hub, if they are of different families and a config.json describes one.
+
+    With a table of the user's, those with names of the table get the names of the Hub by it.
+    """
+    config = named.config_of(one) or two.companions.config
+    tables = [named.table_for(model.layout.tensors) if (model := find_model(side.layout)) else None for side in pair]
+    if named.table is not None and not any(tables):
+        message = f"no tensor of {pair[0].path} or {pair[1].path} has a name of the table `{named.table.name}`"
+        raise Usage(message, hint="drop --map, or correct the names under `own` in the table")
+    if tables[0] is tables[1] and one.family is two.family and not may_differ(one, two, config):
         return pair
     ours, theirs = (
-        named_as_on_hub(checkpoint, side, config) for checkpoint, side in zip((one, two), pair, strict=True)
+        named_as_on_hub(checkpoint, side, config, table)
+        for checkpoint, side, table in zip((one, two), pair, tables, strict=True)
     )
     return ours, theirs
 
@@ -132,14 +147,17 @@ def may_differ(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | Non
         return False
 
 
-def named_as_on_hub(checkpoint: Checkpoint, side: Compared, config: Mapping[str, Any] | None) -> Compared:
-    """Return a side by the names of the Hub, or as it is if that is not to be had."""
+def named_as_on_hub(
+    checkpoint: Checkpoint, side: Compared, config: Mapping[str, Any] | None, table: Family | None
+) -> Compared:
+    """Return a side by the names of the Hub, or as it is if that is not to be had without a table."""
     if not has_weights(side.layout):
         return side
     try:
-        asked = AskedNames(names=HUB, config=config, trainer=checkpoint.trainer, check=require_plain)
-        layout, remarks = name_training(side.layout, asked)
+        layout, remarks = name_training(side.layout, ask_names(checkpoint, HUB, config, table))
     except (Mismatch, Unsupported) as error:
+        if table is not None:
+            raise
         return side.becomes(side.layout, f"the names in {side.path} stay as they are: {error.message}")
     return side.becomes(layout, *remarks)
 

@@ -33,7 +33,8 @@ def align(models: Sequence[Model]) -> Model:
     for other in others:
         check_same(first.part.path, first.layout, other.part.path, other.layout)
     remarks = [*unknown, *(remark for model in others for remark in model.remarks)]
-    return replace(first, siblings=tuple(other.layout for other in others)).say(*remarks)
+    origins = tuple(path for model in models for path in model.origins)
+    return replace(first, origins=origins, siblings=tuple(other.layout for other in others)).say(*remarks)
 
 
 def check_configs(models: Sequence[Model]) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any
 
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Unsupported
 from ckptkit.layout import Layout, edits
@@ -15,7 +16,6 @@ from ckptkit.layout.plan import Recipe
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.expected import AskBase, Form
 from ckptkit.models.names.weights import Weights, find_weights
-from ckptkit.state.options import ConvertOptions
 
 RecipeFor = Callable[[str, DType], Recipe]  # by the name and the dtype that a tensor is written with
 
@@ -24,9 +24,10 @@ RecipeFor = Callable[[str, DType], Recipe]  # by the name and the dtype that a t
 class Model:
     """What is about to be written, and all that is known of it. Steps return another one; nothing is changed in place.
 
-    `weights` are the tensors, under the names that they are to have; `part` is where they come from. `companions` are
-    config.json and the files beside it, as they will be written. `expected` is what config.json describes, or the
-    reason why that is not known, or None without a config.json.
+    `weights` are the tensors, under the names that they are to have; `part` is where they come from, `origins` are the
+    paths of all sources, and `base` is the checkpoint of `--base` if its tensors are read. `companions` are config.json
+    and the files beside it, as they will be written. `expected` is what config.json describes, or the reason why that
+    is not known, or None without a config.json.
 
     `siblings` are the same tensors in further checkpoints, for the mean of all. Source N of a recipe is
     `others[N - 1]`, source 0 the model itself. A recipe is made last, when the name and the dtype of its tensor are
@@ -37,6 +38,8 @@ class Model:
 
     part: Component
     weights: Weights
+    origins: tuple[Path, ...]
+    base: Checkpoint | None = None
     companions: Companions = field(default_factory=Companions)
     ask_base: AskBase = None
     expected: Form | Unsupported | None = None
@@ -51,10 +54,10 @@ class Model:
     remarks: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, part: Component, companions_from: str | None, **more: Any) -> Model:
+    def of(cls, part: Component, companions_from: str | None) -> Model:
         """Return the whole model in a part of a checkpoint, with the companions of another one if that is named."""
-        weights = find_weights(part.layout)
-        return cls(part=part, weights=weights, companions=find_companions(part.path, companions_from), **more)
+        companions = find_companions(part.path, companions_from)
+        return cls(part=part, weights=find_weights(part.layout), origins=(part.path,), companions=companions)
 
     @property
     def layout(self) -> Layout:
@@ -117,25 +120,3 @@ class Model:
 def always(recipe: Recipe) -> RecipeFor:
     """Return a recipe that is the same under any name and for any dtype."""
     return lambda _name, _dtype: recipe
-
-
-class Step(NamedTuple):
-    """A change of the model. Its function `where` (`module:function`) is imported when the step `applies`."""
-
-    where: str
-    applies: Callable[[Model, ConvertOptions], bool]
-
-    def __call__(self, model: Model, options: ConvertOptions) -> Model:
-        """Return the model as this step leaves it."""
-        if not self.applies(model, options):
-            return model
-        module, _, function = self.where.partition(":")
-        change = cast("Callable[[Model, ConvertOptions], Model]", getattr(import_module(module), function))
-        return change(model, options)
-
-
-def take(steps: Iterable[Step], model: Model, options: ConvertOptions) -> Model:
-    """Return what a model becomes by steps, one after another."""
-    for step in steps:
-        model = step(model, options)
-    return model

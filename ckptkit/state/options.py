@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypedDict, TypeVar
 
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES
 from ckptkit.checkpoints.optimizers.owners import OF_MODEL, ORDER, Order, read_order
+from ckptkit.entry_points import PluginTable
 from ckptkit.errors import Usage
 from ckptkit.formats import FORMATS, FormatWriter, get_writer, writable_formats
 from ckptkit.io.progress import Progress
@@ -28,11 +29,27 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
 MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
-QUANTIZATIONS = ("fp8-block", "fp8-channel", "fp8-block-ue8m0")  # the schemes of `plugins.quantize.schemes`
 PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # of lora_B of fused experts, see `adapters.experts`
 FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = ("flat", "per-expert", "3d")  # of adapters, see `adapters.expert_pairs`
 ADAPTER = "adapter"  # what to write: the adapter in the checkpoint, as Hugging Face files
 RANK = "rank"  # the part of a process that torchrun started
+
+
+class KnownQuantizer(NamedTuple):
+    """A way to quantize: the `module:function` that returns a `Model` quantized as `ConvertOptions` say."""
+
+    quantize: str
+
+
+QUANTIZERS = PluginTable(
+    "ckptkit.quantizers",
+    KnownQuantizer,
+    {
+        "fp8-block": KnownQuantizer("ckptkit.plugins.quantize.quantize:quantize"),
+        "fp8-channel": KnownQuantizer("ckptkit.plugins.quantize.quantize:quantize"),
+        "fp8-block-ue8m0": KnownQuantizer("ckptkit.plugins.quantize.quantize:quantize"),
+    },
+)
 
 _AT_LEAST_ONE = ("world_size", "vocab_size", "jobs")
 _OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
@@ -280,8 +297,8 @@ class ConvertOptions:
             if self.exclude_quantize:
                 raise Usage("--exclude-quantize does nothing without --quantize", hint="add --quantize")
             return
-        if self.quantize not in QUANTIZATIONS:
-            raise Usage(f"unknown quantization `{self.quantize}`", hint=f"use one of {', '.join(QUANTIZATIONS)}")
+        if self.quantize not in QUANTIZERS:
+            raise Usage(f"unknown quantization `{self.quantize}`", hint=f"use one of {', '.join(QUANTIZERS)}")
         if not self.writer.is_model_only:
             raise Usage(
                 f"`{self.to}` is not a model format that can be quantized",
@@ -308,6 +325,11 @@ class ConvertOptions:
     def is_for_hub(self) -> bool:
         """Return whether the output is a Hugging Face model under the Hub's names."""
         return self.writer.is_model_only and self.names in (None, HUB)
+
+    @property
+    def wanted_names(self) -> str:
+        """Return the family of names that the tensors are to have: the Hub's for a model alone, else their own."""
+        return self.names or (HUB if self.writer.is_model_only or self.map else KEEP)
 
     @property
     def family(self) -> Family | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, join_layouts, moved
-from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.optimizers.keys import IDS, split_groups
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.formats import detect_format, get_format
@@ -19,22 +18,21 @@ from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB, KEEP
-from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.parameters import parameters_in, rename_parameters
 from ckptkit.models.names.sizes import Sizes
-from ckptkit.models.names.weights import find_weights, has_weights
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.state.completion import Completed, complete_optimizers
 from ckptkit.state.directories import entry_at, files_beside, own_files
 from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_in
+from ckptkit.state.names import ask_names, names_of_weights
 from ckptkit.state.optimizers import Rekeying, key_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
+from ckptkit.state.quantized.signs import may_be_quantized
 from ckptkit.state.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
-from ckptkit.state.steps import WITH_FILES, require_files, require_plain
-from ckptkit.trainers import say_opaque, who_wrote
-
-CheckCasts = Callable[[Component, Mapping[str, str]], None]  # a part, and what becomes of dtypes by name
+from ckptkit.state.steps import WITH_FILES, names_of_base, require_files
+from ckptkit.trainers import say_opaque
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,46 +77,35 @@ class Piece:
         return Entries.of(layout, written, dropped)
 
 
-def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, check_casts: CheckCasts) -> Conversion:
-    """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them.
-
-    `check_casts` raises an error for casts that a part cannot have.
-    """
-    origin = Origin.of(checkpoint.path)
-    pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
-    layouts = [piece.layout if options.keeps_groups else split_groups(piece.layout) for piece in pieces]
-    pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
-    nested: list[str] = []
-    if options.optimizer_keys == IDS:
-        found = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]
-        layouts, nested = [layout for layout, _ in found], [remark for _, remarks in found for remark in remarks]
-        pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
-    completed = Completed(layouts)
-    if options.complete_optimizer:
-        completed = complete_optimizers(checkpoint, layouts, options.order)
-        layouts = list(completed.layouts)
-        pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, layouts, strict=True)]
+def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
+    """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them."""
+    pieces, completed = open_pieces(checkpoint, options)
+    layouts = completed.layouts
     world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
     options.edits.check_globs(layouts)
     chosen, remarks = zip(*(choose(piece, options, world_size) for piece in pieces), strict=True)
-    check_edits(chosen, options)
+    is_late = options.edits.has_dtypes_of_output(chosen)
+    check_edits(chosen, options, is_late=is_late)
     rekeyings = key_optimizers(checkpoint, layouts, options)
     drafts: list[Draft] = []
     entries: list[Entries] = []
-    notes = [*nested, *completed.remarks, *chain(*remarks)]
+    notes = [*completed.remarks, *chain(*remarks)]
     notes += [rekeying.remark for one in rekeyings for rekeying in one if rekeying.remark]
     for piece, one, optimizers in zip(pieces, chosen, rekeyings, strict=True):
         sources: Sequence[Layout] = ()
         if one.names or not piece.layout.names:
-            draft, more = draft_piece(piece, one, options, world_size, optimizers, check_casts)
+            draft, more = draft_piece(piece, one, options, world_size, optimizers, is_late=is_late)
             sources = draft.sources
             drafts.append(draft)
             notes += more
         entries.append(piece.entries(one, sources, options))
+    if is_late:
+        options.edits.check_dtypes([draft.wanted for draft in drafts])
+        notes.append("--dtype matches names in the output, but not all of its globs match names in the source")
     if not drafts:
         raise Mismatch("nothing is left to write", path=checkpoint.path, hint="check --include and --exclude")
     conversion = Conversion(
-        origins=[origin],
+        origins=[Origin.of(checkpoint.path)],
         output=output,
         options=options,
         drafts=drafts,
@@ -146,11 +133,27 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions, c
     )
 
 
-def check_edits(chosen: Sequence[Layout], options: ConvertOptions) -> None:
-    """Raise `Usage` for a rule of `--dtype` or `--rename` that matches nothing in any piece."""
-    options.edits.check_dtypes(chosen)
+def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[Piece], Completed]:
+    """Return the pieces of a checkpoint with the groups and states of optimizers that the output is to have."""
+    pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
+    layouts = [piece.layout if options.keeps_groups else split_groups(piece.layout) for piece in pieces]
+    remarks: list[str] = []
+    if options.optimizer_keys == IDS:
+        found = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]
+        layouts, remarks = [layout for layout, _ in found], [remark for _, more in found for remark in more]
+    completed = Completed(layouts)
+    if options.complete_optimizer:
+        completed = complete_optimizers(checkpoint, layouts, options.order)
+    pieces = [replace(piece, layout=layout) for piece, layout in zip(pieces, completed.layouts, strict=True)]
+    return pieces, replace(completed, remarks=[*remarks, *completed.remarks])
+
+
+def check_edits(chosen: Sequence[Layout], options: ConvertOptions, *, is_late: bool) -> None:
+    """Raise `Usage` for a rule of `--rename` that matches nothing in any piece, or of `--dtype` unless it is late."""
+    if not is_late:
+        options.edits.check_dtypes(chosen)
     if options.rename:
-        names = [name for layout in chosen for name in parameters_in(layout, find_names(layout))]
+        names = [name for layout in chosen for name in parameters_in(layout, names_of_weights(layout))]
         options.edits.check_renames(names, chosen[0].root)
 
 
@@ -210,19 +213,21 @@ def draft_piece(
     options: ConvertOptions,
     world_size: int,
     optimizers: Sequence[Rekeying],
-    check_casts: CheckCasts,
+    *,
+    is_late: bool,
 ) -> tuple[Draft, list[str]]:
     """Draft a piece as it shall be: cast, its optimizer by name or number, renamed and put under a key.
 
-    Return remarks on its names, too.
+    If `is_late`, it is cast at the end, because globs of dtypes are for the names that it then has. Return remarks on
+    its names, too.
     """
     remarks: list[str] = []
     asked = options.edits
+    early = replace(asked, dtype=()) if is_late else asked
     names = options.names or (HUB if options.map else KEEP)
     is_named = options.changes_names
-    weights = find_names(chosen) if asked.are_of_weights or is_named else frozenset()
-    layout, casts = asked.cast(chosen, weights.__contains__)
-    check_casts(piece.parts[0], casts)
+    weights = names_of_weights(chosen) if asked.are_of_weights or is_named else frozenset()
+    layout, casts = early.cast(chosen, weights.__contains__)
     for rekeying in optimizers:
         layout = rekeying.edit(layout)
     if asked.rename:
@@ -234,7 +239,19 @@ def draft_piece(
         layout = edits.nest(layout, ())
     nested = edits.nest(layout, (options.under,)) if options.under else layout
     casts = {renamed.get(name, name): change for name, change in casts.items()}
+    if is_late:
+        weights = names_of_weights(nested) if asked.are_of_weights else frozenset()
+        nested, casts = asked.cast(nested, weights.__contains__)
+    refuse_separated(piece.parts[0], casts, {new: old for old, new in renamed.items()})
     return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
+
+
+def refuse_separated(part: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
+    """Raise an error if casts would tear quantized weights from their scales."""
+    if casts and may_be_quantized(part.layout.specs):
+        from ckptkit.state.quantized import plain
+
+        plain.refuse_separated(part, casts, came_from)
 
 
 def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:
@@ -243,22 +260,9 @@ def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions
     companions, rows = find_companions(path, options.base), options.vocab_size
     require_files(companions, options)
     notes = [] if rows is None else check_tokens(companions, rows)
-    trainer = who_wrote(gather(path, (piece.parts[0].layout,)))
-    asked = AskedNames(
-        names=names,
-        config=companions.config,
-        trainer=trainer,
-        check=require_plain,
-        table=options.table,
-        rows=rows,
-    )
-    layout, remarks = name_training(layout, asked)
+    known = companions.config, options.table, rows, names_of_base(options.base)
+    layout, remarks = name_training(layout, ask_names(piece.parts[0], names, *known))
     return layout, [*remarks, *notes]
-
-
-def find_names(layout: Layout) -> frozenset[str]:
-    """Return the names of the model's weights. Raises `Unsupported` where it cannot be told which is the model."""
-    return frozenset(find_weights(layout).came_from.values()) if has_weights(layout) else frozenset()
 
 
 def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layout], world_size: int) -> Conversion:

@@ -24,8 +24,8 @@ LIKE = "like:"
 class Edits:
     """The edits asked for: globs of names to take and to leave, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`.
 
-    Globs are for names in the checkpoint; those of dtypes are for names in the output, or in the checkpoint if they
-    match none of these. A pattern that matches nothing is an error unless `allow_unmatched`.
+    Globs are for names in the source, as `inspect SRC --tensors` shows them. Those of dtypes that match none of these
+    are for names in the output. A pattern that matches nothing is an error unless `allow_unmatched`.
     """
 
     include: Sequence[str] = ()
@@ -66,18 +66,25 @@ class Edits:
             raise Usage(f"--include and --exclude drop all of {count(len(names), 'entry')}", path=root, hint=hint)
 
     def with_dtypes_of(self, made_of: Mapping[str, Collection[str]]) -> tuple[Edits, list[str]]:
-        """Return the edits with every `--dtype` glob made one of names in the output, and a note for each that changed.
+        """Return the edits with every `--dtype` glob made one of names in the output, and a note for each that was one.
 
-        `made_of` gives, for each name in the output, the names in the checkpoint that it is made of.
+        `made_of` gives, for each name in the output, the names in the source that it is made of.
         """
         rules, remarks = [], []
         for rule in self.dtype:
             glob, dtype = rule.rpartition("=")[0], rule.rpartition("=")[2]
-            became = became_of(glob, made_of) if parse_cast(rule)[0] is not None else []
+            has_glob = parse_cast(rule)[0] is not None
+            became = became_of(glob, made_of) if has_glob else []
             rules += [f"{escape(name)}={dtype}" for name in became] or [rule]
-            if became:
-                remarks.append(f"--dtype '{glob}' matches names in the checkpoint, but none in the output")
+            if has_glob and not became:
+                remarks.append(f"--dtype '{glob}' matches names in the output, but none in the source")
         return replace(self, dtype=rules), remarks
+
+    def has_dtypes_of_output(self, layouts: Sequence[Layout]) -> bool:
+        """Return whether a `--dtype` glob matches no tensor in the layouts of a source: then all are for the output."""
+        names = [name for layout in layouts for name in layout.tensors]
+        globs = [glob for glob, _ in map(parse_cast, self.dtype) if glob is not None]
+        return any(not any(fnmatchcase(name, glob) for name in names) for glob in globs)
 
     def check_dtypes(self, layouts: Sequence[Layout]) -> None:
         """Raise `Usage` for a `--dtype GLOB=DTYPE` that matches no tensor in any of the layouts."""
@@ -188,9 +195,7 @@ class Like:
 
 
 def became_of(glob: str, made_of: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the names in the output made of tensors that a glob matches; [] if it matches names in the output."""
-    if any(fnmatchcase(name, glob) for name in made_of):
-        return []
+    """Return the names in the output that are made of tensors whose names in the source a glob matches."""
     return [name for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)]
 
 

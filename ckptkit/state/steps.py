@@ -11,7 +11,6 @@ from shlex import quote
 from typing import Any
 
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.evidence import gather
 from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_more
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.dtypes import DTYPES, DType
@@ -22,7 +21,7 @@ from ckptkit.models.fit import fit
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names import HUB, KEEP
 from ckptkit.models.names.copies import find_copy
-from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.parameters import rename_parameters
 from ckptkit.models.names.prefixes import remove_prefix
 from ckptkit.models.names.sizes import Sizes
@@ -31,9 +30,9 @@ from ckptkit.models.tokens import check_tokens, warn_of_tokens
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
 from ckptkit.state.model import Model
+from ckptkit.state.names import ask_names
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.signs import is_declared_quantized
-from ckptkit.trainers import who_wrote
 from ckptkit.words import count
 
 WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
@@ -54,6 +53,7 @@ def open_model(part: Component, options: ConvertOptions, instead: Layout | None 
     model = Model(
         part=part,
         weights=find_weights(layout),
+        origins=(part.masters.root if part.masters else part.path,),
         companions=companions,
         ask_base=names_of_base(options.base),
         dropped=dropped,
@@ -95,11 +95,6 @@ def names_of_base(base: str | None) -> AskBase:
     return BaseWeights(base)
 
 
-def wanted_names(options: ConvertOptions) -> str:
-    """Return the family of names that the tensors are to have: the Hub's for a model alone, else their own."""
-    return options.names or (HUB if options.writer.is_model_only or options.map else KEEP)
-
-
 def has_known_names(model: Model) -> bool:
     """Return whether the tensors are those of a Llama, under the names and in the shapes that config.json describes.
 
@@ -112,7 +107,7 @@ def has_known_names(model: Model) -> bool:
     return all(shapes.get(name) == shape for name, shape in llama.parameters.items())
 
 
-def unwrap(model: Model, options: ConvertOptions | None = None) -> Model:  # noqa: ARG001 - all steps have this form
+def unwrap(model: Model) -> Model:
     """Strip what a trainer's module puts before all names, if config.json or a family of names proves it."""
     weights, remarks = remove_prefix(model.weights, model.companions.config)
     if not remarks:
@@ -121,11 +116,11 @@ def unwrap(model: Model, options: ConvertOptions | None = None) -> Model:  # noq
     return model.rename(lambda name: name[prefix:]).say(*remarks)
 
 
-def refuse_copies(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001
+def refuse_copies(model: Model) -> None:
     """Raise `SeveralModels` if the model is there twice: a loader finds one copy, and no name says which is meant."""
     copy = find_copy(model.layout.shapes)
     if copy is None:
-        return model
+        return
     entry = model.weights.came_from.get(copy.name, copy.name)
     glob = f"{escape(entry[: len(entry) - len(copy.name)] + copy.prefix)}*"
     rule = f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}" if copy.prefix != DDP.text else ""  # that goes anyway
@@ -136,7 +131,7 @@ def refuse_copies(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG0
 
 def translate_names(model: Model, options: ConvertOptions) -> Model:
     """Give the tensors the names of the Hub or of a family, and the embedding the rows that you ask for."""
-    names = wanted_names(options)
+    names = options.wanted_names
     model = give_names(model, names, options)
     if names == HUB or not options.writer.is_model_only:
         return model
@@ -157,31 +152,16 @@ def require_files(companions: Companions, options: ConvertOptions) -> None:
 def give_names(model: Model, names: str, options: ConvertOptions) -> Model:
     """Return the model under the names of the Hub or of a family."""
     require_files(model.companions, options)
-    asked = AskedNames(
-        names=names,
-        config=model.companions.config,
-        trainer=who_wrote(gather(model.part.path, (model.part.layout,))),
-        check=require_plain,
-        table=options.table,
-        rows=options.vocab_size,
-        ask_base=model.ask_base,
-    )
+    config, rows = model.companions.config, options.vocab_size
+    asked = ask_names(model.part, names, config, table=options.table, rows=rows, ask_base=model.ask_base)
     weights, remarks = name_weights(model.weights, asked)
     return replace(model, weights=weights).say(*remarks)
 
 
-def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
-    """Raise `Unsupported` for quantized weights: other names or rows would tear them from their scales."""
-    from ckptkit.state.quantized import require_plain as quantized  # only where names change
-
-    quantized.require_plain(found, config)
-
-
-def resize_vocabulary(model: Model, options: ConvertOptions) -> Model:
+def resize_vocabulary(model: Model, rows: int) -> Model:
     """Say in config.json how many rows the vocabulary has. The tensors got them with their names."""
-    assert options.vocab_size is not None
-    model = model.say(*check_tokens(model.companions, options.vocab_size))
-    return model.with_config(with_vocabulary(model.config, options.vocab_size)) if model.config else model
+    model = model.say(*check_tokens(model.companions, rows))
+    return model.with_config(with_vocabulary(model.config, rows)) if model.config else model
 
 
 def fit_config(model: Model, options: ConvertOptions) -> Model:
@@ -307,11 +287,3 @@ def weights_wider_than(model: Model, name: str) -> dict[str, DType]:
     dtypes = {one: spec.dtype for one, spec in model.layout.specs.items() if one not in kept}
     size = DTYPES[name].itemsize
     return {one: dtype for one, dtype in dtypes.items() if dtype.kind == "float" and dtype.itemsize > size}
-
-
-def describe_predictors(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
-    """Say in config.json how many layers that predict further tokens (MTP) the model has."""
-    from ckptkit.models.predictors import with_counts
-
-    config, words = with_counts(model.config, model.layout.tensors)
-    return model.with_config(config).say(*words) if words else model

@@ -13,13 +13,12 @@ from ckptkit.models.names.weights import JOINED
 from ckptkit.models.predictors import predictors_in
 from ckptkit.models.text_model import find_text_model
 from ckptkit.state.model import Model
-from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.state.names import require_plain
 
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
-def take_text(model: Model, options: ConvertOptions) -> Model:  # noqa: ARG001 - all steps have this form
+def take_text(model: Model) -> Model:
     """Return the text model of a vision-language model.
 
     Raises `Usage` without a config.json and for a text model, `Unsupported` where transformers has no class for the

@@ -42,9 +42,9 @@ from ckptkit.layout.box import Box
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Plan, make_plan, needed
 from ckptkit.models.fit import restore_tied
-from ckptkit.models.names import KEEP, check_names
-from ckptkit.models.names.naming import AskedNames, name_training
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.models.names import HUB, KEEP, check_names
+from ckptkit.models.names.naming import name_training
+from ckptkit.state.names import NameOptions, ask_names
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
 from ckptkit.storage.terms import ERROR, IGNORE, WARN, LoadTerms, PlannerEntries
@@ -182,27 +182,32 @@ class Reader(LayoutReader):
     With `under` every name of the model is one below that key: the `norm.weight` of a Hugging Face model is read into
     that of `{"model": {...}}` with `under="model"`. Where a config.json ties the head to the embedding, it is there
     again. Optimizer and all else that lies beside a model keep their names; what is in several parts is read from the
-    model's. With `names` the model and its optimizer are read by the names of a family, or of the
-    Hub ("hub"), for which its config.json must lie there. Entries that are no tensors are read if
+    model's. With `names` the model and its optimizer are read by the names of a family, or of the Hub ("hub"), for
+    which its config.json must lie there, or in `base`, a directory or Hub id. `map` is a table with further names, and
+    `rename` has rules `REGEX=>TEXT` for parameters, as those of `convert`. Entries that are no tensors are read if
     `torch.load(weights_only=True)` would, or are `io.BytesIO`.
     """
 
     @checked
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is an option of its own
         self,
         path: str | os.PathLike[str],
         also: Others = (),
         *,
         under: str = "",
-        names: str = KEEP,
+        names: str | None = None,
+        map: str | os.PathLike[str] | None = None,  # noqa: A002 - called as the option of the commands
+        rename: str | Sequence[str] = (),
+        base: str | os.PathLike[str] | None = None,
         missing: str = ERROR,
         cast: str = ERROR,
         unasked: str = WARN,
     ) -> None:
-        check_names(names)
+        self.named = NameOptions.of(map, rename, base)
+        check_names(names, self.named.table)
         self.path = join_places(find_path(path), also)
         self.under = under
-        self.names = names
+        self.names = names or (KEEP if map is None else HUB)
         self.rank = 0
         self._failure: CkptError | None = None
         super().__init__(missing=missing, cast=cast, unasked=unasked)
@@ -211,15 +216,15 @@ class Reader(LayoutReader):
     def __repr__(self) -> str:
         terms, names = self.terms, "" if self.names == KEEP else self.names
         asked = {"missing": terms.missing, "cast": terms.cast, "unasked": terms.unasked}
-        return as_call(self, self.path, under=self.under, names=names, **asked)
+        return as_call(self, self.path, under=self.under, names=names, rename=self.named.rename, **asked)
 
     def open(self) -> tuple[Layout, ...]:
         """Open the parts of the checkpoint, the model's first: by the names by which they are read."""
         checkpoint = Checkpoint.open(self.path)
-        config = checkpoint.companions.config
+        config = self.named.config_of(checkpoint)
         layout = restore_tied(with_own_state(checkpoint.model_component.layout, self.rank), config or {})
-        asked = AskedNames(names=self.names, config=config, trainer=checkpoint.trainer, check=require_plain)
-        layout, _ = name_training(layout, asked)
+        (layout,) = self.named.rename_in([layout])
+        layout, _ = name_training(layout, ask_names(checkpoint, self.names, config, self.named.table))
         model = edits.nest(layout, tuple(self.under.split("."))) if self.under else layout
         others = (part.layout for part in checkpoint.components if part is not checkpoint.model_component)
         return (model, *(with_own_state(other, self.rank) for other in others))

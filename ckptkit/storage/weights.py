@@ -18,9 +18,9 @@ from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
 from ckptkit.models.names import HUB, KEEP, family_of
 from ckptkit.models.names.between_families import choose_family
-from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.sizes import Sizes
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.state.names import ask_names
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
 from ckptkit.storage.terms import ERROR, IGNORE, LoadTerms
@@ -77,8 +77,7 @@ def find_fitting(
     checkpoint = Checkpoint.open(path)
     config = checkpoint.companions.config or config
     names = names_for(checkpoint, {name: tuple(one.shape) for name, one in tensors.items()}, config)
-    asked = AskedNames(names=names, config=config, trainer=checkpoint.trainer, check=require_plain)
-    found, _ = name_weights(checkpoint.weights, asked)
+    found, _ = name_weights(checkpoint.weights, ask_names(checkpoint, names, config))
     layout = found.layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
     missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]

@@ -13,69 +13,81 @@ from ckptkit.conversion.salvaging.faults import Faults
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.io.path import RemotePath
 from ckptkit.layout import Blob, Layout, StoredTensor
+from ckptkit.layout.renames import renaming
 from ckptkit.models.names import HUB
-from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.models.names.naming import name_training
+from ckptkit.models.names.parameters import NewName
 from ckptkit.models.names.weights import has_weights
 from ckptkit.state.matching import find_model, own_keys
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.state.names import NameOptions, ask_names
 
 
 @dataclass(frozen=True, slots=True)
 class FillSource:
     """Another checkpoint, with the names of its tensors and entries without the prefix of the model.
 
-    `weights` are the names of its model's tensors.
+    `weights` are the names of its model's tensors. `new_name` gives the name that a tensor gets in the output, which
+    the other checkpoint may have already.
     """
 
     path: Path
     layout: Layout
     names: Mapping[str, str]
     weights: frozenset[str]
+    new_name: NewName
     remarks: tuple[str, ...] = ()
 
     def tensor(self, own: str) -> StoredTensor | None:
         """Return the tensor of a name with absolute paths, None if there is none."""
-        found = self.layout.tensors.get(self.names.get(own, ""))
+        found = self.layout.tensors.get(self.entry_name(own))
         if found is None:
             return None
         return replace(found, chunks=tuple(elsewhere(chunk, self.layout.root) for chunk in found.chunks))
 
+    def entry_name(self, own: str) -> str:
+        """Return what it calls an entry, "" if it has none."""
+        return self.names.get(own) or self.names.get(self.new_name(own), "")
+
     def entry(self, own: str) -> Blob | None:
         """Return the entry of a name that is not a tensor, with its absolute path."""
-        found = self.layout.blobs.get(self.names.get(own, ""))
+        found = self.layout.blobs.get(self.entry_name(own))
         return found and found._replace(path=absolute(self.layout.root, found.path))
 
 
-def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults) -> tuple[Checkpoint, list[str]]:
+def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameOptions) -> tuple[Checkpoint, list[str]]:
     """Return a checkpoint in which tensors of another one replace those that are lost, wholly or in part.
 
-    Return remarks, too, on names and shapes that do not fit.
+    `named` is what the user says of the names in either. Return remarks, too, on names and shapes that do not fit.
     """
     for path in (checkpoint.path, other.path):
         if isinstance(path, RemotePath):
             raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="copy it here")
-    fillers = {part.place: filler_of(part.layout, checkpoint, other) for part in other.components}
-    joined = filler_of(other.layout, checkpoint, other) if len(fillers) > 1 else next(iter(fillers.values()))
+    fillers = {part.place: filler_of(part.layout, checkpoint, other, named) for part in other.components}
+    joined = filler_of(other.layout, checkpoint, other, named) if len(fillers) > 1 else next(iter(fillers.values()))
     filled = [fill_part(part, fillers.get(part.place, joined), faults) for part in checkpoint.components]
     remarks = [remark for filler in (*fillers.values(), joined) for remark in filler.remarks]
     remarks += [remark for _, more in filled for remark in more]
     return replace(checkpoint, components=tuple(part for part, _ in filled)), list(dict.fromkeys(remarks))
 
 
-def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint) -> FillSource:
+def filler_of(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, named: NameOptions) -> FillSource:
     """Return a layout of the other checkpoint as a source, its names translated to the family of this checkpoint."""
     remarks: list[str] = []
-    if checkpoint.family is not other.family and has_weights(layout):
-        config = other.companions.config or checkpoint.companions.config
+    model = find_model(checkpoint.model_component.layout)
+    ours = named.table_for(model.layout.tensors) if model else None
+    if (named.table or checkpoint.family is not other.family) and has_weights(layout):
+        config = named.config_of(other) or checkpoint.companions.config
+        family = ours or checkpoint.family
         try:
-            wanted = checkpoint.family.name if checkpoint.family else HUB
-            asked = AskedNames(names=wanted, config=config, trainer=other.trainer, check=require_plain)
+            asked = ask_names(other, family.name if family else HUB, config, named.table)
             layout, remarks = name_training(layout, asked)
         except (Mismatch, Unsupported) as error:
             remarks = [f"the names in {other.path} stay as they are: {error.message}"]
     own, found = own_names(layout), find_model(layout)
     weights = frozenset(own[name] for name in found.came_from.values()) if found else frozenset()
-    return FillSource(other.path, layout, {new: name for name, new in own.items()}, weights, tuple(remarks))
+    return FillSource(
+        other.path, layout, {new: name for name, new in own.items()}, weights, renaming(named.rename), tuple(remarks)
+    )
 
 
 def own_names(layout: Layout) -> dict[str, str]:

@@ -30,6 +30,7 @@ from ckptkit.layout import Fault, Layout
 from ckptkit.models.names.weights import find_weights, has_weights
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.draft import Conversion
+from ckptkit.state.names import NameOptions
 from ckptkit.state.options import ConvertOptions
 
 _FILL = "pass --fill-from OTHER to take the lost tensors from another checkpoint"
@@ -171,7 +172,7 @@ def salvage(checkpoint: Checkpoint, output: Path, options: ConvertOptions, look:
         words = "every item in its files agrees with that metadata in dtype, shape, length and order"
         notes.append(f"{checkpoint.path} has no metadata: ckptkit used that of {faults.described_by}; {words}")
     origin = Origin.of(other.path)
-    filled, remarks = fill(repaired, other, faults)
+    filled, remarks = fill(repaired, other, faults, NameOptions(options.table, options.rename, options.base))
     return Salvage(filled, faults, other.path, (origin,), (*notes, *remarks))
 
 

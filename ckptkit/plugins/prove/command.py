@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptkit.cli.conversion import Jobs
+from ckptkit.cli.conversion import Jobs, Map
 from ckptkit.cli.output import Json, Quiet, note, pick, plain, print_json, progress_bar, reserve_stdout, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import and_more
@@ -26,6 +26,11 @@ def prove(
     ],
     base: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Directory or Hub id with the config.json to use for SRC.")
+    ] = None,
+    map: Map = None,  # noqa: A002 - the name of the option
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="'REGEX=>TEXT'", help="Rename the parameters of SRC first; repeatable."),
     ] = None,
     tokens: Annotated[
         str | None,
@@ -57,7 +62,17 @@ def prove(
     reserve_stdout()
     against = with_others(against, also)
     with progress_bar("prove") as progress:
-        found = run_it(out, against=against, base=base, tokens=tokens, seed=seed, jobs=jobs, progress=progress)
+        found = run_it(
+            out,
+            against=against,
+            base=base,
+            map=map,
+            rename=rename or (),
+            tokens=tokens,
+            seed=seed,
+            jobs=jobs,
+            progress=progress,
+        )
     if json:
         tensors = [
             pick(diff, "a", "b", "tensors", "nbytes", "only_in_a", "only_in_b")

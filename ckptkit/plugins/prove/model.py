@@ -13,11 +13,12 @@ from ckptkit.layout import Layout
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import Companions
 from ckptkit.models.fit import check_equal
-from ckptkit.models.names.naming import AskedNames, name_weights
+from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.transformers import TRANSFORMERS
+from ckptkit.models.names.weights import find_weights
 from ckptkit.models.transformers_model import MetaModel, find_meta_model
 from ckptkit.state.model import Model
-from ckptkit.state.quantized.require_plain import require_plain
+from ckptkit.state.names import AS_THEY_ARE, NameOptions, ask_names
 from ckptkit.state.steps import unwrap
 
 
@@ -31,26 +32,31 @@ class Runnable:
     remarks: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any]) -> Runnable:
-        """Return the model in a checkpoint, under the names that transformers has in memory."""
+    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any], named: NameOptions = AS_THEY_ARE) -> Runnable:
+        """Return the model in a checkpoint, under the names that transformers has in memory.
+
+        `named` is what the user says of the names in the checkpoint.
+        """
         part = checkpoint.model_component
         path, meta = part.path, find_meta_model(config)
-        model = unwrap(Model(part=part, weights=checkpoint.weights, companions=Companions(config=dict(config))))
+        weights = find_weights(named.rename_in([part.layout])[0])
+        model = Model(part=part, weights=weights, origins=(path,), companions=Companions(config=dict(config)))
+        model = model if named.rename else unwrap(model)
         weights, remarks = model.weights, model.remarks
         if may_be_adapted(weights.layout.tensors):
             hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
             raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
-        asked = AskedNames(names=TRANSFORMERS.name, config=config, trainer=checkpoint.trainer, check=require_plain)
-        named, more = name_weights(weights, asked)
-        if named.layout.tensors.keys() != weights.layout.tensors.keys():
+        table = named.table_for(weights.layout.tensors)
+        found, more = name_weights(weights, ask_names(checkpoint, TRANSFORMERS.name, config, table))
+        if found.layout.tensors.keys() != weights.layout.tensors.keys():
             remarks += tuple(f"{path}: {remark}" for remark in more)
-        tensors = dict(named.layout.tensors)
+        tensors = dict(found.layout.tensors)
         for name, origin in meta.tied.items():
             if name not in tensors and origin in tensors:
                 tensors[name] = tensors[origin]
             elif name in tensors and origin in tensors:
-                check_equal(named.layout, name, origin)  # one of two that differ is lost in most programs
-        made = cls(path, meta, replace(named.layout, tensors=tensors), remarks)
+                check_equal(found.layout, name, origin)  # one of two that differ is lost in most programs
+        made = cls(path, meta, replace(found.layout, tensors=tensors), remarks)
         made.check()
         return made
 

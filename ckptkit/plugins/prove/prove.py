@@ -19,6 +19,7 @@ from ckptkit.models.computation import ConfigDifference, describe_differences, f
 from ckptkit.models.transformers_model import missing_package
 from ckptkit.plugins.prove.logits import Logits
 from ckptkit.plugins.prove.model import Runnable
+from ckptkit.state.names import NameOptions
 from ckptkit.summary import Summarized
 from ckptkit.words import count
 
@@ -124,6 +125,8 @@ def prove(
     *,
     against: Source,
     base: str | Path | None = None,
+    map: str | Path | None = None,  # noqa: A002 - called as the option
+    rename: str | Sequence[str] = (),
     tokens: str | Path | Sequence[int] | None = None,
     seed: int = 0,
     jobs: int | None = None,
@@ -137,7 +140,8 @@ def prove(
     more than one block of the model is in memory at a time.
 
     The model at `out` is what its config.json says; the other is what the config.json of `base` says, a directory or
-    Hub id, or one that lies by the checkpoint, or else the same. Raises `Unsupported` without transformers, and for
+    Hub id, or one that lies by the checkpoint, or else the same. `map`, a table of names, and `rename`, rules
+    `REGEX=>TEXT`, are those with which `out` was made. Raises `Unsupported` without transformers, and for
     models that it does not know, `Mismatch` for a config.json that calls for tensors that are not there.
     """
     if missing := missing_package():
@@ -147,11 +151,12 @@ def prove(
     here, there = companions_of(ours), companions_of(theirs, None if base is None else str(base))
     if here.config is None:
         raise Mismatch("no config.json", path=ours.path, hint="pass an exported model, which has a config.json")
+    named = NameOptions.of(map, rename, base)
     wanted = read_tokens(tokens) if tokens is not None else None
     one = Runnable.of(ours, here.config)
-    two = Runnable.of(theirs, here.config if there.config is None else there.config)
+    two = Runnable.of(theirs, here.config if there.config is None else there.config, named)
     notes = [*remarks_on_id(base), *notes_on(here, there, theirs.path), *one.remarks, *two.remarks]
-    differences = compare_tensors(ours, theirs, allow_cast=True, jobs=jobs, progress=progress)
+    differences = compare_tensors(ours, theirs, allow_cast=True, named=named, jobs=jobs, progress=progress)
     from ckptkit.plugins.prove.forward import choose_tokens, compare_logits  # imports torch
 
     described = [model.meta.model.config.to_dict() for model in (one, two)]

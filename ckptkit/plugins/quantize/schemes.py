@@ -14,7 +14,6 @@ from typing import Any
 
 from ckptkit.layout.box import Shape
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.state.options import QUANTIZATIONS
 from ckptkit.state.quantized.config import Block
 
 _EXPERTS = ".experts"  # the last part of the name of a module that has several
@@ -91,5 +90,9 @@ def in_channels(left: Sequence[str]) -> Mapping[str, Any]:
 
 
 _BLOCK = (128, 128)
-_WAYS = (("_scale_inv", _BLOCK, False), ("_scale", None, False), ("_scale_inv", _BLOCK, True))
-SCHEMES = {name: Scheme(name, *way) for name, way in zip(QUANTIZATIONS, _WAYS, strict=True)}
+_SCHEMES = (
+    Scheme("fp8-block", "_scale_inv", _BLOCK),
+    Scheme("fp8-channel", "_scale", None),
+    Scheme("fp8-block-ue8m0", "_scale_inv", _BLOCK, exponents=True),
+)
+SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}

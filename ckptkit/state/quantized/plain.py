@@ -99,6 +99,7 @@ def choose_plain(quantized: Quantized | None, found: Weights, asked: Edits) -> f
     if asked.dtype_of_weights is not None:
         quantized.require_known()
     names = {old: plain_name(new) for new, old in found.came_from.items() if old in quantized.weights}
+    asked, _ = asked.with_dtypes_of({names.get(old, new): (old,) for new, old in found.came_from.items()})
     chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
     if chosen and (left := sorted(names[old] for old in names.keys() - chosen)):
         hint = "pass one dtype for all weights, like --dtype bf16"

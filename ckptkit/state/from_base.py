@@ -7,13 +7,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from ckptkit.checkpoints.base_weights import BaseWeights
-from ckptkit.checks.against_base import is_quantized
 from ckptkit.engine.recipes import Taken
 from ckptkit.errors import Usage
 from ckptkit.formats import locate, unpack
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.plan import Operand
 from ckptkit.models.fit import abridge
+from ckptkit.state.against_base import is_quantized
 from ckptkit.state.model import Model, RecipeFor, always
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.find import Quantized, find_quantized
@@ -53,6 +53,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     nbytes = format_bytes(sum(spec.nbytes for spec, _ in added.values()))
     return replace(
         model.with_layout(replace(model.layout, tensors=tensors)),
+        base=base,
         others=(*model.others, replace(layout, blobs={}, twins={}, keys={})),
         recipes={**model.recipes, **{name: recipe for name, (_, recipe) in added.items()}},
         stored_as={**model.stored_as, **stored_as},

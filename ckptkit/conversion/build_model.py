@@ -1,0 +1,172 @@
+"""Build the model that a conversion writes: from the weights in a checkpoint, step by step, in the order of this file.
+
+Each step takes a `Model` and returns another one. No step reads or writes data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component
+from ckptkit.entry_points import load
+from ckptkit.layout import Layout
+from ckptkit.models.names import KEEP
+from ckptkit.state.model import Model
+from ckptkit.state.options import MODULE, QUANTIZERS, ConvertOptions
+from ckptkit.state.quantized.signs import may_hold_quantized
+from ckptkit.state.steps import (
+    cast,
+    describe,
+    fit_config,
+    has_known_names,
+    open_model,
+    refuse_copies,
+    resize_vocabulary,
+    restore_keys,
+    translate_names,
+    unwrap,
+)
+
+
+def build_model(parts: Sequence[Component], options: ConvertOptions) -> Model:  # noqa: C901 - one list of all steps
+    """Return the model in a part of a checkpoint as it will be written: alone, merged with adapters, or as a mean."""
+    if options.merge:
+        from ckptkit.adapters.merge import merge
+
+        model = merge(parts, options)
+    else:
+        model = open_models(parts, options)
+        if options.vocab_size is not None:
+            model = resize_vocabulary(model, options.vocab_size)
+        if options.from_base:
+            from ckptkit.state.from_base import copy_from_base
+
+            model = copy_from_base(model, options)
+        if options.is_for_hub:
+            model = fit_config(model, options)
+            model = compare_with_sources(model, options)
+        if not options.writer.is_model_only:
+            model = restore_keys(model, options)
+    if options.dtype:
+        model = cast(model, options)
+        if options.quantize is None and may_be_quantized(model):
+            from ckptkit.state.quantized.plain import check_casts
+
+            model = check_casts(model, options)
+    if model.companions.config is not None:
+        model = describe(model, options)
+    if options.quantize is not None:
+        model = load(QUANTIZERS[options.quantize].quantize)(model, options)
+    if options.weights:
+        from ckptkit.state.mean import average
+
+        model = average(model, options)
+    if model.part.masters is not None or may_leave_remainders(model, options):
+        from ckptkit.state.masters import make_masters, note_remainders
+
+        model = note_remainders(model) if model.part.masters is None else make_masters(model)
+    return model
+
+
+def open_models(parts: Sequence[Component], options: ConvertOptions) -> Model:
+    """Return the weights in a part of a checkpoint under the names that you ask for; beside them those of more parts.
+
+    A part's own fp32 masters are beside them, too.
+    """
+    models = [open_named(part, options) for part in parts]
+    if len(models) > 1:
+        from ckptkit.state.mean import align
+
+        return align(models)
+    (model,) = models
+    if model.part.masters is None:
+        return model
+    from ckptkit.state.masters import join_masters
+
+    return join_masters(model, open_named(model.part, options, model.part.masters))
+
+
+def open_named(part: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
+    """Return the weights in a part of a checkpoint under the names that you ask for.
+
+    They lie in the layout of the part, or in another that is given `instead`.
+    """
+    model = open_model(part, options, instead)
+    if options.is_for_hub:
+        refuse_copies(model)
+    if options.quantize is not None or may_be_quantized(model):
+        from ckptkit.state.quantized.plain import open_quantized
+
+        model = open_quantized(model, options)
+    if options.wanted_names != KEEP and not options.rename and needs_names(model, options):
+        model = unwrap(model)
+    if needs_names(model, options):
+        model = translate_names(model, options)
+    if options.text_only:
+        from ckptkit.state.text_only import take_text
+
+        model = take_text(model)
+    return model
+
+
+def may_be_quantized(model: Model) -> bool:
+    """Return whether weights may be quantized in the checkpoint."""
+    return may_hold_quantized(model.part.layout.specs, model.config)
+
+
+def needs_names(model: Model, options: ConvertOptions) -> bool:
+    """Return whether the tensors may have other names or rows than those that you ask for."""
+    is_asked = options.map is not None or options.vocab_size is not None
+    return is_asked or not (options.is_for_hub and has_known_names(model))
+
+
+def compare_with_sources(model: Model, options: ConvertOptions) -> Model:
+    """Say how the model differs from its base, and how many layers config.json declares that predict more tokens."""
+    has_base = bool(options.base or model.config.get("_name_or_path"))
+    if has_base and not options.text_only:  # the base of a text model has the names of the larger model
+        from ckptkit.state.against_base import compare_with_base
+
+        model = compare_with_base(model, options)
+    if any("mtp" in key or "nextn" in key for key in keys_in(model.config)):
+        from ckptkit.models.predictors import with_counts
+
+        config, words = with_counts(model.config, model.layout.tensors)
+        model = model.with_config(config).say(*words) if words else model
+    return model
+
+
+def keys_in(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of a config.json, and those of the sections in it."""
+    for key, value in config.items():
+        yield key
+        if isinstance(value, dict):
+            yield from keys_in(value)
+
+
+def may_leave_remainders(model: Model, options: ConvertOptions) -> bool:
+    """Return whether an optimizer may have remainders of the weights that are not asked for."""
+    dtypes = (tensor.spec.dtype.name for tensor in model.part.layout.tensors.values())
+    is_export = options.writer.is_model_only and options.weights_from is None and not options.merge
+    return is_export and "int16" in dtypes
+
+
+def choose_models(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> tuple[list[Component], list[str]]:
+    """Return the part of each checkpoint with the model that is to be written, and notes on the alternatives."""
+    parts, notes = zip(*(choose_model(checkpoint, options) for checkpoint in checkpoints), strict=True)
+    return list(parts), list(dict.fromkeys(filter(None, notes)))
+
+
+def choose_model(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Component, str]:
+    """Return the part with the model that is to be written, and a note if there is another; "" if not."""
+    takes_states = options.salvage or options.weights_from == MODULE or checkpoint.model_component.masters is not None
+    exported = None if takes_states else checkpoint.exported
+    if exported is None:
+        return checkpoint.model_component, ""
+    from ckptkit.adapters.empty import find_empty  # few checkpoints have an adapter beside states
+
+    name, states = exported.path.name, checkpoint.model_component.place
+    if error := find_empty(exported.layout):
+        return checkpoint.model_component, f"used the states in `{states}`, not `{name}`: {error.message}"
+    return exported, f"used `{name}`, the exported model; pass `{states}` to use the weights in its states"

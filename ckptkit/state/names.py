@@ -1,0 +1,131 @@
+"""Say by which names the tensors of a checkpoint are wanted: the only place where a question of names is put."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component
+from ckptkit.errors import CkptError, Unsupported
+from ckptkit.layout import Layout
+from ckptkit.models.companions import find_companions
+from ckptkit.models.expected import AskBase
+from ckptkit.models.names.custom import read_table
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.naming import AskedNames
+from ckptkit.models.names.outline import outline_of
+from ckptkit.models.names.parameters import parameters_in, rename_parameters
+from ckptkit.models.names.rule import patterns_of
+from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.weights import Weights, find_weights, has_weights
+from ckptkit.state.selection import Edits
+
+
+def ask_names(
+    of: Checkpoint | Component,
+    names: str,
+    config: Mapping[str, Any] | None,
+    table: Family | None = None,
+    rows: int | None = None,
+    ask_base: AskBase = None,
+) -> AskedNames:
+    """Return what `name_weights` and `name_training` need to know of a checkpoint whose tensors are wanted by `names`.
+
+    `names` is a family's word, `HUB` or `KEEP`; for the others see `AskedNames`.
+    """
+    return AskedNames(
+        names=names,
+        config=config,
+        trainer=of.trainer,
+        check=require_plain,
+        table=table,
+        rows=rows,
+        ask_base=ask_base,
+    )
+
+
+def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
+    """Raise `Unsupported` for quantized weights: other names or rows would tear them from their scales."""
+    from ckptkit.state.quantized.find import find_quantized  # only where names change
+
+    try:
+        quantized = find_quantized(found.layout, config)
+    except CkptError as error:
+        raise error.blame(path=found.layout.root) from None
+    is_computed = any(not tensor.chunks and tensor.spec.numel > 0 for tensor in found.layout.tensors.values())
+    if quantized is not None or is_computed:
+        method = f" ({quantized.method})" if quantized else ""
+        message = f"the weights are quantized{method}: other names or rows would separate them from their scales"
+        hint = "dequantize them first: ckptkit consolidate SRC OUT --names keep --dtype bf16"
+        raise Unsupported(message, path=found.layout.root, hint=hint)
+
+
+def names_of_weights(layout: Layout) -> frozenset[str]:
+    """Return the entries that are the model's weights. Raises `Mismatch` where it cannot be told which is the model."""
+    return frozenset(find_weights(layout).came_from.values()) if has_weights(layout) else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class NameOptions:
+    """What users say of the names in one of two checkpoints that are brought together.
+
+    `table` has rules for names that no family knows, `rename` has rules `REGEX=>TEXT` for the names of parameters, and
+    in `base` lies the config.json that describes the model. With `allow_unmatched` a rule may match nothing.
+    """
+
+    table: Family | None = None
+    rename: tuple[str, ...] = ()
+    base: str | None = None
+    allow_unmatched: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        map: str | os.PathLike[str] | None = None,  # noqa: A002 - called as the option
+        rename: str | Sequence[str] = (),
+        base: str | os.PathLike[str] | None = None,
+        *,
+        allow_unmatched: bool = False,
+    ) -> NameOptions:
+        """Return what users give. Raises `Usage` for a table or a rule that is not understood."""
+        table = None if map is None else read_table(Path(map))
+        rules = (rename,) if isinstance(rename, str) else tuple(rename)
+        Edits(rename=rules).check_rules()
+        return cls(table, rules, None if base is None else os.fspath(base), allow_unmatched)
+
+    def config_of(self, checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+        """Return the config.json that describes the model in a checkpoint; None if none is known."""
+        if self.base is None:
+            return checkpoint.companions.config
+        return find_companions(checkpoint.model_component.path, self.base).config
+
+    def rename_in(self, layouts: Sequence[Layout]) -> list[Layout]:
+        """Return the layouts of a checkpoint with its parameters renamed, in the optimizer too.
+
+        Raises `Usage` if a rule matches none.
+        """
+        if not self.rename:
+            return list(layouts)
+        weights = [names_of_weights(layout) for layout in layouts]
+        names = {name for pair in zip(layouts, weights, strict=True) for name in parameters_in(*pair)}
+        asked = Edits(rename=self.rename, allow_unmatched=self.allow_unmatched)
+        asked.check_renames(names, layouts[0].root)
+        return [rename_parameters(*pair, asked.renaming())[0] for pair in zip(layouts, weights, strict=True)]
+
+    def table_for(self, names: Iterable[str]) -> Family | None:
+        """Return the table if any of a model's `names` is one of its own, and not one that it has for the Hub."""
+        if self.table is None:
+            return None
+        rules = self.table.rules(Sizes({}))
+        own, hub = (
+            {pattern.outline for texts in sides for text in texts for pattern in patterns_of(text)}
+            for sides in ((rule.family for rule in rules), (rule.hub for rule in rules))
+        )
+        return self.table if any(outline_of(name)[0] in own - hub for name in names) else None
+
+
+AS_THEY_ARE = NameOptions()  # of a user who says nothing of names

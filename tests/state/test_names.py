@@ -1,0 +1,133 @@
+"""Names where two checkpoints are brought together, or one is read: a table and rules of the user's mean the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from ckptkit import consolidate, convert, diff, verify
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import Usage
+from ckptkit.storage import Reader
+from tests.conversion.salvaging.damage import cut
+from tests.models.names.hub_models import config_of, saved
+from tests.models.names.test_custom import own_of, table_in
+
+RULE = r"^trunk\.=>model."
+
+
+class Case:
+    """A model of the Hub, the same under names of one's own, and a table and a rule that bring them together."""
+
+    def __init__(self, place: Path) -> None:
+        self.table = table_in(place)
+        self.hub, self.own, self.trunk = place / "hub", place / "own.pt", place / "trunk.pt"
+        self.tensors = saved(config_of("llama"), self.hub)
+        torch.save(own_of(self.tensors), self.own)
+        self.renamed = {f"trunk.{name.removeprefix('model.')}": one for name, one in self.tensors.items()}
+        self.renamed["lm_head.weight"] = self.renamed.pop("trunk.lm_head.weight")
+        torch.save(self.renamed, self.trunk)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def test_diff_takes_a_table_of_either_side(case: Case) -> None:
+    assert not diff(case.own, case.hub).is_equal
+    assert diff(case.own, case.hub, map=case.table).is_equal
+    assert diff(case.hub, case.own, map=case.table).is_equal
+    assert diff(case.own, case.own, map=case.table).is_equal
+
+
+def test_diff_renames_the_first(case: Case) -> None:
+    found = diff(case.trunk, case.hub, rename=RULE)
+    assert found.is_equal
+    assert not found.renamed
+    with pytest.raises(Usage, match="matches no tensor"):
+        diff(case.hub, case.trunk, rename=RULE)
+    assert diff(case.hub, case.hub, rename=RULE, allow_unmatched=True).is_equal
+
+
+def test_a_table_that_fits_no_side_is_said(case: Case) -> None:
+    with pytest.raises(Usage, match=r"no tensor of .* has a name of the table `mine`"):
+        diff(case.hub, case.trunk, map=case.table)
+
+
+def test_verify_brings_an_export_and_its_source_together(case: Case, tmp_path: Path) -> None:
+    consolidate(case.own, tmp_path / "of_own", map=case.table, base=case.hub)
+    consolidate(case.trunk, tmp_path / "of_trunk", rename=RULE, base=case.hub)
+    assert not verify(tmp_path / "of_own", against=case.own)[0].is_ok
+    assert verify(tmp_path / "of_own", against=case.own, map=case.table)[0].is_ok
+    assert not verify(tmp_path / "of_trunk", against=case.trunk)[0].is_ok
+    assert verify(tmp_path / "of_trunk", against=case.trunk, rename=RULE)[0].is_ok
+    with pytest.raises(Usage, match="comparison"):
+        verify(tmp_path / "of_own", map=case.table)
+
+
+def test_prove_computes_with_a_renamed_source(case: Case, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from ckptkit import prove
+
+    consolidate(case.own, tmp_path / "of_own", map=case.table, base=case.hub)
+    consolidate(case.trunk, tmp_path / "of_trunk", rename=RULE, base=case.hub)
+    assert prove(tmp_path / "of_own", against=case.own, map=case.table, base=case.hub).is_ok
+    assert prove(tmp_path / "of_trunk", against=case.trunk, rename=RULE, base=case.hub).is_ok
+
+
+def read(reader: Reader, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    dcp.load(found, storage_reader=reader)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_reader_reads_by_the_names_that_a_table_or_rules_give(case: Case) -> None:
+    for reader in (Reader(case.own, map=case.table, base=case.hub), Reader(case.trunk, rename=RULE)):
+        found = read(reader, case.tensors)
+        assert all(torch.equal(found[name], tensor) for name, tensor in case.tensors.items())
+    own = read(Reader(case.hub, map=case.table, names="mine"), own_of(case.tensors))
+    assert all(torch.equal(own[name], tensor) for name, tensor in own_of(case.tensors).items())
+
+
+@pytest.mark.parametrize("source", ["own", "trunk"])
+def test_lost_tensors_come_from_the_model_under_the_names_of_the_hub(source: str, case: Case, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"map": case.table} if source == "own" else {"rename": RULE}
+    root = tmp_path / "ckpt-1"
+    convert(getattr(case, source), root, to="dcp", world_size=3)
+    file = root / "__2_0.distcp"
+    cut(file, file.stat().st_size // 2)
+    done = consolidate(root, tmp_path / "out", salvage=True, fill_from=case.hub, base=case.hub, **options)
+    assert done.salvaged is not None
+    assert done.salvaged.filled
+    assert not done.salvaged.lost
+    assert diff(tmp_path / "out", case.hub).is_equal
+
+
+def dtypes(path: Path) -> dict[str, str]:
+    return {name: str(spec.dtype) for name, spec in Checkpoint.open(path).layout.specs.items()}
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "pt"])
+@pytest.mark.parametrize("glob", ["trunk.layers.*", "model.layers.*"])
+def test_a_dtype_s_glob_is_of_the_source_or_else_of_the_output(to: str, glob: str, case: Case, tmp_path: Path) -> None:
+    """A name means the same in every command: `consolidate` took names of the output, and `convert` the source's."""
+    out = tmp_path / ("out.pt" if to == "pt" else "out")
+    done = convert(case.trunk, out, to=to, rename=RULE, dtype=f"{glob}=bf16")
+    expected = {name: "bfloat16" if ".layers." in name else "float32" for name in case.tensors}
+    assert dtypes(out) == expected
+    is_said = any("matches names in the output" in note for note in done.notes)
+    assert is_said == glob.startswith("model.")
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_a_dtype_s_glob_that_is_of_neither_is_refused(to: str, case: Case, tmp_path: Path) -> None:
+    with pytest.raises(Usage, match=r"dtype='blocks\.\*' matches no tensor"):
+        convert(case.trunk, tmp_path / "out", to=to, rename=RULE, dtype="blocks.*=bf16")
+    assert not (tmp_path / "out").exists()
