@@ -40,16 +40,13 @@ def average(
     For the other options and the errors, see `convert`.
     """
     asked = ConvertOptions.of(options, to=to)
-    if asked.quantize:
-        raise Usage(
-            "ckptkit does not quantize an average",
-            hint="average first, then run `ckptkit consolidate MEAN OUT --quantize`",
-        )
     chosen = choose_sources(sources, last)
     if asked.changes_names and not asked.writer.is_model_only:
         hint = "write a Hugging Face model first, then convert it"
         raise Usage(f"a mean keeps names and rows as `{asked.to}`", hint=hint)
-    done = run_conversion(chosen, dst, replace(asked, weights=divide(weights, len(chosen))))
+    asked = replace(asked, weights=divide(weights, len(chosen)))
+    asked.check()
+    done = run_conversion(chosen, dst, asked)
     total = fsum(weights)
     if not weights or isclose(total, 1, abs_tol=_SLACK):
         return done

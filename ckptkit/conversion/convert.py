@@ -187,7 +187,6 @@ def draft_salvage(checkpoint: Checkpoint, dst: Path, options: ConvertOptions, lo
     """
     from ckptkit.conversion.salvaging.salvage import salvage
 
-    options.check_salvage()
     salvaged = salvage(checkpoint, dst, options, look)
     return salvaged.account(draft_of([salvaged.checkpoint], dst, options))
 

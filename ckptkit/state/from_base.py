@@ -31,11 +31,6 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     quantized; else ckptkit computes plain weights. Raises `Usage` for a glob that matches nothing, or only tensors that
     the checkpoint has.
     """
-    if options.weights:
-        raise Usage(
-            "--from-base cannot be combined with an average",
-            hint="average first, then consolidate the result with --from-base",
-        )
     assert options.base is not None
     base = BaseWeights(options.base).open()
     layout = locate(unpack(base.weights.layout))

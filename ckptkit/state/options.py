@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypedDict, TypeVar
@@ -18,7 +18,7 @@ from ckptkit.io.progress import Progress
 from ckptkit.models.names import FAMILIES, HUB, KEEP, check_names, get_family
 from ckptkit.models.names.custom import read_table
 from ckptkit.models.names.family import Family
-from ckptkit.settings import About
+from ckptkit.settings import About, settings_of
 from ckptkit.state.selection import LIKE, Edits
 from ckptkit.words import parse_bytes
 
@@ -51,7 +51,6 @@ QUANTIZERS = PluginTable(
     },
 )
 
-_AT_LEAST_ONE = ("world_size", "vocab_size", "jobs")
 _OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
 
 
@@ -191,135 +190,23 @@ class ConvertOptions:
         return options
 
     def check(self) -> None:
-        """Raise `Usage` for what is not understood, and for what the format has no use for."""
+        """Raise `Usage` for what is not understood, and for options that contradict each other or the format."""
         require_least(self)
         if self.to not in (*FORMATS, ADAPTER):
             raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*writable_formats(), ADAPTER))}")
-        if self.weights_from not in (None, MASTER, MODULE):
-            raise Usage(
-                f"expected `{MASTER}` or `{MODULE}`, found `{self.weights_from}`",
-                hint=f"pass --weights-from {MASTER} or {MODULE}",
-            )
-        self.check_names_and_dtypes()
-        if self.part not in (None, RANK):
-            parse_part(self.part)
-        writer = self.writer
-        if self.world_size is not None and not writer.is_sharded:
-            raise Usage(f"`{self.to}` is the same for any number of ranks", hint="drop --world-size")
-        if self.under and writer.is_model_only:
-            hint = "add a prefix with --rename '^=>KEY.'"
-            raise Usage("--under: the weights of a Hugging Face model cannot be under a key", hint=hint)
-        if self.optimizer_keys not in (None, NAMES, IDS):
-            raise Usage(f"expected optimizer keys `{NAMES}` or `{IDS}`, found `{self.optimizer_keys}`")
-        if self.optimizer_keys and writer.is_model_only:
-            raise Usage("a Hugging Face model has no optimizer", hint="drop --optimizer-keys")
-        self.check_optimizer_order()
-        if self.complete_optimizer and (writer.is_model_only or self.merge):
-            raise Usage("the output is a model without an optimizer", hint="drop --complete-optimizer")
-        self.check_shard_size()
-        self.check_adapters()
-        self.check_text_only()
-        self.check_from_base()
-        self.check_quantize()
-        self.check_salvage()
-        needs_config = writer.is_model_only or self.merge or self.changes_names
-        if self.base is not None and not needs_config:
-            raise Usage(f"ckptkit does not compare `{self.to}` with a config.json", hint="drop --base")
-
-    def check_optimizer_order(self) -> None:
-        """Raise `Usage` for an order of parameters that is not understood, or that nothing needs."""
-        if self.optimizer_order is None:
-            return
-        if self.writer.is_model_only:
-            raise Usage("a Hugging Face model has no optimizer", hint=f"drop {ORDER}")
-        _ = self.order
-
-    def check_names_and_dtypes(self) -> None:
-        """Raise `Usage` for a rule, a family or a table that is not understood."""
+        for option, words in CHOICES.items():
+            if (value := getattr(self, option)) is not None and value not in words:
+                raise Usage(f"--{option.replace('_', '-')}: expected {', '.join(words)}, found `{value}`")
         if self.rename or self.dtype:
             self.edits.check_rules()
         if self.names or self.map:
             check_names(self.names, self.table)
-
-    def check_shard_size(self) -> None:
-        """Raise `Usage` for a size of safetensors files where none are written."""
-        if self.max_shard_size != DEFAULT_SHARD_SIZE and not self.writer.is_model_only:
-            raise Usage(f"`{self.to}` does not write safetensors files", hint="drop --max-shard-size")
-
-    def check_adapters(self) -> None:
-        """Raise `Usage` for what is asked of adapters and contradicts itself."""
-        if self.adapter_config and not (self.merge or self.writer.is_model_only):
-            raise Usage(f"`{self.to}` keeps adapters as they are", hint="drop --adapter-config, or pass --merge")
-        if self.to == ADAPTER and self.merge:
-            raise Usage("a merged model is not an adapter", hint="drop --merge, or pass --to hf")
-        if self.experts is not None and (self.merge or not self.writer.is_model_only):
-            raise Usage("--experts is for an adapter as output", hint="pass --to adapter, or drop --experts")
-        if self.experts not in (None, *EXPERT_FORMS):
-            raise Usage(f"--experts: expected {', '.join(EXPERT_FORMS)}, found `{self.experts}`")
-        if self.experts_layout is not None and not (self.merge or self.experts):
-            hint = "pass --merge or --experts, or drop --experts-layout"
-            raise Usage("--experts-layout is for a merge, or for --experts", hint=hint)
-        if self.experts_layout not in (None, *EXPERTS_LAYOUTS):
-            message = f"--experts-layout: expected {' or '.join(EXPERTS_LAYOUTS)}, found `{self.experts_layout}`"
-            raise Usage(message)
-        if self.merge and self.changes_names:
-            hint = "merge first, then consolidate the result with --names, --map or --vocab-size"
-            raise Usage("an adapter only fits the names and rows that its model had in training", hint=hint)
-
-    def check_text_only(self) -> None:
-        """Raise `Usage` for options that contradict --text-only."""
-        if not self.text_only:
-            return
-        if not self.is_for_hub:
-            hint = "run `ckptkit consolidate SRC OUT --text-only` first, then convert OUT"
-            raise Usage("--text-only writes a Hugging Face model under the Hub's names only", hint=hint)
-        if self.merge or self.from_base or self.vocab_size:
-            hint = "consolidate with the other options first, then consolidate the result with --text-only"
-            raise Usage("--text-only cannot be combined with --from-base, --merge or --vocab-size", hint=hint)
-
-    def check_from_base(self) -> None:
-        """Raise `Usage` for options that contradict --from-base."""
-        if not self.from_base:
-            return
-        if self.base is None:
-            raise Usage("--from-base copies tensors of --base, but --base is missing", hint="pass --base MODEL")
-        if not self.is_for_hub:
-            hint = "run `ckptkit consolidate SRC OUT --base MODEL --from-base GLOB` first, then convert OUT"
-            raise Usage("--from-base writes a Hugging Face model under the Hub's names only", hint=hint)
-        if self.merge or self.quantize:
-            first, then = ("--merge", "--from-base") if self.merge else ("--from-base", "--quantize")
-            hint = f"consolidate with {first} first, then consolidate the result with {then}"
-            raise Usage("--from-base cannot be combined with --merge or --quantize", hint=hint)
-
-    def check_quantize(self) -> None:
-        """Raise `Usage` for what is asked of quantized weights and contradicts itself."""
-        if self.quantize is None:
-            if self.exclude_quantize:
-                raise Usage("--exclude-quantize does nothing without --quantize", hint="add --quantize")
-            return
-        if self.quantize not in QUANTIZERS:
-            raise Usage(f"unknown quantization `{self.quantize}`", hint=f"use one of {', '.join(QUANTIZERS)}")
-        if not self.writer.is_model_only:
-            raise Usage(
-                f"`{self.to}` is not a model format that can be quantized",
-                hint="run `ckptkit consolidate SRC OUT --quantize` instead",
-            )
-        if self.merge:
-            hint = "merge first, then consolidate the result with --quantize"
-            raise Usage("ckptkit does not merge and quantize in one step", hint=hint)
-        if self.names not in (None, HUB):
-            raise Usage("loaders of quantized weights look for the Hub's names", hint="drop --names")
-
-    def check_salvage(self) -> None:
-        """Raise `Usage` for what is asked of a damaged checkpoint and contradicts itself."""
-        if self.fill_from is not None and not self.salvage:
-            raise Usage("--fill-from is only for damaged checkpoints, with --salvage", hint="pass --salvage too")
-        if self.salvage and self.part is not None:
-            raise Usage("--salvage runs in one process only", hint="drop --part, and reshard the result in parts")
-        if self.salvage and (self.merge or self.weights or self.quantize):
-            raise Usage(
-                "--salvage allows no other changes", hint="salvage the checkpoint first, then convert the result"
-            )
+        if self.part not in (None, RANK):
+            parse_part(self.part)
+        for one in CONTRADICTIONS:
+            if one.holds(self):
+                raise Usage(one.message.format(to=self.to), hint=one.hint)
+        _ = self.order
 
     @property
     def is_for_hub(self) -> bool:
@@ -377,6 +264,162 @@ class ConvertOptions:
         """Return what all processes that make the same thing have in common."""
         common = [field.name for field in fields(self) if not field.metadata]
         return {name: anywhere(name, getattr(self, name)) for name in common}
+
+
+CHOICES: dict[str, Collection[str]] = {
+    "weights_from": (MASTER, MODULE),
+    "optimizer_keys": (NAMES, IDS),
+    "experts": EXPERT_FORMS,
+    "experts_layout": EXPERTS_LAYOUTS,
+    "quantize": QUANTIZERS,
+}
+
+
+class Contradiction(NamedTuple):
+    """Options that contradict each other, or the format `{to}`."""
+
+    holds: Callable[[ConvertOptions], object]
+    message: str
+    hint: str
+
+
+CONTRADICTIONS = (
+    Contradiction(
+        lambda asked: asked.world_size is not None and not asked.writer.is_sharded,
+        "`{to}` is the same for any number of ranks",
+        "drop --world-size",
+    ),
+    Contradiction(
+        lambda asked: asked.under and asked.writer.is_model_only,
+        "--under: the weights of a Hugging Face model cannot be under a key",
+        "add a prefix with --rename '^=>KEY.'",
+    ),
+    Contradiction(
+        lambda asked: asked.optimizer_keys and asked.writer.is_model_only,
+        "a Hugging Face model has no optimizer",
+        "drop --optimizer-keys",
+    ),
+    Contradiction(
+        lambda asked: asked.optimizer_order is not None and asked.writer.is_model_only,
+        "a Hugging Face model has no optimizer",
+        f"drop {ORDER}",
+    ),
+    Contradiction(
+        lambda asked: asked.complete_optimizer and (asked.writer.is_model_only or asked.merge),
+        "the output is a model without an optimizer",
+        "drop --complete-optimizer",
+    ),
+    Contradiction(
+        lambda asked: asked.max_shard_size != DEFAULT_SHARD_SIZE and not asked.writer.is_model_only,
+        "`{to}` does not write safetensors files",
+        "drop --max-shard-size",
+    ),
+    Contradiction(
+        lambda asked: asked.adapter_config and not (asked.merge or asked.writer.is_model_only),
+        "`{to}` keeps adapters as they are",
+        "drop --adapter-config, or pass --merge",
+    ),
+    Contradiction(
+        lambda asked: asked.to == ADAPTER and asked.merge,
+        "a merged model is not an adapter",
+        "drop --merge, or pass --to hf",
+    ),
+    Contradiction(
+        lambda asked: asked.experts and (asked.merge or not asked.writer.is_model_only),
+        "--experts is for an adapter as output",
+        "pass --to adapter, or drop --experts",
+    ),
+    Contradiction(
+        lambda asked: asked.experts_layout and not (asked.merge or asked.experts),
+        "--experts-layout is for a merge, or for --experts",
+        "pass --merge or --experts, or drop --experts-layout",
+    ),
+    Contradiction(
+        lambda asked: asked.merge and asked.changes_names,
+        "an adapter only fits the names and rows that its model had in training",
+        "merge first, then consolidate the result with --names, --map or --vocab-size",
+    ),
+    Contradiction(
+        lambda asked: asked.text_only and not asked.is_for_hub,
+        "--text-only writes a Hugging Face model under the Hub's names only",
+        "run `ckptkit consolidate SRC OUT --text-only` first, then convert OUT",
+    ),
+    Contradiction(
+        lambda asked: asked.text_only and (asked.merge or asked.from_base or asked.vocab_size),
+        "--text-only cannot be combined with --from-base, --merge or --vocab-size",
+        "consolidate with the other options first, then consolidate the result with --text-only",
+    ),
+    Contradiction(
+        lambda asked: asked.from_base and asked.base is None,
+        "--from-base copies tensors of --base, but --base is missing",
+        "pass --base MODEL",
+    ),
+    Contradiction(
+        lambda asked: asked.from_base and not asked.is_for_hub,
+        "--from-base writes a Hugging Face model under the Hub's names only",
+        "run `ckptkit consolidate SRC OUT --base MODEL --from-base GLOB` first, then convert OUT",
+    ),
+    Contradiction(
+        lambda asked: asked.from_base and asked.merge,
+        "--from-base cannot be combined with --merge or --quantize",
+        "consolidate with --merge first, then consolidate the result with --from-base",
+    ),
+    Contradiction(
+        lambda asked: asked.from_base and asked.quantize,
+        "--from-base cannot be combined with --merge or --quantize",
+        "consolidate with --from-base first, then consolidate the result with --quantize",
+    ),
+    Contradiction(
+        lambda asked: asked.from_base and asked.weights,
+        "--from-base cannot be combined with an average",
+        "average first, then consolidate the result with --from-base",
+    ),
+    Contradiction(
+        lambda asked: asked.weights and asked.quantize,
+        "ckptkit does not quantize an average",
+        "average first, then run `ckptkit consolidate MEAN OUT --quantize`",
+    ),
+    Contradiction(
+        lambda asked: asked.exclude_quantize and asked.quantize is None,
+        "--exclude-quantize does nothing without --quantize",
+        "add --quantize",
+    ),
+    Contradiction(
+        lambda asked: asked.quantize and not asked.writer.is_model_only,
+        "`{to}` is not a model format that can be quantized",
+        "run `ckptkit consolidate SRC OUT --quantize` instead",
+    ),
+    Contradiction(
+        lambda asked: asked.quantize and asked.merge,
+        "ckptkit does not merge and quantize in one step",
+        "merge first, then consolidate the result with --quantize",
+    ),
+    Contradiction(
+        lambda asked: asked.quantize and asked.names not in (None, HUB),
+        "loaders of quantized weights look for the Hub's names",
+        "drop --names",
+    ),
+    Contradiction(
+        lambda asked: asked.fill_from is not None and not asked.salvage,
+        "--fill-from is only for damaged checkpoints, with --salvage",
+        "pass --salvage too",
+    ),
+    Contradiction(
+        lambda asked: asked.salvage and asked.part is not None,
+        "--salvage runs in one process only",
+        "drop --part, and reshard the result in parts",
+    ),
+    Contradiction(
+        lambda asked: asked.salvage and (asked.merge or asked.weights or asked.quantize),
+        "--salvage allows no other changes",
+        "salvage the checkpoint first, then convert the result",
+    ),
+    Contradiction(
+        lambda asked: asked.base and not (asked.writer.is_model_only or asked.merge or asked.changes_names),
+        "ckptkit does not compare `{to}` with a config.json",
+        "drop --base",
+    ),
+)
 
 
 class Keywords(TypedDict, total=False):
@@ -462,10 +505,10 @@ def like_anywhere(rule: str) -> str:
 
 def require_least(options: ConvertOptions) -> None:
     """Raise `Usage` for a number that is less than 1."""
-    for name in _AT_LEAST_ONE:
+    for name, setting in settings_of(ConvertOptions).items():
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise Usage(f"{name}: expected 1 or more, found {value}")
+        if setting.least is not None and value is not None and value < setting.least:
+            raise Usage(f"{name}: expected {setting.least} or more, found {value}")
 
 
 def parse_part(part: str) -> tuple[int, int]:

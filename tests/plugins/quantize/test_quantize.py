@@ -301,7 +301,7 @@ def test_what_cannot_be_quantized_is_an_error(tmp_path: Path) -> None:
         consolidate(tmp_path / "in", tmp_path / "out", quantize="fp8-block")
     assert "fp8-channel" in str(caught.value.hint)
     cases: dict[str, dict[str, Any]] = {
-        "unknown quantization": {"quantize": "int4"},
+        "expected fp8-block, .*, found `int4`": {"quantize": "int4"},
         "exclude_quantize does nothing": {"exclude_quantize": "*"},
         "the Hub's names": {"quantize": "fp8-block", "names": "keep"},
     }
