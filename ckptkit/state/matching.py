@@ -23,7 +23,7 @@ from ckptkit.models.names.family import Family
 from ckptkit.models.names.naming import name_training
 from ckptkit.models.names.parameters import NewName, rename_in, rename_lists
 from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights, has_weights
-from ckptkit.state.names import NameOptions, ask_names
+from ckptkit.state.names import AS_THEY_ARE, NameOptions, ask_names
 from ckptkit.state.optimizers import describe_names, names_in
 
 
@@ -117,7 +117,7 @@ def rename_sides(sides: Sequence[Compared], named: NameOptions) -> list[Compared
     return [side.becomes(layout) for side, layout in zip(sides, layouts, strict=True)]
 
 
-def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, named: NameOptions) -> Pair:
+def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, named: NameOptions = AS_THEY_ARE) -> Pair:
     """Return both sides by the names of the Hub, if they are of different families and a config.json describes one.
 
     With a table of the user's, those with names of the table get the names of the Hub by it.
