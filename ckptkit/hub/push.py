@@ -22,7 +22,7 @@ from ckptkit.hub.digests import Content, differences, sum_all
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.selection import Selection, select_files
 from ckptkit.hub.transfers import Bars, Follow, FollowedReader, for_each, no_bar
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Told, telling
 from ckptkit.io.stores.hub import connect
 from ckptkit.io.stores.hub_calls import (
@@ -116,7 +116,7 @@ def push(
     began = time.perf_counter()
     name, at = parse_place(repo_id, revision)
     source = path_of(path)
-    if isinstance(source, RemotePath):
+    if is_remote(source):
         raise Usage("only local checkpoints are pushed", path=source, hint="copy it here with `ckptkit consolidate`")
     selection = select_files(source, name)
     with silent():

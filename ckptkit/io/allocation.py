@@ -10,13 +10,14 @@ from pathlib import Path
 from ckptkit.errors import NoRoom, translate_os_errors
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.local import LocalFile
+from ckptkit.io.path import is_remote
 from ckptkit.io.system import NOT_HERE, again
 
 
 def check_room(path: Path, nbytes: int) -> None:
     """Raise `NoRoom` if the file system of `path` (or of its nearest parent) has fewer than `nbytes` bytes free."""
     free = free_bytes(path)
-    if free < nbytes:
+    if free is not None and free < nbytes:
         raise NoRoom(
             f"{nbytes} bytes are needed and {free} are free", path=path, hint="free some space, or write elsewhere"
         )
@@ -34,8 +35,10 @@ def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
     return missing
 
 
-def free_bytes(path: Path) -> int:
-    """Return the bytes free for us on the file system that `path` is or will be on."""
+def free_bytes(path: Path) -> int | None:
+    """Return the bytes free for us on the file system that `path` is or will be on; None in a store."""
+    if is_remote(path):
+        return None
     there = path.absolute()
     with translate_os_errors(path):
         while not there.exists():
@@ -72,9 +75,10 @@ def write_file(path: Path, content: bytes, *, anew: bool = True) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory, and those that it lies in, unless they are there."""
-    with translate_os_errors(path):
-        again(path.mkdir, parents=True, exist_ok=True)
+    """Make a directory, and those that it lies in, unless they are there; a store needs none."""
+    if not is_remote(path):
+        with translate_os_errors(path):
+            again(path.mkdir, parents=True, exist_ok=True)
 
 
 def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:

@@ -18,7 +18,7 @@ from uuid import uuid4
 from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure
 from ckptkit.io.destination import CLAIM
 from ckptkit.io.file import names_in, read_small
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import RemotePath, is_remote
 from ckptkit.version import __version__
 
 _DELETION = "deletion "  # how the plan of a deletion begins
@@ -119,7 +119,7 @@ def unfinished_upload(place: Path, claim: StoreClaim | None) -> Incomplete | Non
 
 def find_claim(place: Path) -> RemotePath | None:
     """Return the object that claims a directory or file in a store, None if there is none."""
-    if not isinstance(place, RemotePath):
+    if not is_remote(place):
         return None
     if place.is_dir() and CLAIM in names_in(place):
         return place / CLAIM
@@ -129,7 +129,7 @@ def find_claim(place: Path) -> RemotePath | None:
 
 def claimed_in(root: Path) -> list[Path]:
     """Return the files in a directory of a store that are being uploaded and that no reader sees yet."""
-    if not isinstance(root, RemotePath):
+    if not is_remote(root):
         return []
     names = set(names_in(root))
     files = (name.removesuffix(CLAIM) for name in names if name.endswith(CLAIM) and name != CLAIM)

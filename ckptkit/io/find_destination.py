@@ -12,7 +12,7 @@ from typing import cast
 from ckptkit.entry_points import load
 from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Unsupported, Usage
 from ckptkit.io.destination import CLAIM, Destination
-from ckptkit.io.path import RemotePath, is_url, parse_url
+from ckptkit.io.path import is_remote, is_url, known_store, parse_url, refresh
 from ckptkit.io.pieces import FilePiece
 from ckptkit.io.stores import STORES
 
@@ -45,9 +45,9 @@ def to_destination(place: str | os.PathLike[str]) -> Path:
     Raises `Usage` for a URL that ckptkit does not write to.
     """
     path = parse_url(place) if isinstance(place, str) and is_url(place) else place
-    if not isinstance(path, RemotePath):
+    if not is_remote(path):
         return Path(path)
-    if not path.known.destination:
+    if not known_store(path).destination:
         written = [name for name, known in STORES.items() if known.destination]
         schemes = dict.fromkeys(f"{name.partition('://')[0]}://" for name in written)
         hint = f"write to a local directory, or to {', '.join(schemes)}"
@@ -58,38 +58,38 @@ def to_destination(place: str | os.PathLike[str]) -> Path:
 
 
 def open_destination(
-    path: RemotePath, sizes: Mapping[str, int], marks: Sequence[str], *, plan: str, is_file: bool = False
+    path: Path, sizes: Mapping[str, int], marks: Sequence[str], *, plan: str, is_file: bool = False
 ) -> Destination:
     """Return the destination at a path that `to_destination` gave; see `Destination` for the other arguments."""
-    kind = load(path.known.destination)
+    kind = load(known_store(path).destination)
     return cast(Destination, kind(path, sizes, marks, plan=plan, is_file=is_file))
 
 
-def require_shared(path: RemotePath) -> None:
-    """Raise `Unsupported` if only one process can write to a place, whose files become visible at once."""
+def require_shared(path: Path) -> None:
+    """Raise `Unsupported` for a store in which only one process can write to a destination."""
     if is_on_hub(path):
         message = "several processes cannot write to hf:// together"
         hint = "write to a local directory or to s3://, then `ckptkit cp` it there"
         raise Unsupported(message, path=path, hint=hint)
 
 
-def check_absent(dst: RemotePath) -> None:
+def check_absent(dst: Path) -> None:
     """Raise `Occupied` if something is at a destination in a store. Where an upload began the claim decides."""
-    dst.store.forget()
+    refresh(dst)
     claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
     with suppress(NotACheckpoint):  # there is no such bucket yet
         if dst.exists() and not any(claim.exists() for claim in claims):
             raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
 
 
-def keeps_others(path: RemotePath) -> bool:
+def keeps_others(path: Path) -> bool:
     """Return whether other files may stay where a checkpoint appears, as in a repository with its history."""
-    return path.known is STORES[_HUB]
+    return known_store(path) is STORES[_HUB]
 
 
 def is_on_hub(path: Path | None) -> bool:
     """Return whether a path is in a repository or bucket of the Hugging Face Hub."""
-    return isinstance(path, RemotePath) and path.parts[0] == f"{_HUB}:"
+    return is_remote(path) and path.parts[0] == f"{_HUB}:"
 
 
 @contextmanager

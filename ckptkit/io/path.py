@@ -14,20 +14,24 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path, PosixPath
-from typing import NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 from urllib.parse import quote, unquote
 
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage
 from ckptkit.io.stores import (
+    LOCAL,
     CachedStore,
     KeepsSums,
     KnownStore,
     StoredSum,
     StoreEntry,
-    known_store,
+    known_by_url,
     open_store,
     reaching,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs  # in typing since Python 3.13
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -135,11 +139,6 @@ class RemotePath(PosixPath):
         return RemotePath(*self.parts[: self._depth])
 
     @property
-    def known(self) -> KnownStore:
-        """Return what ckptkit can do in its store."""
-        return known_store(str(self))
-
-    @property
     def store(self) -> CachedStore:
         return self._place[0]
 
@@ -168,6 +167,28 @@ class RemotePath(PosixPath):
         return 2
 
 
+def is_remote(path: object) -> TypeIs[RemotePath]:
+    """Return whether a path is in a store, where each read is a request and nothing has a local name."""
+    return isinstance(path, RemotePath)
+
+
+def known_store(path: Path) -> KnownStore:
+    """Return what ckptkit can do in the store of a path; for a local path, on a disk."""
+    return known_by_url(str(path)) if is_remote(path) else LOCAL
+
+
+def refresh(path: Path) -> Path:
+    """Return a path, about which its store is asked anew from now on: it else keeps its answers for the process."""
+    if is_remote(path):
+        path.store.forget()
+    return path
+
+
+def path_beside(source: Path, name: str) -> Path:
+    """Return the path `name` beside a local source; in the current directory, if the source is remote."""
+    return Path(name) if is_remote(source) else source.with_name(name)
+
+
 def to_path(place: str | os.PathLike[str]) -> Path:
     """Return the path that a user means by `place`: a local one or a URL.
 
@@ -176,7 +197,7 @@ def to_path(place: str | os.PathLike[str]) -> Path:
     if not isinstance(place, str):
         return place if isinstance(place, Path) else Path(place)
     path = parse_url(place) if is_url(place) else Path(place)
-    return (find_offline(path) or path) if isinstance(path, RemotePath) and path.parts[0] == "hf:" else path
+    return (find_offline(path) or path) if is_remote(path) and path.parts[0] == "hf:" else path
 
 
 def spelled_like(typed: Path, absolute: Path) -> Path:
@@ -234,7 +255,7 @@ def list_ahead(paths: Iterable[Path]) -> None:
 
     One that cannot be listed is left to its reader, who then gets the error.
     """
-    waiting = [path for path in paths if isinstance(path, RemotePath)]
+    waiting = [path for path in paths if is_remote(path)]
     if not waiting:
         return
 
@@ -287,7 +308,7 @@ def to_place(place: str | os.PathLike[str]) -> Path:
 def to_local(place: str | os.PathLike[str]) -> Path:
     """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
     path = parse_url(place) if isinstance(place, str) and is_url(place) else place
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         hint = "write to a local directory; `ckptkit push` takes it to the Hub"
         raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
     return Path(path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptkit.errors import Corrupt, Incomplete, IOFailure, Unsafe, Unsupported
-from ckptkit.io.path import RemotePath, at_once
+from ckptkit.io.path import RemotePath, at_once, is_remote
 from ckptkit.io.stores import Read, reaching
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ def read_ahead(root: Path, things: Iterable[T], ranges: Callable[[T], Iterable[R
 
     Small reads for each thing would otherwise be a request each, one after the other.
     """
-    if not isinstance(root, RemotePath):
+    if not is_remote(root):
         yield from things
         return
     waiting = iter(things)

@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 from ckptkit.errors import IOFailure, translate_os_errors
+from ckptkit.io.path import is_remote
 from ckptkit.io.system import NOT_HERE, again, close, warn_of_loss
 
 
 def make_directories(path: Path, *, sync: bool) -> None:
-    """Make a directory, and the one that it is to be in; they outlive a power cut if `sync`."""
-    if not path.exists():
+    """Make a directory, and the one that it is to be in; they outlive a power cut if `sync`. A store needs none."""
+    if not is_remote(path) and not path.exists():
         make_directories(path.parent, sync=sync)
         again(path.mkdir, exist_ok=True)
         if sync:

@@ -42,7 +42,7 @@ from ckptkit.formats.dcp.rank_files import (
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.destination import Destination
 from ckptkit.io.find_destination import open_destination, require_shared, to_destination
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import RemotePath, is_remote
 from ckptkit.io.stream import FileStream
 from ckptkit.layout import Blob, Layout
 from ckptkit.layout.blocks import cut
@@ -209,7 +209,7 @@ def require_free(path: RemotePath) -> None:
 def to_store(place: str | os.PathLike[str]) -> RemotePath:
     """Return the path in a store that a user means. Raises `Usage` for a local one."""
     path = to_destination(place)
-    if not isinstance(path, RemotePath):
+    if not is_remote(path):
         raise Usage("this is a local path, but only a path in a store is accepted here", path=path)
     require_shared(path)
     return path

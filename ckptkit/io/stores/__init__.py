@@ -73,6 +73,7 @@ STORES = PluginTable(
         "s3a": KnownStore(_S3.store),
     },
 )
+LOCAL = KnownStore("", keeper="ckptkit.runs.local_keeper:LocalKeeper")  # a disk: its files need no store
 OTHERS = KnownStore("ckptkit.io.stores.generic:FileSystem")  # fsspec knows all others
 _PAUSES = (0.2, 1.0, 3.0)  # seconds before a request that got no answer is made again
 
@@ -204,7 +205,7 @@ class CachedStore:
         return bool(folder) and self._rules_out(above)
 
 
-def known_store(url: str) -> KnownStore:
+def known_by_url(url: str) -> KnownStore:
     """Return what is known of the store that a URL names, at its root or below."""
     scheme, _, place = url.partition("://")
     return STORES.get(f"{scheme}://{place.partition('/')[0]}") or STORES.get(scheme, OTHERS)
@@ -213,7 +214,7 @@ def known_store(url: str) -> KnownStore:
 @cache
 def open_store(url: str) -> CachedStore:
     """Return the store whose root is `url`, one for all callers. Raises `Usage` if nothing here knows such URLs."""
-    reopen = partial(load(known_store(url).store), url)
+    reopen = partial(load(known_by_url(url).store), url)
     return CachedStore(cast(Store, reopen()), reopen)
 
 

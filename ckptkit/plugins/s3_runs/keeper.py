@@ -33,7 +33,7 @@ from ckptkit.errors import (
 from ckptkit.io.claims import StoreClaim, read_claim
 from ckptkit.io.destination import CLAIM
 from ckptkit.io.file import children, read_small
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import RemotePath, is_remote
 from ckptkit.io.stores.s3_calls import S3Bucket
 from ckptkit.io.stores.s3_errors import DENIED, TAKEN, find_code
 from ckptkit.io.stores.s3_objects import delete_objects, in_batches, list_objects, read_clock, read_object
@@ -339,5 +339,5 @@ def keys_to_see(checkpoint: Path) -> set[str]:
 
 
 def key_of(path: Path) -> str:
-    assert isinstance(path, RemotePath)
+    assert is_remote(path)
     return path.key
