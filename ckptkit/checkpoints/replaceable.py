@@ -99,7 +99,7 @@ def marks_in(dst: Path, made: Iterable[str], *, by_training: bool = False) -> tu
     Where other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if it may not
     be replaced; see `check_replaceable`.
     """
-    from ckptkit.io.find_destination import keeps_others
+    from ckptkit.io.destination import keeps_others
 
     refresh(dst)
     if keeps_others(dst):

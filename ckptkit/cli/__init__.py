@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ckptkit.errors import CheckpointWarning, CkptError, IOFailure, Usage
-from ckptkit.io.system import PromiseLost
+from ckptkit.io.disk import PromiseLost
 from ckptkit.version import __version__
 
 

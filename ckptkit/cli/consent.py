@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from ckptkit.entry_points import load
-from ckptkit.io.find_destination import is_on_hub
+from ckptkit.io.destination import is_on_hub
 from ckptkit.io.path import known_store
 
 if TYPE_CHECKING:

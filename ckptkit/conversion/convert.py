@@ -22,8 +22,8 @@ from ckptkit.conversion.build_model import build_model, choose_models
 from ckptkit.errors import Caution, Corrupt, Mismatch, Usage
 from ckptkit.formats import format_of_file, writable_formats
 from ckptkit.io.collector import collector_paused
+from ckptkit.io.destination import to_destination
 from ckptkit.io.file import is_there
-from ckptkit.io.find_destination import to_destination
 from ckptkit.io.path import is_remote, remarks_on_id
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.names.weights import UNKNOWN, names_of_training

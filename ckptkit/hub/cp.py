@@ -30,8 +30,8 @@ from ckptkit.errors import Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_
 from ckptkit.io import pieces
 from ckptkit.io.allocation import check_room, create_file, make_folder, missing_bytes
 from ckptkit.io.crc32 import crc32
+from ckptkit.io.destination import StorePieces, keeping, open_destination, to_destination
 from ckptkit.io.file import children, file_size, opening, read_at
-from ckptkit.io.find_destination import StorePieces, keeping, open_destination, to_destination
 from ckptkit.io.joined import roots_of
 from ckptkit.io.local import is_strange_link
 from ckptkit.io.origin import Origin

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.errors import NoRoom, translate_os_errors
+from ckptkit.io.disk import NOT_HERE, again
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.local import LocalFile
 from ckptkit.io.path import is_remote
-from ckptkit.io.system import NOT_HERE, again
 
 
 def check_room(path: Path, nbytes: int) -> None:
@@ -97,3 +99,13 @@ def reserve(fd: int, size: int) -> None:
         if isinstance(error, OSError) and error.errno not in NOT_HERE:
             raise
         os.ftruncate(fd, size)
+
+
+class TemporaryFile:
+    """An empty file among the system's temporary ones, there as long as this object, or until `remove` is called."""
+
+    def __init__(self) -> None:
+        fd, name = tempfile.mkstemp(prefix="ckptkit-")
+        os.close(fd)
+        self.path = Path(name)
+        self.remove = weakref.finalize(self, self.path.unlink, missing_ok=True)

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from ckptkit.errors import Occupied
-from ckptkit.io.system import NOT_HERE, again, warn_of_loss
+from ckptkit.io.disk import NOT_HERE, again, warn_of_loss
 
 HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)
 _RENAME_EXCHANGE = 2  # <linux/fs.h>

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Unsafe, translate_os_errors
+from ckptkit.io.disk import again
 from ckptkit.io.joined import JoinedPath, roots_of
 from ckptkit.io.local import open_regular, open_to_write
 from ckptkit.io.path import hint_on_id, is_remote
 from ckptkit.io.ranges import RemoteFile
 from ckptkit.io.stores import StoredSum
-from ckptkit.io.system import again
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)

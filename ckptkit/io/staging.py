@@ -13,6 +13,7 @@ from typing import Self
 
 from ckptkit.errors import Occupied, Unsafe, translate_os_errors
 from ckptkit.io.allocation import write_file
+from ckptkit.io.disk import again, make_directories, remove, sync_path, sync_tree
 from ckptkit.io.exchange import (
     HIDDEN,
     aside_path,
@@ -23,8 +24,6 @@ from ckptkit.io.exchange import (
 )
 from ckptkit.io.file import opening, read_at
 from ckptkit.io.locks import acquire, close, release, try_lock
-from ckptkit.io.system import again
-from ckptkit.io.trees import make_directories, remove, sync_path, sync_tree
 
 WORK = ".ckptkit-work"
 _KEY = "key"

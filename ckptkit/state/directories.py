@@ -11,8 +11,8 @@ from ckptkit.checkpoints.find_components import is_left, is_true_here_only
 from ckptkit.checkpoints.replaceable import require_no_checkpoint, states_only_at
 from ckptkit.errors import Occupied, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import FORMATS, FormatWriter, format_of_file, get_format
+from ckptkit.io.destination import check_absent, keeps_others
 from ckptkit.io.file import children
-from ckptkit.io.find_destination import check_absent, keeps_others
 from ckptkit.io.joined import JoinedPath, roots_of
 from ckptkit.io.local import is_strange_link
 from ckptkit.io.path import is_remote

@@ -18,11 +18,11 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.shares import WHOLE, Share
 from ckptkit.errors import Corrupt, Occupied
 from ckptkit.io.allocation import check_room, missing_bytes
+from ckptkit.io.disk import sync_tree
 from ckptkit.io.file import file_size, is_there
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import telling
 from ckptkit.io.staging import Stage
-from ckptkit.io.trees import sync_tree
 from ckptkit.layout.plan import Plan
 from ckptkit.state.draft import Conversion
 from ckptkit.state.made_files import create, seal, write_copied_files, write_made

@@ -30,9 +30,8 @@ from ckptkit.errors import Occupied, Unsupported
 from ckptkit.io.allocation import create_file, make_folder
 from ckptkit.io.assembly import AssembledFiles, Assembly, Gap, PieceKey
 from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.destination import Destination
+from ckptkit.io.destination import Destination, keeping, open_destination
 from ckptkit.io.file import file_size, opening, read_at
-from ckptkit.io.find_destination import keeping, open_destination
 from ckptkit.io.path import refresh
 from ckptkit.io.pieces import FilePiece, cut_file, is_large, new_piece
 from ckptkit.io.progress import telling

@@ -40,8 +40,7 @@ from ckptkit.formats.dcp.rank_files import (
     tensors_file,
 )
 from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.destination import Destination
-from ckptkit.io.find_destination import open_destination, require_shared, to_destination
+from ckptkit.io.destination import Destination, open_destination, require_shared, to_destination
 from ckptkit.io.path import RemotePath, is_remote
 from ckptkit.io.stream import FileStream
 from ckptkit.layout import Blob, Layout

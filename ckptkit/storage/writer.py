@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from ckptkit.arguments import checked
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.io.find_destination import require_shared, to_destination
+from ckptkit.io.destination import require_shared, to_destination
 from ckptkit.io.path import is_remote
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
 from ckptkit.storage.room_writer import StagedWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.errors import Usage
-from ckptkit.io.find_destination import require_shared
+from ckptkit.io.destination import require_shared
 from ckptkit.io.path import is_remote
 
 _IN_STORES = ("sharded", "adapter")  # state dicts

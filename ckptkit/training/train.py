@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import refresh, to_path
 from ckptkit.training import loop
 from ckptkit.training.config import TrainConfig, check_settings, find_settings, settings_in

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import ckptkit
 from ckptkit.errors import IOFailure, Occupied, Usage
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_path
 from ckptkit.io.small_files import open_lines, require_writable
 from ckptkit.training.metrics import METRICS

@@ -12,7 +12,7 @@ from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.conversion.as_consolidated import ConsolidatedView, as_consolidated
 from ckptkit.conversion.convert import with_left_behind
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import to_path
 from ckptkit.io.progress import Progress

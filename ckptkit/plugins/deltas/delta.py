@@ -16,8 +16,8 @@ from ckptkit.conversion.as_consolidated import ConsolidatedView, both_consolidat
 from ckptkit.conversion.convert import warn_of_weights
 from ckptkit.errors import Occupied, Unsupported, translate_os_errors
 from ckptkit.io.allocation import make_folder
+from ckptkit.io.destination import is_on_hub, to_destination
 from ckptkit.io.file import file_size, names_in
-from ckptkit.io.find_destination import is_on_hub, to_destination
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Progress, Told, telling

@@ -13,11 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.io.claims import StoreClaim
+from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.destination import CLAIM, Check
 from ckptkit.io.file import read_small
 from ckptkit.io.pieces import is_large
-from ckptkit.io.place import UploadPlace
 from ckptkit.io.stores.hub_calls import (
     BUCKET,
     Line,
@@ -160,8 +159,8 @@ class HubBucketDestination(XetDestination):
         return bucket_of(self.path)
 
     @property
-    def _place(self) -> UploadPlace:
-        return UploadPlace(self.path, self.is_file)
+    def _place(self) -> UploadTarget:
+        return UploadTarget(self.path, self.is_file)
 
 
 def add_line(key: str, sent: XetFile) -> Line:

@@ -16,9 +16,9 @@ from pathlib import PurePosixPath
 from threading import Lock
 
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
+from ckptkit.io.claims import UploadTarget
 from ckptkit.io.destination import Check
 from ckptkit.io.pieces import is_large
-from ckptkit.io.place import UploadPlace
 from ckptkit.io.stores.hub_calls import (
     MODEL,
     HubFile,
@@ -217,7 +217,7 @@ class HubRepoDestination(XetDestination):
         return found
 
     def _key(self, name: str) -> str:
-        return UploadPlace(self.path, self.is_file).key(name)
+        return UploadTarget(self.path, self.is_file).key(name)
 
 
 def is_same_data(sent: XetFile, listed: HubFile | None) -> bool:

@@ -14,10 +14,10 @@ from typing import Literal, NoReturn
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, oldest_first
 from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
+from ckptkit.io.allocation import make_folder
 from ckptkit.io.claims import find_claim
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import is_remote, refresh
-from ckptkit.io.trees import make_directories
 from ckptkit.plugins.watch.commands import Final, WatchCommand
 from ckptkit.plugins.watch.file_changes import Look, Patience
 from ckptkit.plugins.watch.journal import Fate, WatchJournal
@@ -287,7 +287,7 @@ class Watcher:
                 entry = Fate("begun", saved_ns, number, identity(out))
                 self.note(one.name, entry)
                 if "out" in command.places:
-                    make_directories(out.parent, sync=False)
+                    make_folder(out.parent)
                 self._tell(Event(one.path, None, str(command)))
                 failure = command.run(values, self._post.lock, self.terms.timeout)
                 if failure:

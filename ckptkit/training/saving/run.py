@@ -26,8 +26,8 @@ from ckptkit.arguments import checked
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate_os_errors
+from ckptkit.io.destination import to_destination
 from ckptkit.io.file import check_name
-from ckptkit.io.find_destination import to_destination
 from ckptkit.io.path import is_remote, refresh
 from ckptkit.runs.keeper import keeper_of
 from ckptkit.runs.retention import Best, Policy, check_metric, decide, find_saved, write_metrics

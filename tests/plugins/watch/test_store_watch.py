@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.checkpoints.run import local_folder
 from ckptkit.errors import IOFailure
+from ckptkit.io.disk import PromiseLost
 from ckptkit.io.path import to_path
-from ckptkit.io.system import PromiseLost
 from ckptkit.plugins.watch.watch import Event, identity, watch
 from ckptkit.runs.watches import FOLDER
 from tests.s3 import CLAIM, S3, Place, forget, make_place
