@@ -55,10 +55,10 @@ from ckptkit.formats import describe_formats, detect_format, is_stray, one_of_dc
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
 from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.rank_names import find_set, not_joined
 from ckptkit.io.file import absent, children, entry_of, names_in
 from ckptkit.io.joined import JoinedPath, joined, roots_of
 from ckptkit.io.path import list_ahead, to_local, to_path
-from ckptkit.io.sets import find_set, not_joined
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.names import family_of

@@ -21,10 +21,10 @@ from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.build_model import build_model, choose_models
 from ckptkit.errors import Caution, Corrupt, Mismatch, Usage
 from ckptkit.formats import format_of_file, writable_formats
-from ckptkit.io.collector import collector_paused
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import is_there
 from ckptkit.io.path import is_remote, remarks_on_id
+from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.names.weights import UNKNOWN, names_of_training
 from ckptkit.state.directories import (

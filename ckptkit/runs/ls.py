@@ -36,12 +36,12 @@ from ckptkit.errors import (
     translate_os_errors,
 )
 from ckptkit.formats import detect_format
+from ckptkit.formats.rank_names import find_set
 from ckptkit.io.claims import StoreClaim, claimed_in, read_claim
 from ckptkit.io.destination import CLAIM
 from ckptkit.io.file import absent, children, file_size, is_there
 from ckptkit.io.joined import roots_of
 from ckptkit.io.path import is_remote, refresh
-from ckptkit.io.sets import find_set
 from ckptkit.runs.pins import pinned_in
 from ckptkit.runs.retention import read_metrics
 from ckptkit.summary import Summarized
