@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from ckptkit.entry_points import load
 from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Unsupported, Usage
-from ckptkit.io.path import RemotePath, is_remote, is_url, known_store, parse_url, refresh
+from ckptkit.io.path import RemotePath, is_remote, known_store, refresh, to_live_path
 from ckptkit.io.pieces import FilePiece
 from ckptkit.io.stores import STORES
 
@@ -117,9 +117,9 @@ def to_destination(place: str | os.PathLike[str]) -> Path:
 
     Raises `Usage` for a URL that ckptkit does not write to.
     """
-    path = parse_url(place) if isinstance(place, str) and is_url(place) else place
+    path = to_live_path(place)
     if not is_remote(path):
-        return Path(path)
+        return path
     if not known_store(path).destination:
         written = [name for name, known in STORES.items() if known.destination]
         schemes = dict.fromkeys(f"{name.partition('://')[0]}://" for name in written)

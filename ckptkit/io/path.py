@@ -194,10 +194,26 @@ def to_path(place: str | os.PathLike[str]) -> Path:
 
     While HF_HUB_OFFLINE is set, an `hf://` URL is the snapshot in the Hub's cache, if the cache has one.
     """
-    if not isinstance(place, str):
-        return place if isinstance(place, Path) else Path(place)
-    path = parse_url(place) if is_url(place) else Path(place)
-    return (find_offline(path) or path) if is_remote(path) and path.parts[0] == "hf:" else path
+    path = to_live_path(place)
+    if isinstance(place, str) and is_remote(path) and path.parts[0] == "hf:":
+        return find_offline(path) or path
+    return path
+
+
+def to_live_path(place: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means by `place`, to be changed: a local one or a URL, never a copy in a cache."""
+    if isinstance(place, str) and is_url(place):
+        return parse_url(place)
+    return place if isinstance(place, Path) else Path(place)
+
+
+def to_local(place: str | os.PathLike[str]) -> Path:
+    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
+    path = to_live_path(place)
+    if is_remote(path):
+        hint = "write to a local directory; `ckptkit push` takes it to the Hub"
+        raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
+    return path
 
 
 def spelled_like(typed: Path, absolute: Path) -> Path:
@@ -296,19 +312,3 @@ def parse_url(url: str) -> Path:
         hint = "write it like s3://bucket/run/ckpt-5 or hf://org/name"
         raise Usage(f"`{url}` cannot be the location of a checkpoint", hint=hint)
     return path
-
-
-def to_place(place: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means by `place`, to be changed: a local one or a URL, never a copy in a cache."""
-    if isinstance(place, str) and is_url(place):
-        return parse_url(place)
-    return place if isinstance(place, Path) else Path(place)
-
-
-def to_local(place: str | os.PathLike[str]) -> Path:
-    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
-    path = parse_url(place) if isinstance(place, str) and is_url(place) else place
-    if is_remote(path):
-        hint = "write to a local directory; `ckptkit push` takes it to the Hub"
-        raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
-    return Path(path)

@@ -10,7 +10,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.entry_points import load
 from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.io.joined import JoinedPath, joined, roots_of
-from ckptkit.io.path import known_store, to_place
+from ckptkit.io.path import known_store, to_live_path
 from ckptkit.io.stores import LOCAL
 
 
@@ -108,7 +108,7 @@ def run_of(source: Source) -> Path:
     path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
         return joined([run_of(place) for place in roots_of(path)])
-    return to_place(path)
+    return to_live_path(path)
 
 
 def refuse_checkpoint(path: Path) -> None:
