@@ -11,7 +11,7 @@ from ckptkit.checkpoints.several_disks import join_places
 from ckptkit.conversion.convert import report_on
 from ckptkit.errors import Corrupt, NotACheckpoint
 from ckptkit.io.destination import NOTES, require_shared, to_destination
-from ckptkit.io.exchange import staging_path
+from ckptkit.io.disk import staging_path
 from ckptkit.io.file import is_there, read_small
 from ckptkit.io.path import is_remote, refresh, to_path
 from ckptkit.io.progress import Progress

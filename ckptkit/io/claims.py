@@ -24,6 +24,7 @@ from ckptkit.version import __version__
 _DELETION = "deletion "  # how the plan of a deletion begins
 _LOOKS = 3
 _LIMIT = 1 << 24  # bytes of a claim: it names every large file
+_ABANDON = "wait for it to end, or abandon it with --overwrite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,6 @@ def claimed_in(root: Path) -> list[Path]:
     names = set(names_in(root))
     files = (name.removesuffix(CLAIM) for name in names if name.endswith(CLAIM) and name != CLAIM)
     return [root / name for name in sorted(files) if name not in names]
-
-
-_ABANDON = "wait for it to end, or abandon it with --overwrite"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, cast
 
 from ckptkit.entry_points import load
 from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Unsupported, Usage
+from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.path import RemotePath, is_remote, known_store, refresh, to_live_path
-from ckptkit.io.pieces import FilePiece
+from ckptkit.io.pieces import FilePiece, cut_file, new_piece
 from ckptkit.io.stores import STORES
 
-CLAIM = ".ckptkit-upload.json"  # the object that holds a place: in a directory, or beside a file
-NOTES = ".ckptkit-upload"  # the folder for notes of the processes that share an upload: in a directory, beside a file
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+CLAIM = ".ckptkit-upload.json"  # the object that claims a directory, in it, or a file, beside it
+NOTES = ".ckptkit-upload"  # the directory for notes of the processes that share an upload, in the same place
+SENDERS = 4  # threads of a file
+_HUB = "hf"
 
 Check = Callable[[], Iterable[str]]
 
@@ -87,9 +95,6 @@ class Destination(Protocol):
 
     def remarks(self) -> list[str]:
         """Return what the store could not do, once the place was claimed."""
-
-
-_HUB = "hf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +184,73 @@ def keeping(there: Destination) -> Iterator[None]:
         there.stop(error)
         error.add_note(words)
         raise
+
+
+class FileStream:
+    """A file of `nbytes` bytes on its way to a destination: written from start to end, and sent by several threads.
+
+    To be used as a context manager: an error of a thread is raised by `write` or at the end of the block, where the
+    file is complete in the destination. One piece is filled while `SENDERS` others are sent.
+    """
+
+    def __init__(self, there: Destination, name: str, nbytes: int) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # slow to import, and few need it
+
+        self.crc = 0  # of all that was sent
+        self._there = there
+        self._name = name
+        self._pieces = cut_file(name, nbytes)
+        self._piece = next(self._pieces)
+        self._data = new_piece(self._piece.length)
+        self._filled = 0
+        self._threads = ThreadPoolExecutor(SENDERS, thread_name_prefix="ckptkit-send")
+        self._sending: deque[tuple[int, Future[int]]] = deque()  # how many bytes, and the CRC-32 to come
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Add bytes, which are copied. Raises `ValueError` for more than the file has."""
+        view = memoryview(data)
+        while view:
+            length = min(len(view), self._piece.length - self._filled)
+            if not length:
+                raise ValueError(f"{self._name}: more bytes than were planned")
+            self._data[self._filled : self._filled + length] = view[:length]
+            self._filled += length
+            view = view[length:]
+            if self._filled == self._piece.length:
+                self._send()
+
+    def _send(self) -> None:
+        while len(self._sending) >= SENDERS:
+            self._wait()
+        self._sending.append((self._filled, self._threads.submit(self._put, self._piece, self._data)))
+        following = next(self._pieces, None)
+        if following is not None:
+            self._piece = following
+            self._data = new_piece(following.length)
+            self._filled = 0
+
+    def _put(self, piece: FilePiece, data: memoryview) -> int:
+        crc = crc32(data)
+        self._there.put(piece, data, crc)
+        return crc
+
+    def _wait(self) -> None:
+        """Wait for the oldest piece that is being sent."""
+        length, sent = self._sending.popleft()
+        self.crc = combine(self.crc, sent.result(), length)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if error is not None:
+                self._there.stop(error)
+            else:
+                if self._filled < self._piece.length:
+                    raise ValueError(f"{self._name}: fewer bytes than were planned")
+                while self._sending:
+                    self._wait()
+                self._there.complete(self._name, self.crc)
+        finally:
+            self._threads.shutdown(cancel_futures=True)

@@ -19,6 +19,7 @@ from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import open_file
 
 PART_BYTES = 1 << 24  # of a piece, at least; all but the last are equal, as some stores want the parts of an object
+ROOM = 8 * PART_BYTES  # for pieces that wait for earlier ones
 _MOST_PARTS = 9_000  # of an object; a store takes 10,000
 _MIB = 1 << 20
 
@@ -128,10 +129,6 @@ def cut_file(name: str, size: int) -> Iterator[FilePiece]:
         yield FilePiece(name, number, len(starts), start, min(length, size - start))
 
 
-ROOM = 8 * PART_BYTES
-Write = Callable[[FilePiece, memoryview], None]
-
-
 class OrderedWriter:
     """Files that several threads put piece by piece, each piece once. `write` gets the pieces of a file in order.
 
@@ -143,7 +140,7 @@ class OrderedWriter:
     the thread with the earliest work that is not done never waits, until `stop` ends the waiting of all.
     """
 
-    def __init__(self, write: Write, room: int = ROOM) -> None:
+    def __init__(self, write: Callable[[FilePiece, memoryview], None], room: int = ROOM) -> None:
         self._write = write
         self._room = room
         self._next: dict[str, int] = {}  # the number of the piece of a file that is written, or comes next

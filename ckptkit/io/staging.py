@@ -13,14 +13,18 @@ from typing import Self
 
 from ckptkit.errors import Occupied, Unsafe, translate_os_errors
 from ckptkit.io.allocation import write_file
-from ckptkit.io.disk import again, make_directories, remove, sync_path, sync_tree
-from ckptkit.io.exchange import (
+from ckptkit.io.disk import (
     HIDDEN,
+    again,
     aside_path,
     lock_path,
+    make_directories,
     move_file_into_place,
     move_into_place,
+    remove,
     staging_path,
+    sync_path,
+    sync_tree,
 )
 from ckptkit.io.file import opening, read_at
 from ckptkit.io.locks import acquire, close, release, try_lock

@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckptkit.errors import Occupied, translate_os_errors
-from ckptkit.io.disk import again, remove, sync_path
-from ckptkit.io.exchange import lock_path
+from ckptkit.io.disk import again, lock_path, remove, sync_path
 from ckptkit.io.file import children
 from ckptkit.io.joined import roots_of
 from ckptkit.io.locks import acquire, is_locked, release

@@ -40,9 +40,8 @@ from ckptkit.formats.dcp.rank_files import (
     tensors_file,
 )
 from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.destination import Destination, open_destination, require_shared, to_destination
+from ckptkit.io.destination import Destination, FileStream, open_destination, require_shared, to_destination
 from ckptkit.io.path import RemotePath, is_remote
-from ckptkit.io.stream import FileStream
 from ckptkit.layout import Blob, Layout
 from ckptkit.layout.blocks import cut
 from ckptkit.layout.box import whole

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
-from ckptkit.io.exchange import move_into_place
+from ckptkit.io.disk import move_into_place
 from ckptkit.io.path import is_remote, refresh, to_path
 from ckptkit.training.config import AUTO, SETTINGS, TrainConfig
 

@@ -22,7 +22,7 @@ from ckptkit.io.crc32 import crc32
 from ckptkit.io.destination import Check
 from ckptkit.io.path import RemotePath, at_once
 from ckptkit.io.pieces import FilePiece, is_large
-from ckptkit.io.stores.s3_calls import S3Bucket, crc_of
+from ckptkit.io.stores.s3 import S3Bucket, crc_of
 from ckptkit.io.stores.s3_errors import ABSENT as _ABSENT
 from ckptkit.io.stores.s3_errors import TAKEN as _TAKEN
 from ckptkit.io.stores.s3_errors import find_code

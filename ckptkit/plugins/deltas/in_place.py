@@ -24,8 +24,7 @@ from ckptkit.formats import find_format
 from ckptkit.formats.protocols import JOURNAL
 from ckptkit.io.allocation import make_folder
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.disk import again, remove, sync_path, sync_tree
-from ckptkit.io.exchange import lock_path
+from ckptkit.io.disk import again, lock_path, remove, sync_path, sync_tree
 from ckptkit.io.file import OpenFiles, file_size, is_there, read_at
 from ckptkit.io.locks import acquire, release
 from ckptkit.io.staging import clear_dead

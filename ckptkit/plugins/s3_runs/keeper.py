@@ -35,7 +35,7 @@ from ckptkit.io.destination import CLAIM
 from ckptkit.io.disk import make_directories, warn_of_loss
 from ckptkit.io.file import children, read_small
 from ckptkit.io.path import RemotePath, is_remote
-from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import DENIED, TAKEN, find_code
 from ckptkit.io.stores.s3_objects import delete_objects, in_batches, list_objects, read_clock, read_object
 from ckptkit.models.companions import CONFIG

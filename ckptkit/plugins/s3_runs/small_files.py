@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.path import RemotePath
-from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import find_code
 
 _ABSENT = ("404", "NoSuchKey")

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from ckptkit.io.claims import StoreClaim, UploadTarget, beneath
 from ckptkit.io.destination import CLAIM, NOTES
 from ckptkit.io.path import RemotePath, at_once
-from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_objects import (
     MultipartUpload,
     SentParts,
