@@ -28,13 +28,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class PromiseLost(UserWarning):
+class DurabilityWarning(UserWarning):
     """A promise that cannot be kept on this file system, which lacks the call that it takes."""
 
 
 def warn_of_loss(path: Path, what: str) -> None:
     """Warn of the promise that is lost at `path`."""
-    warnings.warn(f"{path}: {what}", PromiseLost, stacklevel=2)
+    warnings.warn(f"{path}: {what}", DurabilityWarning, stacklevel=2)
 
 
 def again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

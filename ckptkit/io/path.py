@@ -21,13 +21,13 @@ from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage
 from ckptkit.io.stores import (
     LOCAL,
     CachedStore,
-    KeepsSums,
+    ChecksumStore,
     KnownStore,
     StoredSum,
     StoreEntry,
     known_by_url,
     open_store,
-    reaching,
+    translate_store_errors,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RemotePath(PosixPath):
     def iterdir(self) -> Generator[Self, None, None]:
         """Yield what is in the directory."""
         store, key = self._place
-        with reaching(self, store.store):
+        with translate_store_errors(self, store.store):
             names = list(store.entries(key))
         yield from (self / name for name in names)
 
@@ -115,21 +115,21 @@ class RemotePath(PosixPath):
     def entry(self) -> StoreEntry | None:
         """Return what the store tells of it, None if there is nothing."""
         store, key = self._place
-        with reaching(self, store.store):
+        with translate_store_errors(self, store.store):
             return store.find(key)
 
     def stored_sum(self) -> StoredSum | None:
         """Return what the store knows of the content of this file; None if it keeps no checksums of files."""
         store, key = self._place
-        if not isinstance(store.store, KeepsSums):
+        if not isinstance(store.store, ChecksumStore):
             return None
-        with reaching(self, store.store):
+        with translate_store_errors(self, store.store):
             return store.store.stored_sum(key)
 
     def find_change(self) -> RemotePath | None:
         """Ask the store anew. Returns something here that is not what it was, or None."""
         store, key = self._place
-        with reaching(self, store.store):
+        with translate_store_errors(self, store.store):
             changed = store.find_change(key)
         return None if changed is None else RemotePath(*self.top.parts, changed)
 

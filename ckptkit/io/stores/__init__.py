@@ -136,7 +136,7 @@ class StoredSum:
 
 
 @runtime_checkable
-class KeepsSums(Protocol):
+class ChecksumStore(Protocol):
     """A store that keeps checksums of files, which it computed itself when they were written."""
 
     def stored_sum(self, key: str) -> StoredSum:
@@ -219,7 +219,7 @@ def open_store(url: str) -> CachedStore:
 
 
 @contextmanager
-def reaching(path: Path, store: Store) -> Iterator[None]:
+def translate_store_errors(path: Path, store: Store) -> Iterator[None]:
     """Turn any error that a store or its library raises inside the block into an `IOFailure` that names `path`.
 
     That nothing is there is no failure.
@@ -238,7 +238,7 @@ def reaching(path: Path, store: Store) -> Iterator[None]:
         raise IOFailure(f"{what}: {reason}", path=path, hint=store.hint) from error
 
 
-def patiently(request: Callable[[], T], dropped: tuple[type[Exception], ...]) -> T:
+def with_retries(request: Callable[[], T], dropped: tuple[type[Exception], ...]) -> T:
     """Return what `request` gives, which is made again, after a pause, a few times when the connection is `dropped`."""
     for pause in _PAUSES:
         try:

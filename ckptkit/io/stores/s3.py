@@ -31,7 +31,7 @@ class S3Store(FileSystem):
 
     def refusal(self, error: Exception, path: Path) -> CkptError:
         """Return our error for one of s3fs or botocore."""
-        return refusal(hear_reason(self._files, self._base, error), path)
+        return refusal(fetch_error_detail(self._files, self._base, error), path)
 
     def stored_sum(self, key: str) -> StoredSum:
         """Return what the store knows of an object: a CRC-32 of the whole, or one of each part.
@@ -125,7 +125,7 @@ class S3Bucket:
         return content
 
     def _refusal(self, error: Exception, key: str) -> IOFailure:
-        return refusal(hear_reason(self._files, self.name, error), self.root / key)
+        return refusal(fetch_error_detail(self._files, self.name, error), self.root / key)
 
 
 class RequestBody(IOBase):
@@ -163,7 +163,7 @@ def patient(files: Any) -> Any:
     return files
 
 
-def hear_reason(files: Any, bucket: str, error: Exception) -> Exception:
+def fetch_error_detail(files: Any, bucket: str, error: Exception) -> Exception:
     """Return an error of s3fs, or for an answer to HEAD that says no reason the error of a request that does."""
     if needs_reason(error):
         try:
