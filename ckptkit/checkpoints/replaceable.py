@@ -17,7 +17,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, and_more, translate_os_errors
 from ckptkit.formats import is_main_file
-from ckptkit.io.file import children, names_in
+from ckptkit.io.file import children, destination_exists, names_in
 from ckptkit.io.path import refresh
 from ckptkit.models.companions import FILES, TEMPLATES
 from ckptkit.models.names.weights import names_of_training
@@ -131,7 +131,7 @@ def require_no_checkpoint(dst: Path) -> None:
     refresh(dst)
     with suppress(NotACheckpoint):  # not even the repository is there
         if files_in(dst):
-            raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
+            raise destination_exists(dst)
 
 
 def unknown_entries(root: Path, made: set[Path]) -> Iterator[Path]:

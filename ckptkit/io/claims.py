@@ -173,10 +173,6 @@ class UploadTarget:
             raise Occupied("the claim of another upload cannot be read", path=self.claim_path, hint=hint)
         return claim
 
-    def exists(self) -> Occupied:
-        """Return the error for a place that is not empty."""
-        return Occupied("the destination exists", path=self.path, hint="choose another, or replace it with --overwrite")
-
     def is_held(self, claim: StoreClaim) -> Occupied:
         """Return the error for a place that another upload or deletion has claimed."""
         return Occupied(f"another {claim.describe()}", path=self.path, hint=_ABANDON)

@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
 from ckptkit.entry_points import load
-from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Unsupported, Usage
+from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage
 from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.file import destination_exists
 from ckptkit.io.path import RemotePath, is_remote, known_store, refresh, to_live_path
 from ckptkit.io.pieces import FilePiece, cut_file, new_piece
 from ckptkit.io.stores import STORES
@@ -157,7 +158,7 @@ def check_absent(dst: Path) -> None:
     claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
     with suppress(NotACheckpoint):  # there is no such bucket yet
         if dst.exists() and not any(claim.exists() for claim in claims):
-            raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
+            raise destination_exists(dst)
 
 
 def keeps_others(path: Path) -> bool:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, Self
 
-from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Unsafe, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.disk import again
 from ckptkit.io.joined import JoinedPath, roots_of
 from ckptkit.io.local import open_regular, open_to_write
@@ -293,6 +293,11 @@ def absent(path: Path) -> NotACheckpoint:
     near = " or ".join(f"`{path.parent / name}`" for name in get_close_matches(path.name, names))
     hint = f"did you mean {near}?" if near else hint_on_id(str(path))
     return NotACheckpoint("no such file or directory", path=path, hint=hint)
+
+
+def destination_exists(path: Path) -> Occupied:
+    """Return the error for a destination that is not empty."""
+    return Occupied("the destination exists", path=path, hint="choose another, or replace it with --overwrite")
 
 
 def folders(path: Path) -> list[Path]:

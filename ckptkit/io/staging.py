@@ -26,7 +26,7 @@ from ckptkit.io.disk import (
     sync_path,
     sync_tree,
 )
-from ckptkit.io.file import opening, read_at
+from ckptkit.io.file import destination_exists, opening, read_at
 from ckptkit.io.locks import acquire, close, release, try_lock
 
 WORK = ".ckptkit-work"
@@ -172,7 +172,7 @@ def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> N
         if dst.is_dir() == is_file:
             raise Occupied(f"the destination is a {'directory' if is_file else 'file'}", path=dst)
         if not overwrite and (is_file or any(dst.iterdir())):
-            raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
+            raise destination_exists(dst)
 
 
 def claim(path: Path, *, shared: bool = False) -> int | None:

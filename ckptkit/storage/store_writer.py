@@ -41,6 +41,7 @@ from ckptkit.formats.dcp.rank_files import (
 )
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.destination import Destination, FileStream, open_destination, require_shared, to_destination
+from ckptkit.io.file import destination_exists
 from ckptkit.io.path import RemotePath, is_remote
 from ckptkit.layout import Blob, Layout
 from ckptkit.layout.blocks import cut
@@ -200,8 +201,7 @@ def require_free(path: RemotePath) -> None:
     """Raise `Occupied` if a checkpoint is at a path in a store, now; what a save left that died is none."""
     path.store.forget()
     if (path / METADATA).exists() or Checkpoint.at(path).is_complete:
-        hint = "choose another, or replace it with --overwrite"
-        raise Occupied("the destination exists", path=path, hint=hint)
+        raise destination_exists(path)
 
 
 def to_store(place: str | os.PathLike[str]) -> RemotePath:

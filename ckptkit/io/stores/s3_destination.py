@@ -20,6 +20,7 @@ from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.destination import Check
+from ckptkit.io.file import destination_exists
 from ckptkit.io.path import RemotePath, at_once
 from ckptkit.io.pieces import FilePiece, is_large
 from ckptkit.io.stores.s3 import S3Bucket, crc_of
@@ -242,7 +243,7 @@ class S3Destination:
     def _begin(self, *, overwrite: bool, first: Iterable[str]) -> None:
         there = self._list()
         if there and not overwrite:
-            raise self._place.exists()
+            raise destination_exists(self.path)
         if not self.resumed:
             self._create_claim()
         self._probe()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.destination import CLAIM, Check
-from ckptkit.io.file import read_small
+from ckptkit.io.file import destination_exists, read_small
 from ckptkit.io.pieces import is_large
 from ckptkit.io.stores.hub_calls import (
     BUCKET,
@@ -64,7 +64,7 @@ class HubBucketDestination(XetDestination):
             if begun is not None and not is_ours and not overwrite:
                 raise self._place.is_held(begun)
             if there and not is_ours and not overwrite:
-                raise self._place.exists()
+                raise destination_exists(self.path)
             first = check() if there and begun is None else ()
             self._files = XetFiles(self.path, ask_access(BUCKET, self._id))
             self._put_claim()

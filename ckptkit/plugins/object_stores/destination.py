@@ -19,6 +19,7 @@ from ckptkit.errors import IOFailure, Occupied, Unsupported
 from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.destination import Check
+from ckptkit.io.file import destination_exists
 from ckptkit.io.path import RemotePath, at_once
 from ckptkit.io.pieces import FilePiece, OrderedWriter, is_large, piece_bytes
 from ckptkit.plugins.object_stores.calls import ObjectBucket, ObjectStream
@@ -158,7 +159,7 @@ class ObjectDestination:
     def _begin(self, *, overwrite: bool, check: Check) -> None:
         there = self._list()
         if there and not overwrite:
-            raise self._place.exists()
+            raise destination_exists(self.path)
         first = list(check()) if there else []
         claim = StoreClaim.begin(self.plan, owner=self._owner)
         if self._bucket.create(self._place.claim_key, claim.to_bytes()) is None:
