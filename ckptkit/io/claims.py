@@ -18,7 +18,7 @@ from uuid import uuid4
 from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure, Occupied
 from ckptkit.io.destination import CLAIM, NOTES
 from ckptkit.io.file import names_in, read_small
-from ckptkit.io.path import RemotePath, is_remote
+from ckptkit.io.path import RemotePath, is_remote, refresh
 from ckptkit.version import __version__
 
 _DELETION = "deletion "  # how the plan of a deletion begins
@@ -105,7 +105,7 @@ def read_claim(place: Path) -> StoreClaim | None:
             return StoreClaim.parse(read_small(path, _LIMIT))
         except (Corrupt, IOFailure) as error:  # deleted or replaced since it was listed
             failure = error
-            path.store.forget()
+            refresh(path)
     assert failure is not None
     raise failure
 

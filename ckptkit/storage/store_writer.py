@@ -42,7 +42,7 @@ from ckptkit.formats.dcp.rank_files import (
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.destination import Destination, FileStream, open_destination, require_shared, to_destination
 from ckptkit.io.file import destination_exists
-from ckptkit.io.path import RemotePath, is_remote
+from ckptkit.io.path import RemotePath, is_remote, refresh
 from ckptkit.layout import Blob, Layout
 from ckptkit.layout.blocks import cut
 from ckptkit.layout.box import whole
@@ -151,7 +151,7 @@ class StoreWriter(StorageWriter):
         entries = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         results = [*send_tensors(there, task, tensors, planner), *send_entries(there, task, entries, planner)]
-        self.path.store.forget()
+        refresh(self.path)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -181,7 +181,7 @@ class StoreWriter(StorageWriter):
         for name, content in zip(_MARKS, (manifest, described), strict=True):
             there.mark(name, content, crc32(content))
         self._upload = self._begun = None
-        self.path.store.forget()
+        refresh(self.path)
         try:
             there.commit()
         except IOFailure as error:  # nothing of the checkpoint is missing: no reason to end a training
@@ -199,7 +199,7 @@ class StoreWriter(StorageWriter):
 
 def require_free(path: RemotePath) -> None:
     """Raise `Occupied` if a checkpoint is at a path in a store, now; what a save left that died is none."""
-    path.store.forget()
+    refresh(path)
     if (path / METADATA).exists() or Checkpoint.at(path).is_complete:
         raise destination_exists(path)
 

@@ -16,6 +16,7 @@ from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.destination import CLAIM, Check
 from ckptkit.io.file import destination_exists, read_small
+from ckptkit.io.path import refresh
 from ckptkit.io.pieces import is_large
 from ckptkit.io.stores.hub_calls import (
     BUCKET,
@@ -130,7 +131,7 @@ class HubBucketDestination(XetDestination):
 
     def _read_claim(self) -> StoreClaim | None:
         """Return what the claim says that is there, None if there is none."""
-        self.path.store.forget()
+        refresh(self.path)
         path = self._place.claim_path
         return self._place.parse_claim(read_small(path, _CLAIM_LIMIT)) if path.exists() else None
 

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from ckptkit.io.claims import StoreClaim, UploadTarget, beneath
 from ckptkit.io.destination import CLAIM, NOTES
-from ckptkit.io.path import RemotePath, at_once
+from ckptkit.io.path import RemotePath, at_once, refresh
 from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_objects import (
     MultipartUpload,
@@ -125,7 +125,7 @@ def abort(upload: OpenUpload) -> bool:
         for batch in in_batches(notes):
             delete_objects(bucket, batch)
         bucket.call("delete_object", own.claim_key)  # last: until then the upload is found again
-    upload.path.store.forget()
+    refresh(upload.path)
     return True
 
 
