@@ -283,6 +283,16 @@ def test_errors_end_in_one_place() -> None:
     assert all(end.startswith("cli") for end in ends), ends
 
 
+def test_one_function_tells_remote_paths_from_local_ones() -> None:
+    tests = [
+        f"{module.name}:{node.lineno}"
+        for module in ROOMS
+        for node in module.nodes
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and "RemotePath" in ast.unparse(node)
+    ]
+    assert [name.partition(":")[0] for name in tests] == ["io.path"], tests
+
+
 def is_report(node: ast.AST) -> bool:
     """True for `report(...)`, and for `problems.add(...)` by whoever collects what is reported."""
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("report", "problems.add")

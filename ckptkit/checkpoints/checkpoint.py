@@ -55,10 +55,10 @@ from ckptkit.formats import describe_formats, detect_format, is_stray, one_of_dc
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
 from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.rank_names import find_set, not_joined
 from ckptkit.io.file import absent, children, entry_of, names_in
 from ckptkit.io.joined import JoinedPath, joined, roots_of
-from ckptkit.io.path import RemotePath, list_ahead, to_local, to_path
-from ckptkit.io.sets import find_set, not_joined
+from ckptkit.io.path import list_ahead, to_local, to_path
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.names import family_of
@@ -562,7 +562,7 @@ def foreign_in(checkpoint: Checkpoint) -> Unsupported | None:
     return next((problem for problem in checkpoint.problems() if isinstance(problem, Unsupported)), None)
 
 
-def claimed(path: RemotePath) -> NotACheckpoint | None:
+def claimed(path: Path) -> NotACheckpoint | None:
     """Return the error for a place in a store that an upload has not filled yet, or that is being deleted."""
     from ckptkit.io.claims import read_claim, unfinished_upload  # only where no checkpoint was found
 
@@ -576,7 +576,7 @@ def claimed(path: RemotePath) -> NotACheckpoint | None:
 
 def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     """Return the error for a path that is neither a checkpoint nor a run with one that can be read."""
-    if isinstance(path, RemotePath) and (unfinished_work := claimed(path)):
+    if unfinished_work := claimed(path):
         return unfinished_work
     if not path.exists():
         return absent(path)

@@ -26,7 +26,7 @@ from ckptkit.errors import (
 from ckptkit.formats import FormatReader
 from ckptkit.io.crc32 import RESTORE, crc32, tell_damage
 from ckptkit.io.file import names_in, read_small
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
 from ckptkit.layout.box import whole
 from ckptkit.layout.wrappers import is_flat_name
@@ -191,7 +191,7 @@ def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:
 
 def check_headers(layout: Layout) -> None:
     """Raise `Corrupt` for a local file whose header does not match the CRC-32 in its manifest."""
-    if layout.file_sums and not isinstance(layout.root, RemotePath) and has_sums(layout):
+    if layout.file_sums and not is_remote(layout.root) and has_sums(layout):
         from ckptkit.engine.whole_files import compare_headers  # of formats that have no CRC-32 themselves
 
         compare_headers(layout)

@@ -16,9 +16,9 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import Unsupported, and_more
 from ckptkit.formats import FormatReader, detect_format, is_known_file, is_known_inside, is_stray
 from ckptkit.formats.archives.state_files import is_torch_save
+from ckptkit.formats.rank_names import find_set, not_joined
 from ckptkit.io.file import children, folders, names_in
 from ckptkit.io.local import is_strange_link
-from ckptkit.io.sets import find_set, not_joined
 from ckptkit.models.companions import FILES
 from ckptkit.models.names.weights import TRAINING
 from ckptkit.trainers import ONE_FILE, may_be_step_name, stem_of, step_of

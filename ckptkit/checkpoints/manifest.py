@@ -16,7 +16,7 @@ from ckptkit.errors import CheckpointWarning, CkptError, Corrupt
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import check_name, file_size, is_there, read_small
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.layout import Layout
 from ckptkit.version import __version__
 
@@ -137,7 +137,7 @@ def is_of_earlier_save(root: Path, files: Mapping[str, FileSum]) -> bool:
     does not tell when a file was changed, only when it was sent.
     """
     described = [name for name in files if name.endswith(_DESCRIBED_BY)]
-    if not described or isinstance(root, RemotePath):
+    if not described or is_remote(root):
         return False
     made = (root / NAME).stat().st_mtime_ns
     newer = {name for name in files if (root / name).is_file() and (root / name).stat().st_mtime_ns > made}

@@ -13,9 +13,9 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, and_more
+from ckptkit.formats.rank_names import JOIN, find_series, find_set, has_number, is_numbered, says_part
 from ckptkit.io.file import names_in
 from ckptkit.io.joined import JoinedPath
-from ckptkit.io.sets import JOIN, find_series, find_set, has_number, is_numbered, says_part
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.trainers import ONE_FILE, stem_of, step_of

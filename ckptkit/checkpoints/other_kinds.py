@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from ckptkit.entry_points import PluginTable
 from ckptkit.formats import detect_format
 from ckptkit.io.file import folders, names_in
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 
 
 class OtherKind(Protocol):
@@ -54,7 +54,7 @@ def other_kind_of(path: Path) -> OtherKind | None:
 
 def members_of(path: Path) -> list[Path]:
     """Return the folders of a local directory that contains others of these kinds; for any other path, the path."""
-    if isinstance(path, RemotePath) or not path.is_dir() or other_kind_of(path) or detect_format(path) is not None:
+    if is_remote(path) or not path.is_dir() or other_kind_of(path) or detect_format(path) is not None:
         return [path]
     found = [folder for folder in folders(path) if not folder.name.startswith(".")]
     return found if any(map(other_kind_of, found)) else [path]

@@ -17,8 +17,8 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Occupied, Unsupported, and_more, translate_os_errors
 from ckptkit.formats import is_main_file
-from ckptkit.io.file import children, names_in
-from ckptkit.io.path import RemotePath
+from ckptkit.io.file import children, destination_exists, names_in
+from ckptkit.io.path import refresh
 from ckptkit.models.companions import FILES, TEMPLATES
 from ckptkit.models.names.weights import names_of_training
 
@@ -93,15 +93,15 @@ def is_checkpoint_file(path: Path) -> bool:
         return False
 
 
-def marks_in(dst: RemotePath, made: Iterable[str], *, by_training: bool = False) -> tuple[str, ...]:
+def marks_in(dst: Path, made: Iterable[str], *, by_training: bool = False) -> tuple[str, ...]:
     """Return the files in a store without which nobody takes what lies at `dst` for a checkpoint.
 
     Where other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if it may not
     be replaced; see `check_replaceable`.
     """
-    from ckptkit.io.find_destination import keeps_others
+    from ckptkit.io.destination import keeps_others
 
-    dst.store.forget()
+    refresh(dst)
     if keeps_others(dst):
         return files_in(dst)
     check_replaceable(dst, made, by_training=by_training)
@@ -126,12 +126,12 @@ def files_in(dst: Path) -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(dst)) for path in files | manifests | recorded))
 
 
-def require_no_checkpoint(dst: RemotePath) -> None:
+def require_no_checkpoint(dst: Path) -> None:
     """Raise `Occupied` if a checkpoint is at a place among other files, which may stay."""
-    dst.store.forget()
+    refresh(dst)
     with suppress(NotACheckpoint):  # not even the repository is there
         if files_in(dst):
-            raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
+            raise destination_exists(dst)
 
 
 def unknown_entries(root: Path, made: set[Path]) -> Iterator[Path]:

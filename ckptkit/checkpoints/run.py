@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, latest_in, named_in
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def local_folder(run: Path) -> Path:
 
     The cache is `$XDG_CACHE_HOME/ckptkit`, by default `~/.cache/ckptkit`.
     """
-    if not isinstance(run, RemotePath):
+    if not is_remote(run):
         return run
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "ckptkit" / "runs" / f"{run.name}-{blake2b(str(run).encode(), digest_size=6).hexdigest()}"

@@ -13,7 +13,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.io.crc32 import combine
 from ckptkit.io.file import stored_sum
 from ckptkit.io.joined import roots_of
-from ckptkit.io.path import RemotePath, at_once
+from ckptkit.io.path import at_once, is_remote
 from ckptkit.io.stores import StoredSum
 from ckptkit.words import count, format_bytes
 
@@ -44,7 +44,7 @@ class StoreSums:
 
 def ask_store(root: Path, names: Iterable[str]) -> StoreSums:
     """Return what the store says of files of directory `root`; one or two requests a file, many at a time."""
-    if not any(isinstance(place, RemotePath) for place in roots_of(root)):
+    if not any(map(is_remote, roots_of(root))):
         return StoreSums({}, {})
     wanted = list(names)
     found = dict(zip(wanted, at_once(lambda name: stored_sum(root / name), wanted), strict=True))

@@ -16,9 +16,9 @@ from ckptkit.checkpoints.optimizers.keys import kind_of_keys
 from ckptkit.checks.groups import Group, bytes_by_dtype, group
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.formats import locate
-from ckptkit.io.collector import collector_paused
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, Layout, StoredTensor
+from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import find_config
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
@@ -55,7 +55,7 @@ def find_ties(layout: Layout, config: Mapping[str, Any] | None, weights: Mapping
 
 def are_equal(layout: Layout, name: str, other: str) -> bool:
     """Return whether two tensors have the same bytes; False if they are in a store, or cannot be read."""
-    if isinstance(layout.root, RemotePath):
+    if is_remote(layout.root):
         return False
     from ckptkit.models.fit import check_equal  # imports the engine, which few checkpoints need
 

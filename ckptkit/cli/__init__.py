@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ckptkit.errors import CheckpointWarning, CkptError, IOFailure, Usage
-from ckptkit.io.system import PromiseLost
+from ckptkit.io.disk import DurabilityWarning
 from ckptkit.version import __version__
 
 
@@ -38,7 +38,7 @@ def show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
     from ckptkit.cli.output import note
 
     text = f"warning: {message}"
-    if text not in _shown or isinstance(message, PromiseLost):
+    if text not in _shown or isinstance(message, DurabilityWarning):
         _shown.add(text)
         note(text)
 
@@ -87,7 +87,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     sys.unraisablehook = raise_again
-    warnings.simplefilter("always", PromiseLost)
+    warnings.simplefilter("always", DurabilityWarning)
     warnings.simplefilter("once", CheckpointWarning)
     warnings.showwarning = show_warning
     try:

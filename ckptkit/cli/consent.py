@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from ckptkit.entry_points import load
-from ckptkit.io.find_destination import is_on_hub
-from ckptkit.io.path import RemotePath
+from ckptkit.io.destination import is_on_hub
+from ckptkit.io.path import known_store
 
 if TYPE_CHECKING:
     from ckptkit.hub.cp import CopiedFiles
@@ -30,9 +30,9 @@ def withhold(out: Path | None, *, yes: bool) -> dict[str, bool]:
 
 def noted(done: Done, *, yes: bool) -> Done:
     """Return the result, with a note on what it would send to the Hub, if it would and has not."""
-    if not (done.dry_run and isinstance(done.output, RemotePath) and is_on_hub(done.output)):
+    if not (done.dry_run and is_on_hub(done.output)):
         return done
-    describe = load(done.output.known.describe)
+    describe = load(known_store(done.output).describe)
     note = f"would write to {describe(done.output)}"
     note += "" if yes else "; nothing was sent yet: pass --yes to send it"
     return replace(done, notes=(*done.notes, note))

@@ -16,7 +16,7 @@ from ckptkit.cli.salvage import report_salvage
 from ckptkit.cli.settings import described, given
 from ckptkit.errors import Usage
 from ckptkit.formats import describe_writable, writable_formats
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_path
 from ckptkit.models.names.weights import UNKNOWN, LeftOut
 from ckptkit.settings import settings_of

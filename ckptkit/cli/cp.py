@@ -11,7 +11,7 @@ from ckptkit.cli.consent import Yes, noted, withhold
 from ckptkit.cli.conversion import NoSync, Overwrite, Source
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 
 if TYPE_CHECKING:
     from ckptkit.hub.cp import CopiedFiles

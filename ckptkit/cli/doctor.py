@@ -11,7 +11,7 @@ import typer
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.io.find_destination import is_on_hub
+from ckptkit.io.destination import is_on_hub
 from ckptkit.io.path import to_path
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 
 
 def finalize(

@@ -10,14 +10,14 @@ import typer
 from ckptkit.cli.output import Json, Quiet, note, print_json, say
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
-from ckptkit.io.path import spelled_like, to_place
+from ckptkit.io.path import spelled_like, to_live_path
 
 
 def pin(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            parser=to_place, metavar="CHECKPOINT", help="Checkpoints, or runs (their latest complete checkpoint)."
+            parser=to_live_path, metavar="CHECKPOINT", help="Checkpoints, or runs (their latest complete checkpoint)."
         ),
     ],
     also: Also = None,
@@ -51,7 +51,7 @@ def pin(
 def unpin(
     checkpoints: Annotated[
         list[Path],
-        typer.Argument(parser=to_place, metavar="CHECKPOINT", help="Checkpoints; they need not exist any more."),
+        typer.Argument(parser=to_live_path, metavar="CHECKPOINT", help="Checkpoints; they need not exist any more."),
     ],
     quiet: Quiet = False,  # noqa: ARG001 - its callback has done the work
     json: Json = False,

@@ -13,7 +13,7 @@ from ckptkit.cli.output import Json, Quiet, age, note, pick, plain, print_json, 
 from ckptkit.cli.sources import Also, with_others
 from ckptkit.errors import Usage
 from ckptkit.io.joined import roots_of
-from ckptkit.io.path import to_place
+from ckptkit.io.path import to_live_path
 from ckptkit.words import format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _WEEK = "7d"  # what is idle for so long is stale, unless the user says another 
 
 def prune(
     run: Annotated[
-        Path, typer.Argument(parser=to_place, metavar="RUN", help="The run: a directory, or s3://bucket/prefix.")
+        Path, typer.Argument(parser=to_live_path, metavar="RUN", help="The run: a directory, or s3://bucket/prefix.")
     ],
     keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the last N checkpoints.")] = None,
     keep_every: Annotated[

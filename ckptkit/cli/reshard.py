@@ -12,7 +12,7 @@ from ckptkit.cli.conversion import OPTIONS, asked, show
 from ckptkit.cli.output import Json, Quiet, progress_bar
 from ckptkit.cli.settings import with_options
 from ckptkit.cli.sources import Also, with_others
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_path
 
 _OTHERS = (

@@ -13,7 +13,7 @@ import typer
 
 from ckptkit.cli.output import Json, Quiet, note, print_json, reserve_stdout, say
 from ckptkit.cli.settings import given, with_options
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_local, to_path
 from ckptkit.training.config import SETTINGS, Device, TrainConfig, find_settings, settings, settings_in
 from ckptkit.training.data.documents import find_files

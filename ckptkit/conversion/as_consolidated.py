@@ -10,10 +10,10 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.conversion.convert import draft_of
 from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.formats import locate
-from ckptkit.io.collector import collector_paused
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.dtypes import DType
+from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.state.draft import Conversion, Draft
 from ckptkit.state.options import ConvertOptions, Keywords
 

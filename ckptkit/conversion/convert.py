@@ -21,9 +21,10 @@ from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.build_model import build_model, choose_models
 from ckptkit.errors import Caution, Corrupt, Mismatch, Usage
 from ckptkit.formats import format_of_file, writable_formats
-from ckptkit.io.collector import collector_paused
+from ckptkit.io.destination import to_destination
 from ckptkit.io.file import is_there
-from ckptkit.io.path import RemotePath, remarks_on_id
+from ckptkit.io.path import is_remote, remarks_on_id
+from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.names.weights import UNKNOWN, names_of_training
 from ckptkit.state.directories import (
@@ -31,7 +32,6 @@ from ckptkit.state.directories import (
     files_taken,
     require_directory_name,
     require_separate_destination,
-    to_output,
 )
 from ckptkit.state.draft import Conversion, draft_of_model
 from ckptkit.state.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, spell_out
@@ -70,7 +70,7 @@ def convert(
     """
     own = ConvertOptions.of(
         options,
-        to=to or require_format(to_output(dst)),
+        to=to or require_format(to_destination(dst)),
         world_size=world_size,
         under=under,
         optimizer_keys=optimizer_keys,
@@ -117,7 +117,7 @@ def report_on(
 ) -> Converted:
     """Plan a conversion, do the `work`, unless it is a dry run, and report on it."""
     began = time.perf_counter()
-    conversion = plan(sources, to_output(dst), options)
+    conversion = plan(sources, to_destination(dst), options)
     prospect = report(conversion, time.perf_counter() - began)
     if options.dry_run:
         return prospect
@@ -146,7 +146,7 @@ def plan(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conve
     conversion = with_left_behind(conversion, checkpoints)
     if options.strict:
         require_all_taken(conversion)
-    if options.overwrite and not isinstance(dst, RemotePath):  # in a store whoever claims it looks
+    if options.overwrite and not is_remote(dst):  # in a store whoever claims it looks
         check_replaceable(dst, conversion.file_sizes, by_training=conversion.replaces_training)
     is_known = conversion.is_fitted or options.salvage  # a salvage reads what it can, and says what it lacks
     doubts = [] if is_known else [doubt for one in checkpoints if (doubt := find_doubt(one))]

@@ -10,11 +10,10 @@ from pathlib import Path
 from ckptkit.checkpoints.several_disks import join_places
 from ckptkit.conversion.convert import report_on
 from ckptkit.errors import Corrupt, NotACheckpoint
-from ckptkit.io.destination import NOTES
-from ckptkit.io.exchange import staging_path
+from ckptkit.io.destination import NOTES, require_shared, to_destination
+from ckptkit.io.disk import staging_path
 from ckptkit.io.file import is_there, read_small
-from ckptkit.io.find_destination import require_shared, to_destination
-from ckptkit.io.path import RemotePath, to_path
+from ckptkit.io.path import is_remote, refresh, to_path
 from ckptkit.io.progress import Progress
 from ckptkit.io.staging import read_key
 from ckptkit.state.options import ConvertOptions
@@ -34,8 +33,7 @@ def finalize(
     checksum of the source differs.
     """
     place = to_destination(dst)
-    begun = find_note(place) if isinstance(place, RemotePath) else staging_path(place.absolute())
-    text = read_note(begun) if isinstance(begun, RemotePath) else read_key(begun)
+    begun, text = find_key(place)
     if text is None:
         raise NotACheckpoint(
             "no parts of this output have been made",
@@ -47,16 +45,16 @@ def finalize(
     return report_on(sources, place, asked, partial(write_rest, count=count))
 
 
-def find_note(place: RemotePath) -> RemotePath:
-    """Return where processes that write to a store say what they make."""
+def find_key(place: Path) -> tuple[Path, bytes | None]:
+    """Return the staging directory or the note in a store where the parts are made, and its key, None without one."""
+    if not is_remote(place):
+        staging = staging_path(place.absolute())
+        return staging, read_key(staging)
     require_shared(place)
-    place.store.forget()
+    refresh(place)
     inside = place / NOTES / KEY
-    return inside if is_there(inside) else place.parent / f"{place.name}{NOTES}" / KEY
-
-
-def read_note(path: Path) -> bytes | None:
-    return read_small(path, _LIMIT) if is_there(path) else None
+    note = inside if is_there(inside) else place.parent / f"{place.name}{NOTES}" / KEY
+    return note, read_small(note, _LIMIT) if is_there(note) else None
 
 
 def parse_key(text: bytes, path: Path) -> tuple[list[Path], ConvertOptions, int]:

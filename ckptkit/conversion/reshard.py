@@ -9,7 +9,7 @@ from typing import Unpack
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.conversion.convert import run_conversion
 from ckptkit.formats import writable_formats
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import path_beside
 from ckptkit.state.options import ConvertOptions, Keywords, spell_out
 from ckptkit.state.report import Converted
 
@@ -53,7 +53,5 @@ def default_source() -> Path:
 
 def default_output(source: Path, to: int) -> Path:
     """Return the path of a directory beside the source, called like it; here, if that is remote."""
-    if isinstance(source, RemotePath):
-        return Path(f"{source.name}-to{to}")
     there = source if source.name not in ("", "..") else source.resolve()
-    return there.with_name(f"{there.name}-to{to}")
+    return path_beside(there, f"{there.name}-to{to}")

@@ -13,7 +13,7 @@ from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import rewrite
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
-from ckptkit.io.path import RemotePath, spelled_like
+from ckptkit.io.path import is_remote, spelled_like
 
 Damage = Mapping[Path, Sequence[CkptError]]
 
@@ -24,8 +24,7 @@ def look_for_damage(checkpoint: Checkpoint, check: Callable[[Path], Sequence[Ckp
     A part in a store is judged by its metadata: `check` may read the beginning of each entry.
     """
     found = {
-        part.path: problems_of(part) if isinstance(part.path, RemotePath) else check(part.path)
-        for part in checkpoint.components
+        part.path: problems_of(part) if is_remote(part.path) else check(part.path) for part in checkpoint.components
     }
     found |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
     failed = next((one for problems in found.values() for one in problems if isinstance(one, IOFailure)), None)

@@ -23,8 +23,8 @@ from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix
 from ckptkit.diagnosis.optimizer import list_missing_states
 from ckptkit.errors import CkptError, Usage, and_more
-from ckptkit.io.collector import collector_paused
 from ckptkit.io.path import remarks_on_id
+from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.models.companions import CONFIG
 from ckptkit.summary import Summarized, first_few
 from ckptkit.words import count

@@ -16,7 +16,7 @@ from ckptkit.diagnosis.choose_fixes import Trial
 from ckptkit.diagnosis.exports import repaired
 from ckptkit.diagnosis.fix import Fix
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Unsafe, Unsupported, Usage
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.report import Converted
 
@@ -32,7 +32,7 @@ def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> Trial:
     try:
         if "salvage" in options:
             return judge_salvage(dry_run_salvage(fix, checkpoint))
-        if is_run_here(fix) and not isinstance(checkpoint.path, RemotePath):
+        if is_run_here(fix) and not is_remote(checkpoint.path):
             output = options.get("fix", fix.paths[-1])
             run_fix(fix, checkpoint, str(output), dry_run=True, overwrite=True)
     except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage) as error:
@@ -62,7 +62,7 @@ def options_of(fix: Fix) -> dict[str, Any]:
 
 def dry_run_salvage(fix: Fix, checkpoint: Checkpoint) -> Account:
     """Return what a salvage would lose and fill, as if the bytes of all tensors had been found undamaged."""
-    look = look_at_sizes if isinstance(checkpoint.path, RemotePath) else look_at_structure
+    look = look_at_sizes if is_remote(checkpoint.path) else look_at_structure
     asked = ConvertOptions.of({}, **{"to": "hf", **options_of(fix)})
     salvaged = draft_salvage(checkpoint.with_base(asked.base), Path(fix.paths[1]), asked, look).salvaged
     assert salvaged is not None

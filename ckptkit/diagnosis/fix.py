@@ -12,7 +12,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.formats import get_writer, writable_formats
 from ckptkit.io.file import names_in
 from ckptkit.io.joined import roots_of
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import path_beside
 
 _MODEL_FILE = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")  # what `from_pretrained` reads beside others
 _FIRST = ("to", "world_size", "also")  # options that come before all others
@@ -113,7 +113,7 @@ def beside(path: Path, word: str, suffix: str = "") -> Path:
     there = path if path.name not in ("", "..") else path.resolve()
     stem = there.stem if there.is_file() else there.name
     name = f"{stem}-{word}{suffix}"
-    return Path(name) if isinstance(path, RemotePath) else there.with_name(name)
+    return path_beside(there, name)
 
 
 def is_model(checkpoint: Checkpoint) -> bool:

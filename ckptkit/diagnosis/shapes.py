@@ -9,7 +9,7 @@ from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import export, rewrite
 from ckptkit.diagnosis.unserved import LAYER
 from ckptkit.errors import Mismatch, Unsupported, and_more
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.layout.box import Shape
 from ckptkit.models.computation import find_differences
 from ckptkit.models.fit import check_equal, ties_of
@@ -113,7 +113,7 @@ def find_ties(case: Case) -> Iterator[Finding]:
             if source in weights.layout.tensors and case.checkpoint.model_component.reader.is_sharded and model.asked:
                 message = f"it is tied to `{source}`; a model in memory has both, so torch's load asks for this one too"
                 yield Finding("tie", name, message, export(case.checkpoint, base=model.name))
-        elif not isinstance(weights.layout.root, RemotePath) and differs(case, name, source):
+        elif not is_remote(weights.layout.root) and differs(case, name, source):
             message = (
                 f"the config of {model.name} ties it to `{source}`, but their values differ: a load loses one of them"
             )

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from ckptkit.errors import Unsupported, translate_os_errors
-from ckptkit.io.allocation import check_room
+from ckptkit.io.allocation import TemporaryFile, check_room
 from ckptkit.io.file import OpenFiles, read_at
-from ckptkit.io.temporary import TemporaryFile
 from ckptkit.layout import Chunk, Layout
 from ckptkit.layout.dtypes import DTYPES
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from ckptkit.engine.ledger import Ledger, SourcePlace, place_in_run
 from ckptkit.errors import Corrupt
-from ckptkit.io.collector import collector_paused
 from ckptkit.io.crc32 import tell_damage
 from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.box import whole
 from ckptkit.layout.dtypes import DTYPES
+from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.plan import Copy, Plan, Target, in_order, itself
 
 # Of a run that has other chunks too no more is read than was asked for, unless that is nearly all.

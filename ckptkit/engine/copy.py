@@ -24,7 +24,7 @@ from ckptkit.engine.workers import Step, work
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.io.assembly import AssembledFiles
 from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.early_sync import early_sync
+from ckptkit.io.disk import early_sync
 from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.blocks import span_of
 from ckptkit.layout.plan import Plan, Recipe

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.io.file import OpenFiles
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, ReadRun
 from ckptkit.layout.blocks import span_of
 from ckptkit.layout.box import Box
@@ -30,7 +30,7 @@ class Gatherer:
 
     def __init__(self, root: Path, sums: Callable[[Chunk], bool] = lambda _: False) -> None:
         self._sums = sums
-        self.step = BLOCK_BYTES if isinstance(root, RemotePath) else STEP_BYTES
+        self.step = BLOCK_BYTES if is_remote(root) else STEP_BYTES
         self.files = OpenFiles(root, in_order=True)
 
     def close(self) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import translate_os_errors
+from ckptkit.io.disk import again
 from ckptkit.io.file import opening, read_at
 from ckptkit.io.local import LocalFile
-from ckptkit.io.system import again
 
 _ENDED = b'{"ended": true}\n'
 

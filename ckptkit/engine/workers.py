@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ckptkit.io.path import REMOTE_JOBS, RemotePath
+from ckptkit.io.path import REMOTE_JOBS, is_remote
 
 Unit = TypeVar("Unit")
 Step = Callable[[Unit], None]
@@ -61,6 +61,6 @@ def default_jobs(*sources: Path) -> int:
 
     Of those that read a remote source most are waiting.
     """
-    if any(isinstance(source, RemotePath) for source in sources):
+    if any(map(is_remote, sources)):
         return REMOTE_JOBS
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -30,12 +30,12 @@ from ckptkit.errors import Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_
 from ckptkit.io import pieces
 from ckptkit.io.allocation import check_room, create_file, make_folder, missing_bytes
 from ckptkit.io.crc32 import crc32
+from ckptkit.io.destination import StorePieces, keeping, open_destination, to_destination
 from ckptkit.io.file import children, file_size, opening, read_at
-from ckptkit.io.find_destination import StorePieces, keeping, open_destination, to_destination
 from ckptkit.io.joined import roots_of
 from ckptkit.io.local import is_strange_link
 from ckptkit.io.origin import Origin
-from ckptkit.io.path import RemotePath, to_path
+from ckptkit.io.path import is_remote, refresh, to_path
 from ckptkit.io.pieces import LocalPieces, PieceSink, is_large
 from ckptkit.io.progress import Progress, Told, telling
 from ckptkit.io.staging import Stage
@@ -168,7 +168,7 @@ def cp(
     if dry_run:
         check_free(target, overwrite=overwrite, is_file=contents.is_file)
         done = Delivery()
-    elif isinstance(target, RemotePath):
+    elif is_remote(target):
         done = copy_to_store(contents, target, send, overwrite=overwrite)
     else:
         done = copy_to_directory(contents, target, path, send, overwrite=overwrite, sync=sync)
@@ -340,7 +340,7 @@ def staged(stage: Stage) -> Iterator[Stage]:
         raise
 
 
-def copy_to_store(contents: Contents, dst: RemotePath, send: Send, *, overwrite: bool) -> Delivery:
+def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool) -> Delivery:
     """Copy the files to a directory in a store, or the one file to a file there. The marks come last."""
     sizes, marks = contents.sizes, contents.marks
     there = open_destination(dst, sizes, marks, plan=name_upload(contents), is_file=contents.is_file)
@@ -353,7 +353,7 @@ def copy_to_store(contents: Contents, dst: RemotePath, send: Send, *, overwrite:
             else:
                 there.mark(name, read_again(contents.root / name, sizes[name], found[name]), found[name])
         there.commit()
-    dst.store.forget()
+    refresh(dst)
     return Delivery(there.sent_bytes, there.remarks())
 
 

@@ -33,7 +33,7 @@ from ckptkit.io.progress import Told, telling
 from ckptkit.io.staging import WORK, Stage
 from ckptkit.io.stores.hub import our_headers
 from ckptkit.io.stores.hub_calls import HubFile, HubRepository, look_up, silent
-from ckptkit.io.stores.hub_errors import talking
+from ckptkit.io.stores.hub_errors import translate_hub_errors
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
 from ckptkit.words import count, format_bytes
@@ -173,7 +173,7 @@ def fetch(
             path.parent.mkdir(parents=True, exist_ok=True)
             if bytes_in(path) > nbytes:
                 path.unlink()
-        with talking(found.repo_id, found.commit, path):
+        with translate_hub_errors(found.repo_id, found.commit, path):
             if nbytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
                 fetch_huge(found, name, stage)
             else:

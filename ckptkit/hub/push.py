@@ -22,7 +22,7 @@ from ckptkit.hub.digests import Content, differences, sum_all
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.selection import Selection, select_files
 from ckptkit.hub.transfers import Bars, Follow, FollowedReader, for_each, no_bar
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Told, telling
 from ckptkit.io.stores.hub import connect
 from ckptkit.io.stores.hub_calls import (
@@ -34,7 +34,7 @@ from ckptkit.io.stores.hub_calls import (
     require_token,
     silent,
 )
-from ckptkit.io.stores.hub_errors import MAIN, page_of, talking
+from ckptkit.io.stores.hub_errors import MAIN, page_of, translate_hub_errors
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
 from ckptkit.words import count, format_bytes
@@ -116,7 +116,7 @@ def push(
     began = time.perf_counter()
     name, at = parse_place(repo_id, revision)
     source = path_of(path)
-    if isinstance(source, RemotePath):
+    if is_remote(source):
         raise Usage("only local checkpoints are pushed", path=source, hint="copy it here with `ckptkit consolidate`")
     selection = select_files(source, name)
     with silent():
@@ -189,7 +189,7 @@ def send(
         additions = upload(plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, told)
         if not has_branch:
             create_branch(plan.repo_id, plan.revision, basis.commit)
-        with talking(plan.repo_id, plan.revision):
+        with translate_hub_errors(plan.repo_id, plan.revision):
             if changed or plan.removed:
                 made = connect().create_commit(
                     plan.repo_id,
@@ -219,7 +219,7 @@ def upload(
     def send_one(name: str, follow: Follow) -> None:
         additions[name] = Addition(name, contents[name], sums[name], follow)
         revision = plan.revision if has_branch else None
-        with talking(plan.repo_id):
+        with translate_hub_errors(plan.repo_id):
             connect().preupload_lfs_files(plan.repo_id, [additions[name]], revision=revision, free_memory=False)
 
     for_each({name: plan.files[name] for name in contents}, send_one, jobs, told)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptkit.errors import NoRoom, translate_os_errors
+from ckptkit.io.disk import NOT_HERE, again
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.local import LocalFile
-from ckptkit.io.system import NOT_HERE, again
+from ckptkit.io.path import is_remote
 
 
 def check_room(path: Path, nbytes: int) -> None:
     """Raise `NoRoom` if the file system of `path` (or of its nearest parent) has fewer than `nbytes` bytes free."""
     free = free_bytes(path)
-    if free < nbytes:
+    if free is not None and free < nbytes:
         raise NoRoom(
             f"{nbytes} bytes are needed and {free} are free", path=path, hint="free some space, or write elsewhere"
         )
@@ -34,8 +37,10 @@ def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
     return missing
 
 
-def free_bytes(path: Path) -> int:
-    """Return the bytes free for us on the file system that `path` is or will be on."""
+def free_bytes(path: Path) -> int | None:
+    """Return the bytes free for us on the file system that `path` is or will be on; None in a store."""
+    if is_remote(path):
+        return None
     there = path.absolute()
     with translate_os_errors(path):
         while not there.exists():
@@ -72,9 +77,10 @@ def write_file(path: Path, content: bytes, *, anew: bool = True) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory, and those that it lies in, unless they are there."""
-    with translate_os_errors(path):
-        again(path.mkdir, parents=True, exist_ok=True)
+    """Make a directory, and those that it lies in, unless they are there; a store needs none."""
+    if not is_remote(path):
+        with translate_os_errors(path):
+            again(path.mkdir, parents=True, exist_ok=True)
 
 
 def write_parts(root: Path, parts: Iterable[tuple[str, tuple[int, bytes]]]) -> None:
@@ -93,3 +99,13 @@ def reserve(fd: int, size: int) -> None:
         if isinstance(error, OSError) and error.errno not in NOT_HERE:
             raise
         os.ftruncate(fd, size)
+
+
+class TemporaryFile:
+    """An empty file among the system's temporary ones, there as long as this object, or until `remove` is called."""
+
+    def __init__(self) -> None:
+        fd, name = tempfile.mkstemp(prefix="ckptkit-")
+        os.close(fd)
+        self.path = Path(name)
+        self.remove = weakref.finalize(self, self.path.unlink, missing_ok=True)

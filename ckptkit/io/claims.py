@@ -1,7 +1,7 @@
-"""Read the claims on places in a store: which upload or deletion holds a place, since when and from which host.
+"""Name and read the objects with which an upload or deletion claims a directory or file in a store.
 
-A claim is a small object in the place, or beside it if the place is one file. An upload creates it before its first
-byte and deletes it after its last; a deletion does the same.
+A claim is a small object in the directory, or beside a single file. An upload creates it before its first byte and
+deletes it after its last; a deletion does the same.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure
-from ckptkit.io.destination import CLAIM
+from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure, Occupied
+from ckptkit.io.destination import CLAIM, NOTES
 from ckptkit.io.file import names_in, read_small
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import RemotePath, is_remote, refresh
 from ckptkit.version import __version__
 
 _DELETION = "deletion "  # how the plan of a deletion begins
 _LOOKS = 3
 _LIMIT = 1 << 24  # bytes of a claim: it names every large file
+_ABANDON = "wait for it to end, or abandon it with --overwrite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def read_claim(place: Path) -> StoreClaim | None:
             return StoreClaim.parse(read_small(path, _LIMIT))
         except (Corrupt, IOFailure) as error:  # deleted or replaced since it was listed
             failure = error
-            path.store.forget()
+            refresh(path)
     assert failure is not None
     raise failure
 
@@ -119,7 +120,7 @@ def unfinished_upload(place: Path, claim: StoreClaim | None) -> Incomplete | Non
 
 def find_claim(place: Path) -> RemotePath | None:
     """Return the object that claims a directory or file in a store, None if there is none."""
-    if not isinstance(place, RemotePath):
+    if not is_remote(place):
         return None
     if place.is_dir() and CLAIM in names_in(place):
         return place / CLAIM
@@ -129,8 +130,73 @@ def find_claim(place: Path) -> RemotePath | None:
 
 def claimed_in(root: Path) -> list[Path]:
     """Return the files in a directory of a store that are being uploaded and that no reader sees yet."""
-    if not isinstance(root, RemotePath):
+    if not is_remote(root):
         return []
     names = set(names_in(root))
     files = (name.removesuffix(CLAIM) for name in names if name.endswith(CLAIM) and name != CLAIM)
     return [root / name for name in sorted(files) if name not in names]
+
+
+@dataclass(frozen=True, slots=True)
+class UploadTarget:
+    """What an upload fills: the directory `path` in a store or, if `is_file`, the one object at `path`."""
+
+    path: RemotePath
+    is_file: bool = False
+
+    def key(self, name: str) -> str:
+        """Return the key of a file."""
+        return self.path.key if self.is_file else f"{beneath(self.path.key)}{name}"
+
+    @property
+    def claim_key(self) -> str:
+        return f"{self._own}{CLAIM}"
+
+    @property
+    def notes_prefix(self) -> str:
+        """Return how the keys of notes begin."""
+        return f"{self._own}{NOTES}/"
+
+    @property
+    def claim_path(self) -> RemotePath:
+        return self.path.top / self.claim_key
+
+    def is_own(self, key: str) -> bool:
+        """Return whether a key is of the claim or of a note, and of no file."""
+        return key == self.claim_key or key.startswith(self.notes_prefix)
+
+    def parse_claim(self, content: bytes) -> StoreClaim:
+        """Read a claim on this place. Raises `Occupied` if it cannot be read."""
+        claim = StoreClaim.parse(content)
+        if not claim.plan:
+            hint = "another version wrote it: delete this object, and its upload is forgotten"
+            raise Occupied("the claim of another upload cannot be read", path=self.claim_path, hint=hint)
+        return claim
+
+    def is_held(self, claim: StoreClaim) -> Occupied:
+        """Return the error for a place that another upload or deletion has claimed."""
+        return Occupied(f"another {claim.describe()}", path=self.path, hint=_ABANDON)
+
+    def was_taken(self) -> Occupied:
+        """Return the error for a place that another process claimed after ckptkit looked."""
+        hint = "run the same command again when it is done"
+        return Occupied("another upload began at this moment", path=self.path, hint=hint)
+
+    def was_lost(self, did: str = "has abandoned") -> Occupied:
+        """Return the error for an upload whose claim is another process's by now, and what that `did`."""
+        hint = "only one process may write here at a time"
+        return Occupied(f"another process {did} this upload", path=self.path, hint=hint)
+
+    def is_not_begun(self) -> Occupied:
+        """Return the error for a process that joins an upload which nobody has claimed."""
+        hint = "start the process that claims it first, with the same sources and options"
+        return Occupied("no upload of these files is under way", path=self.path, hint=hint)
+
+    @property
+    def _own(self) -> str:
+        return self.path.key if self.is_file else beneath(self.path.key)
+
+
+def beneath(key: str) -> str:
+    """Return how the keys begin that lie below a key."""
+    return f"{key}/" if key else ""

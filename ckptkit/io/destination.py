@@ -1,15 +1,31 @@
-"""The protocol of a destination in a store: claim, write, complete."""
+"""Where ckptkit writes: the path that a user means, and the protocol by which an output appears in a store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, cast
 
-from ckptkit.io.path import RemotePath
-from ckptkit.io.pieces import FilePiece
+from ckptkit.entry_points import load
+from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage
+from ckptkit.io.crc32 import combine, crc32
+from ckptkit.io.file import destination_exists
+from ckptkit.io.path import RemotePath, is_remote, known_store, refresh, to_live_path
+from ckptkit.io.pieces import FilePiece, cut_file, new_piece
+from ckptkit.io.stores import STORES
 
-CLAIM = ".ckptkit-upload.json"  # the object that holds a place: in a directory, or beside a file
-NOTES = ".ckptkit-upload"  # the folder for notes of the processes that share an upload: in a directory, beside a file
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+CLAIM = ".ckptkit-upload.json"  # the object that claims a directory, in it, or a file, beside it
+NOTES = ".ckptkit-upload"  # the directory for notes of the processes that share an upload, in the same place
+SENDERS = 4  # threads of a file
+_HUB = "hf"
 
 Check = Callable[[], Iterable[str]]
 
@@ -80,3 +96,162 @@ class Destination(Protocol):
 
     def remarks(self) -> list[str]:
         """Return what the store could not do, once the place was claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorePieces:
+    """The `PieceSink` of a destination in a store. A small file among the `marks` is not sent: `mark` does that."""
+
+    there: Destination
+    marks: Collection[str]
+
+    def recall(self, piece: FilePiece, data: memoryview) -> bool:  # noqa: ARG002
+        """Return False: what a store has is compared by its checksum, and not read."""
+        return False
+
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
+        """Send a piece."""
+        if piece.count > 1 or piece.name not in self.marks:
+            self.there.put(piece, data, crc)
+
+    def stop(self, error: BaseException) -> None:
+        self.there.stop(error)
+
+
+def to_destination(place: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means by `place`, to be written to: a local one, or one in a store.
+
+    Raises `Usage` for a URL that ckptkit does not write to.
+    """
+    path = to_live_path(place)
+    if not is_remote(path):
+        return path
+    if not known_store(path).destination:
+        written = [name for name, known in STORES.items() if known.destination]
+        schemes = dict.fromkeys(f"{name.partition('://')[0]}://" for name in written)
+        hint = f"write to a local directory, or to {', '.join(schemes)}"
+        raise Usage(f"ckptkit does not write to `{place}`", hint=hint)
+    if path == path.top and not keeps_others(path):
+        raise Usage(f"`{place}` is a whole bucket", hint=f"write it like {place}/run/ckpt-5")
+    return path
+
+
+def open_destination(
+    path: Path, sizes: Mapping[str, int], marks: Sequence[str], *, plan: str, is_file: bool = False
+) -> Destination:
+    """Return the destination at a path that `to_destination` gave; see `Destination` for the other arguments."""
+    kind = load(known_store(path).destination)
+    return cast(Destination, kind(path, sizes, marks, plan=plan, is_file=is_file))
+
+
+def require_shared(path: Path) -> None:
+    """Raise `Unsupported` for a store in which only one process can write to a destination."""
+    if is_on_hub(path):
+        message = "several processes cannot write to hf:// together"
+        hint = "write to a local directory or to s3://, then `ckptkit cp` it there"
+        raise Unsupported(message, path=path, hint=hint)
+
+
+def check_absent(dst: Path) -> None:
+    """Raise `Occupied` if something is at a destination in a store. Where an upload began the claim decides."""
+    refresh(dst)
+    claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
+    with suppress(NotACheckpoint):  # there is no such bucket yet
+        if dst.exists() and not any(claim.exists() for claim in claims):
+            raise destination_exists(dst)
+
+
+def keeps_others(path: Path) -> bool:
+    """Return whether other files may stay where a checkpoint appears, as in a repository with its history."""
+    return known_store(path) is STORES[_HUB]
+
+
+def is_on_hub(path: Path | None) -> bool:
+    """Return whether a path is in a repository or bucket of the Hugging Face Hub."""
+    return is_remote(path) and path.parts[0] == f"{_HUB}:"
+
+
+@contextmanager
+def keeping(there: Destination) -> Iterator[None]:
+    """Say of an error inside the block, which ends an upload, that the store keeps what was sent."""
+    words = f"the store keeps the parts that were sent to {there.path}: the same command continues the upload"
+    try:
+        yield
+    except CkptError as error:
+        there.stop(error)
+        error.hint = f"{error.hint}; {words}" if error.hint else words
+        raise
+    except BaseException as error:
+        there.stop(error)
+        error.add_note(words)
+        raise
+
+
+class FileStream:
+    """A file of `nbytes` bytes on its way to a destination: written from start to end, and sent by several threads.
+
+    To be used as a context manager: an error of a thread is raised by `write` or at the end of the block, where the
+    file is complete in the destination. One piece is filled while `SENDERS` others are sent.
+    """
+
+    def __init__(self, there: Destination, name: str, nbytes: int) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # slow to import, and few need it
+
+        self.crc = 0  # of all that was sent
+        self._there = there
+        self._name = name
+        self._pieces = cut_file(name, nbytes)
+        self._piece = next(self._pieces)
+        self._data = new_piece(self._piece.length)
+        self._filled = 0
+        self._threads = ThreadPoolExecutor(SENDERS, thread_name_prefix="ckptkit-send")
+        self._sending: deque[tuple[int, Future[int]]] = deque()  # how many bytes, and the CRC-32 to come
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Add bytes, which are copied. Raises `ValueError` for more than the file has."""
+        view = memoryview(data)
+        while view:
+            length = min(len(view), self._piece.length - self._filled)
+            if not length:
+                raise ValueError(f"{self._name}: more bytes than were planned")
+            self._data[self._filled : self._filled + length] = view[:length]
+            self._filled += length
+            view = view[length:]
+            if self._filled == self._piece.length:
+                self._send()
+
+    def _send(self) -> None:
+        while len(self._sending) >= SENDERS:
+            self._wait()
+        self._sending.append((self._filled, self._threads.submit(self._put, self._piece, self._data)))
+        following = next(self._pieces, None)
+        if following is not None:
+            self._piece = following
+            self._data = new_piece(following.length)
+            self._filled = 0
+
+    def _put(self, piece: FilePiece, data: memoryview) -> int:
+        crc = crc32(data)
+        self._there.put(piece, data, crc)
+        return crc
+
+    def _wait(self) -> None:
+        """Wait for the oldest piece that is being sent."""
+        length, sent = self._sending.popleft()
+        self.crc = combine(self.crc, sent.result(), length)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if error is not None:
+                self._there.stop(error)
+            else:
+                if self._filled < self._piece.length:
+                    raise ValueError(f"{self._name}: fewer bytes than were planned")
+                while self._sending:
+                    self._wait()
+                self._there.complete(self._name, self.crc)
+        finally:
+            self._threads.shutdown(cancel_futures=True)

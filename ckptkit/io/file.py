@@ -11,13 +11,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, Self
 
-from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Unsafe, translate_os_errors
+from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Occupied, Unsafe, translate_os_errors
+from ckptkit.io.disk import again
 from ckptkit.io.joined import JoinedPath, roots_of
 from ckptkit.io.local import open_regular, open_to_write
-from ckptkit.io.path import RemotePath, hint_on_id
+from ckptkit.io.path import hint_on_id, is_remote
 from ckptkit.io.ranges import RemoteFile
 from ckptkit.io.stores import StoredSum
-from ckptkit.io.system import again
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
@@ -57,7 +57,7 @@ def open_file(path: Path, *, writable: bool = False) -> File:
     """
     if isinstance(path, JoinedPath):
         return open_file(the_one(path))
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         if not path.is_absolute():
             return RemoteFile(path)
         path = Path(*path.parts)  # a temporary file of ours, beside what a store has
@@ -140,14 +140,14 @@ def stored_sum(path: Path) -> StoredSum | None:
     if isinstance(path, JoinedPath):
         return stored_sum(the_one(path))
     with translate_os_errors(path):
-        return path.stored_sum() if isinstance(path, RemotePath) else None
+        return path.stored_sum() if is_remote(path) else None
 
 
 def names_in(path: Path) -> list[str]:
     """Return the names of what lies in directory `path`, in no order."""
     if isinstance(path, JoinedPath):
         return list(dict.fromkeys(name for place in path.places or [path.place] for name in names_in(place)))
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         return again(lambda: [found.name for found in path.iterdir()])
     return again(lambda: os.listdir(path))  # of thousands of names none is made a path
 
@@ -293,6 +293,11 @@ def absent(path: Path) -> NotACheckpoint:
     near = " or ".join(f"`{path.parent / name}`" for name in get_close_matches(path.name, names))
     hint = f"did you mean {near}?" if near else hint_on_id(str(path))
     return NotACheckpoint("no such file or directory", path=path, hint=hint)
+
+
+def destination_exists(path: Path) -> Occupied:
+    """Return the error for a destination that is not empty."""
+    return Occupied("the destination exists", path=path, hint="choose another, or replace it with --overwrite")
 
 
 def folders(path: Path) -> list[Path]:

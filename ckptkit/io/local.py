@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, Incomplete, IOFailure, Unsafe, translate_os_errors
-from ckptkit.io.system import close
+from ckptkit.io.disk import close
 
 # Larger writes make the kernel look for large free pages, which virtual machines first have to get from their host:
 # measured in one, 1.6 GB took 0.6 s in writes of 64 KiB and 2 s in writes of 4 MiB.

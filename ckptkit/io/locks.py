@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.errors import Occupied
-from ckptkit.io.system import NOT_HERE, again, warn_of_loss
+from ckptkit.io.disk import NOT_HERE, again, warn_of_loss
 
 _PAUSE = 0.05  # seconds between two attempts
 _WITHOUT_LOCKS = (*NOT_HERE, errno.ENOLCK)

@@ -8,7 +8,7 @@ from typing import Self
 
 from ckptkit.errors import IOFailure, translate_os_errors
 from ckptkit.io.joined import roots_of
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Origin:
     def check(self) -> None:
         """Raise `IOFailure` if something else is there by now: what was read may be a mixture of the two."""
         hint = "run the same command again"
-        if isinstance(self.path, RemotePath):
+        if is_remote(self.path):
             if changed := self.path.find_change():
                 raise IOFailure("this was replaced while the checkpoint was being read", path=changed, hint=hint)
         elif Origin.of(self.path) != self:

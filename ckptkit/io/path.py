@@ -14,20 +14,24 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path, PosixPath
-from typing import NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 from urllib.parse import quote, unquote
 
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage
 from ckptkit.io.stores import (
+    LOCAL,
     CachedStore,
-    KeepsSums,
+    ChecksumStore,
     KnownStore,
     StoredSum,
     StoreEntry,
-    known_store,
+    known_by_url,
     open_store,
-    reaching,
+    translate_store_errors,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs  # in typing since Python 3.13
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -87,7 +91,7 @@ class RemotePath(PosixPath):
     def iterdir(self) -> Generator[Self, None, None]:
         """Yield what is in the directory."""
         store, key = self._place
-        with reaching(self, store.store):
+        with translate_store_errors(self, store.store):
             names = list(store.entries(key))
         yield from (self / name for name in names)
 
@@ -111,21 +115,21 @@ class RemotePath(PosixPath):
     def entry(self) -> StoreEntry | None:
         """Return what the store tells of it, None if there is nothing."""
         store, key = self._place
-        with reaching(self, store.store):
+        with translate_store_errors(self, store.store):
             return store.find(key)
 
     def stored_sum(self) -> StoredSum | None:
         """Return what the store knows of the content of this file; None if it keeps no checksums of files."""
         store, key = self._place
-        if not isinstance(store.store, KeepsSums):
+        if not isinstance(store.store, ChecksumStore):
             return None
-        with reaching(self, store.store):
+        with translate_store_errors(self, store.store):
             return store.store.stored_sum(key)
 
     def find_change(self) -> RemotePath | None:
         """Ask the store anew. Returns something here that is not what it was, or None."""
         store, key = self._place
-        with reaching(self, store.store):
+        with translate_store_errors(self, store.store):
             changed = store.find_change(key)
         return None if changed is None else RemotePath(*self.top.parts, changed)
 
@@ -133,11 +137,6 @@ class RemotePath(PosixPath):
     def top(self) -> RemotePath:
         """Return the bucket, host or repository that this is in."""
         return RemotePath(*self.parts[: self._depth])
-
-    @property
-    def known(self) -> KnownStore:
-        """Return what ckptkit can do in its store."""
-        return known_store(str(self))
 
     @property
     def store(self) -> CachedStore:
@@ -168,15 +167,53 @@ class RemotePath(PosixPath):
         return 2
 
 
+def is_remote(path: object) -> TypeIs[RemotePath]:
+    """Return whether a path is in a store, where each read is a request and nothing has a local name."""
+    return isinstance(path, RemotePath)
+
+
+def known_store(path: Path) -> KnownStore:
+    """Return what ckptkit can do in the store of a path; for a local path, on a disk."""
+    return known_by_url(str(path)) if is_remote(path) else LOCAL
+
+
+def refresh(path: Path) -> Path:
+    """Return a path, about which its store is asked anew from now on: it else keeps its answers for the process."""
+    if is_remote(path):
+        path.store.forget()
+    return path
+
+
+def path_beside(source: Path, name: str) -> Path:
+    """Return the path `name` beside a local source; in the current directory, if the source is remote."""
+    return Path(name) if is_remote(source) else source.with_name(name)
+
+
 def to_path(place: str | os.PathLike[str]) -> Path:
     """Return the path that a user means by `place`: a local one or a URL.
 
     While HF_HUB_OFFLINE is set, an `hf://` URL is the snapshot in the Hub's cache, if the cache has one.
     """
-    if not isinstance(place, str):
-        return place if isinstance(place, Path) else Path(place)
-    path = parse_url(place) if is_url(place) else Path(place)
-    return (find_offline(path) or path) if isinstance(path, RemotePath) and path.parts[0] == "hf:" else path
+    path = to_live_path(place)
+    if isinstance(place, str) and is_remote(path) and path.parts[0] == "hf:":
+        return find_offline(path) or path
+    return path
+
+
+def to_live_path(place: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means by `place`, to be changed: a local one or a URL, never a copy in a cache."""
+    if isinstance(place, str) and is_url(place):
+        return parse_url(place)
+    return place if isinstance(place, Path) else Path(place)
+
+
+def to_local(place: str | os.PathLike[str]) -> Path:
+    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
+    path = to_live_path(place)
+    if is_remote(path):
+        hint = "write to a local directory; `ckptkit push` takes it to the Hub"
+        raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
+    return path
 
 
 def spelled_like(typed: Path, absolute: Path) -> Path:
@@ -234,7 +271,7 @@ def list_ahead(paths: Iterable[Path]) -> None:
 
     One that cannot be listed is left to its reader, who then gets the error.
     """
-    waiting = [path for path in paths if isinstance(path, RemotePath)]
+    waiting = [path for path in paths if is_remote(path)]
     if not waiting:
         return
 
@@ -275,19 +312,3 @@ def parse_url(url: str) -> Path:
         hint = "write it like s3://bucket/run/ckpt-5 or hf://org/name"
         raise Usage(f"`{url}` cannot be the location of a checkpoint", hint=hint)
     return path
-
-
-def to_place(place: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means by `place`, to be changed: a local one or a URL, never a copy in a cache."""
-    if isinstance(place, str) and is_url(place):
-        return parse_url(place)
-    return place if isinstance(place, Path) else Path(place)
-
-
-def to_local(place: str | os.PathLike[str]) -> Path:
-    """Return the local path that a user means by `place`, to be written to. Raises `Usage` for any URL but `file:`."""
-    path = parse_url(place) if isinstance(place, str) and is_url(place) else place
-    if isinstance(path, RemotePath):
-        hint = "write to a local directory; `ckptkit push` takes it to the Hub"
-        raise Usage(f"`{place}` is remote: ckptkit writes to local directories only", hint=hint)
-    return Path(path)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptkit.errors import Corrupt, Incomplete, IOFailure, Unsafe, Unsupported
-from ckptkit.io.path import RemotePath, at_once
-from ckptkit.io.stores import Read, reaching
+from ckptkit.io.path import RemotePath, at_once, is_remote
+from ckptkit.io.stores import Read, translate_store_errors
 
 T = TypeVar("T")
 Range = tuple[str, int, int]  # a file's name, and the offsets of the first byte and after the last
@@ -105,7 +105,7 @@ class RemoteFile:
     def fetch(self, start: int, stop: int) -> bytes:
         """Return the bytes from one offset up to another, by a request of their own."""
         store = self.path.store.store
-        with reaching(self.path, store):
+        with translate_store_errors(self.path, store):
             try:
                 self._read = self._read or store.open(self.path.key, self._entry)
                 data = self._read(start, stop)
@@ -156,7 +156,7 @@ def read_ahead(root: Path, things: Iterable[T], ranges: Callable[[T], Iterable[R
 
     Small reads for each thing would otherwise be a request each, one after the other.
     """
-    if not isinstance(root, RemotePath):
+    if not is_remote(root):
         yield from things
         return
     waiting = iter(things)

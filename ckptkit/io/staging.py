@@ -13,18 +13,21 @@ from typing import Self
 
 from ckptkit.errors import Occupied, Unsafe, translate_os_errors
 from ckptkit.io.allocation import write_file
-from ckptkit.io.exchange import (
+from ckptkit.io.disk import (
     HIDDEN,
+    again,
     aside_path,
     lock_path,
+    make_directories,
     move_file_into_place,
     move_into_place,
+    remove,
     staging_path,
+    sync_path,
+    sync_tree,
 )
-from ckptkit.io.file import opening, read_at
+from ckptkit.io.file import destination_exists, opening, read_at
 from ckptkit.io.locks import acquire, close, release, try_lock
-from ckptkit.io.system import again
-from ckptkit.io.trees import make_directories, remove, sync_path, sync_tree
 
 WORK = ".ckptkit-work"
 _KEY = "key"
@@ -169,7 +172,7 @@ def check_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> N
         if dst.is_dir() == is_file:
             raise Occupied(f"the destination is a {'directory' if is_file else 'file'}", path=dst)
         if not overwrite and (is_file or any(dst.iterdir())):
-            raise Occupied("the destination exists", path=dst, hint="choose another, or replace it with --overwrite")
+            raise destination_exists(dst)
 
 
 def claim(path: Path, *, shared: bool = False) -> int | None:

@@ -11,12 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckptkit.errors import Occupied, translate_os_errors
-from ckptkit.io.exchange import lock_path
+from ckptkit.io.disk import again, lock_path, remove, sync_path
 from ckptkit.io.file import children
 from ckptkit.io.joined import roots_of
 from ckptkit.io.locks import acquire, is_locked, release
-from ckptkit.io.system import again
-from ckptkit.io.trees import remove, sync_path
 from ckptkit.trainers import may_be_step_name
 
 _LEAVING = ".leaving"  # ends the hidden name of a checkpoint that is being deleted

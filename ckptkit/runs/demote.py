@@ -23,9 +23,9 @@ from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import plan, require_all_taken
 from ckptkit.errors import Mismatch
 from ckptkit.io.allocation import create_file
+from ckptkit.io.disk import again
 from ckptkit.io.progress import Told
 from ckptkit.io.staging import Stage
-from ckptkit.io.system import again
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.runs.retention import read_metrics, write_metrics

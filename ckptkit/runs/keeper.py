@@ -10,9 +10,8 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.entry_points import load
 from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.io.joined import JoinedPath, joined, roots_of
-from ckptkit.io.path import RemotePath, to_place
-
-_LOCAL = "ckptkit.runs.local_keeper:LocalKeeper"
+from ckptkit.io.path import known_store, to_live_path
+from ckptkit.io.stores import LOCAL
 
 
 class WatchPost(Protocol):
@@ -89,17 +88,16 @@ class Keeper(Protocol):
 
 def keeper_of(root: Path) -> Keeper:
     """Return who keeps the run in directory `root`. Raises `Usage` for a store in which ckptkit deletes nothing."""
-    where = _LOCAL
+    keeper = LOCAL.keeper
     for place in roots_of(root):
-        if isinstance(place, RemotePath):
-            if not place.known.keeper:
-                hint = "manage this run with the tools of its store"
-                raise Usage("ckptkit deletes only in local directories and on s3://", path=place, hint=hint)
-            if isinstance(root, JoinedPath):
-                hint = "name local directories, or one place on s3://"
-                raise Usage("several directories of one run must be local", path=place, hint=hint)
-            where = place.known.keeper
-    return cast(Keeper, load(where)(root))
+        keeper = known_store(place).keeper
+        if not keeper:
+            hint = "manage this run with the tools of its store"
+            raise Usage("ckptkit deletes only in local directories and on s3://", path=place, hint=hint)
+        if keeper != LOCAL.keeper and isinstance(root, JoinedPath):
+            hint = "name local directories, or one place on s3://"
+            raise Usage("several directories of one run must be local", path=place, hint=hint)
+    return cast(Keeper, load(keeper)(root))
 
 
 def run_of(source: Source) -> Path:
@@ -110,7 +108,7 @@ def run_of(source: Source) -> Path:
     path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
         return joined([run_of(place) for place in roots_of(path)])
-    return to_place(path)
+    return to_live_path(path)
 
 
 def refuse_checkpoint(path: Path) -> None:

@@ -36,12 +36,12 @@ from ckptkit.errors import (
     translate_os_errors,
 )
 from ckptkit.formats import detect_format
+from ckptkit.formats.rank_names import find_set
 from ckptkit.io.claims import StoreClaim, claimed_in, read_claim
 from ckptkit.io.destination import CLAIM
 from ckptkit.io.file import absent, children, file_size, is_there
 from ckptkit.io.joined import roots_of
-from ckptkit.io.path import RemotePath
-from ckptkit.io.sets import find_set
+from ckptkit.io.path import is_remote, refresh
 from ckptkit.runs.pins import pinned_in
 from ckptkit.runs.retention import read_metrics
 from ckptkit.summary import Summarized
@@ -112,9 +112,7 @@ def ls(run: Source) -> Listing:
 
     Reads no tensors, and metadata only if it is small. Raises `NotACheckpoint` if there is none.
     """
-    root = path_of(run)
-    if isinstance(root, RemotePath):
-        root.store.forget()
+    root = refresh(path_of(run))
     with translate_os_errors(root):
         if not root.exists():
             raise absent(root)
@@ -228,7 +226,7 @@ def fault_of(checkpoint: Checkpoint) -> str | None:
 
 def can_compare_sizes(checkpoint: Checkpoint) -> bool:
     """Return whether a manifest or metadata that is quick to read says how large the files of a checkpoint are."""
-    if isinstance(checkpoint.path, RemotePath):
+    if is_remote(checkpoint.path):
         return False
     try:
         parts = checkpoint.components

@@ -10,9 +10,8 @@ import os
 from pathlib import Path
 
 from ckptkit.errors import Unsafe, translate_os_errors
+from ckptkit.io.disk import again, close, sync_path
 from ckptkit.io.file import children
-from ckptkit.io.system import again, close
-from ckptkit.io.trees import sync_path
 
 FOLDER = ".pins"
 

@@ -26,7 +26,7 @@ from ckptkit.errors import (
 )
 from ckptkit.io.file import folders
 from ckptkit.io.joined import roots_of
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Progress, Told, telling
 from ckptkit.runs.demote import demote, foresee
 from ckptkit.runs.keeper import Keeper, find_holds, keeper_of, refuse_checkpoint, run_of
@@ -107,7 +107,7 @@ def prune(
         raise Usage("no rule says what to keep", hint="pass --keep-last, --keep-every or --keep-best")
     root = run_of(run)
     keeper = keeper_of(root)
-    if demote and isinstance(root, RemotePath):
+    if demote and is_remote(root):
         hint = "`ckptkit consolidate CKPT OUT` makes a model of one; OUT may be on s3://"
         raise Usage("--demote works in local directories only", path=root, hint=hint)
     if demote and len(roots_of(root)) > 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.errors import Usage
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import RemotePath, is_remote, known_store
 from ckptkit.runs.keeper import run_of
 from ckptkit.summary import Summarized
 from ckptkit.words import count, format_bytes
@@ -76,13 +76,13 @@ def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> Pru
     root = run_of(run)
     if older < 0:
         raise Usage(f"`older`: expected at least 0 seconds, found {older:g}")
-    if not isinstance(root, RemotePath):
+    if not is_remote(root):
         hint = "run `ckptkit prune RUN --keep-last N --yes`, which also removes the remains of interrupted saves"
         raise Usage("only stores have uploads, and this is a local path", path=root, hint=hint)
-    if not root.known.uploads:
+    if not known_store(root).uploads:
         hint = "abort uploads there with the tools of the store"
         raise Usage("ckptkit lists and aborts uploads on s3:// only", path=root, hint=hint)
-    module = import_module(root.known.uploads)
+    module = import_module(known_store(root).uploads)
     found: list[OpenUpload] = module.find_uploads(root)
     stale = [one for one in found if one.idle_seconds >= older]
     gone = [one for one in stale if module.abort(one)] if yes else stale

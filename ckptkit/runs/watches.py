@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, translate_os_errors
+from ckptkit.io.disk import make_directories
 from ckptkit.io.file import children, read_small
 from ckptkit.io.locks import acquire, is_locked, is_same_file, release
-from ckptkit.io.trees import make_directories
 from ckptkit.runs.deletion import deleting
 
 FOLDER = ".ckptkit-watch"

@@ -11,10 +11,11 @@ from ckptkit.checkpoints.find_components import is_left, is_true_here_only
 from ckptkit.checkpoints.replaceable import require_no_checkpoint, states_only_at
 from ckptkit.errors import Occupied, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import FORMATS, FormatWriter, format_of_file, get_format
+from ckptkit.io.destination import check_absent, keeps_others
 from ckptkit.io.file import children
 from ckptkit.io.joined import JoinedPath, roots_of
 from ckptkit.io.local import is_strange_link
-from ckptkit.io.path import RemotePath, is_url
+from ckptkit.io.path import is_remote
 from ckptkit.io.staging import check_destination
 from ckptkit.layout import Layout
 from ckptkit.models.companions import places_of
@@ -24,21 +25,9 @@ from ckptkit.trainers.ckptkit import TRAINING
 _HINT = "choose another destination"
 
 
-def to_output(place: str | Path) -> Path:
-    """Return the path that a user means by `place`, to be written to: a local one, or one in a store.
-
-    Raises `Usage` for a URL that ckptkit does not write to.
-    """
-    if not (isinstance(place, RemotePath) or (isinstance(place, str) and is_url(place))):
-        return Path(place)
-    from ckptkit.io.find_destination import to_destination
-
-    return to_destination(place)
-
-
 def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
     """Raise `Occupied` if something is at a destination that may not be replaced."""
-    if not isinstance(dst, RemotePath):
+    if not is_remote(dst):
         try:
             check_destination(dst, overwrite, is_file=is_file)
         except Occupied as error:
@@ -46,8 +35,6 @@ def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
                 error.hint = _HINT  # a wrong --overwrite could lose it
             raise
     elif not overwrite:
-        from ckptkit.io.find_destination import check_absent, keeps_others
-
         if keeps_others(dst):
             require_no_checkpoint(dst)
         else:

@@ -20,7 +20,7 @@ from ckptkit.formats import FormatWriter, locate, unpack
 from ckptkit.io.file import file_size
 from ckptkit.io.joined import roots_of
 from ckptkit.io.origin import Origin
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, StoredTensor, WriterOptions
 from ckptkit.layout.box import whole
 from ckptkit.layout.edits import without_lost
@@ -343,4 +343,4 @@ def stamp(path: Path) -> tuple[int, int, int]:
     """Return a file's size in bytes, the time of its last change in nanoseconds, and a remote one's inode, else 0."""
     with translate_os_errors(path):
         status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino if isinstance(path, RemotePath) else 0
+    return status.st_size, status.st_mtime_ns, status.st_ino if is_remote(path) else 0

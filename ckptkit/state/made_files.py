@@ -15,10 +15,10 @@ from ckptkit.engine.shares import WHOLE, Share, narrow
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.formats import locate
 from ckptkit.io.allocation import create_file, make_folder, write_file
-from ckptkit.io.collector import collector_paused
 from ckptkit.io.file import file_size, opening, read_at
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout
 from ckptkit.layout.box import Box
+from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.plan import Plan, Recipe, make_plan, needed, same
 from ckptkit.state.draft import Conversion, Draft
 

@@ -8,7 +8,7 @@ from ckptkit.engine.whole_files import compare_archives
 from ckptkit.errors import ignore
 from ckptkit.formats import locate
 from ckptkit.formats.archives.locate import ENVELOPE
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.layout import Layout
 
 
@@ -24,6 +24,6 @@ def require_one_save(layout: Layout) -> None:
         for name, tensor in layout.tensors.items()
         if any(chunk.wrapper == ENVELOPE and chunk.path in layout.file_sums for chunk in tensor.chunks)
     }
-    if not archives or isinstance(layout.root, RemotePath):
+    if not archives or is_remote(layout.root):
         return
     compare_archives(locate(replace(layout, tensors=archives, blobs={}), ignore))

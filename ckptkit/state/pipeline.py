@@ -18,11 +18,11 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.shares import WHOLE, Share
 from ckptkit.errors import Corrupt, Occupied
 from ckptkit.io.allocation import check_room, missing_bytes
+from ckptkit.io.disk import sync_tree
 from ckptkit.io.file import file_size, is_there
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.io.progress import telling
 from ckptkit.io.staging import Stage
-from ckptkit.io.trees import sync_tree
 from ckptkit.layout.plan import Plan
 from ckptkit.state.draft import Conversion
 from ckptkit.state.made_files import create, seal, write_copied_files, write_made
@@ -63,7 +63,7 @@ def write_rest(conversion: Conversion, count: int) -> Written:
 
 def ways_to_write(conversion: Conversion) -> tuple[Alone, InPart, Finish]:
     """Return how all of an output is made, how a share is, and how the shares become one."""
-    if isinstance(conversion.output, RemotePath):
+    if is_remote(conversion.output):
         from ckptkit.state import to_store
 
         return to_store.write_alone, to_store.write_share, to_store.finish_shares

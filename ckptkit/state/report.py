@@ -18,7 +18,6 @@ from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import Caution
 from ckptkit.io.allocation import free_bytes
-from ckptkit.io.path import RemotePath
 from ckptkit.layout.plan import RecipeVerdict
 from ckptkit.models.fit import abridge
 from ckptkit.models.names.weights import UNKNOWN, LeftOut
@@ -122,7 +121,7 @@ def report(conversion: Conversion, seconds: float) -> Converted:
         completed=conversion.completed,
         seconds=seconds,
         copies=sum(len(tensor.chunks) for layout in layouts for tensor in layout.tensors.values()),
-        free_bytes=None if isinstance(conversion.output, RemotePath) else free_bytes(conversion.output),
+        free_bytes=free_bytes(conversion.output),
         dry_run=True,
         plan=conversion.fingerprint,
         salvaged=conversion.salvaged,

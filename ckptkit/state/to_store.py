@@ -30,10 +30,9 @@ from ckptkit.errors import Occupied, Unsupported
 from ckptkit.io.allocation import create_file, make_folder
 from ckptkit.io.assembly import AssembledFiles, Assembly, Gap, PieceKey
 from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.destination import Destination
+from ckptkit.io.destination import Destination, keeping, open_destination
 from ckptkit.io.file import file_size, opening, read_at
-from ckptkit.io.find_destination import keeping, open_destination
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import refresh
 from ckptkit.io.pieces import FilePiece, cut_file, is_large, new_piece
 from ckptkit.io.progress import telling
 from ckptkit.layout import FileOffset
@@ -104,7 +103,6 @@ def require_shares(conversion: Conversion, notes: Mapping[str, bytes], count: in
 @contextmanager
 def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
     """Prepare the files in a temporary directory, and claim the destination for what `count` processes make."""
-    assert isinstance(conversion.output, RemotePath)
     refuse_repeats(conversion)
     with TemporaryDirectory(prefix="ckptkit-") as room:
         plans = [without_copies(plan) for plan in create(conversion, Path(room), is_sparse=True)]
@@ -119,7 +117,7 @@ def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
         there.claim(overwrite=conversion.options.overwrite, check=check)
         with keeping(there):
             yield OutputUpload(conversion, Path(room), plans, there, marks)
-    conversion.output.store.forget()
+    refresh(conversion.output)
 
 
 def refuse_repeats(conversion: Conversion) -> None:

@@ -28,11 +28,10 @@ from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.formats import EntryWriter, get_writer, locate
 from ckptkit.io.allocation import check_room, create_file
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.exchange import staging_path
+from ckptkit.io.disk import staging_path, sync_path
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.path import to_local
 from ckptkit.io.staging import Stage
-from ckptkit.io.trees import sync_path
 from ckptkit.layout import Blob, KeyPath, StoredTensor, WriterOptions
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
 from ckptkit.storage.pieces import PieceWriter

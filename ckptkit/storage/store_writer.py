@@ -40,10 +40,9 @@ from ckptkit.formats.dcp.rank_files import (
     tensors_file,
 )
 from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.destination import Destination
-from ckptkit.io.find_destination import open_destination, require_shared, to_destination
-from ckptkit.io.path import RemotePath
-from ckptkit.io.stream import FileStream
+from ckptkit.io.destination import Destination, FileStream, open_destination, require_shared, to_destination
+from ckptkit.io.file import destination_exists
+from ckptkit.io.path import RemotePath, is_remote, refresh
 from ckptkit.layout import Blob, Layout
 from ckptkit.layout.blocks import cut
 from ckptkit.layout.box import whole
@@ -152,7 +151,7 @@ class StoreWriter(StorageWriter):
         entries = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         results = [*send_tensors(there, task, tensors, planner), *send_entries(there, task, entries, planner)]
-        self.path.store.forget()
+        refresh(self.path)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -182,7 +181,7 @@ class StoreWriter(StorageWriter):
         for name, content in zip(_MARKS, (manifest, described), strict=True):
             there.mark(name, content, crc32(content))
         self._upload = self._begun = None
-        self.path.store.forget()
+        refresh(self.path)
         try:
             there.commit()
         except IOFailure as error:  # nothing of the checkpoint is missing: no reason to end a training
@@ -200,16 +199,15 @@ class StoreWriter(StorageWriter):
 
 def require_free(path: RemotePath) -> None:
     """Raise `Occupied` if a checkpoint is at a path in a store, now; what a save left that died is none."""
-    path.store.forget()
+    refresh(path)
     if (path / METADATA).exists() or Checkpoint.at(path).is_complete:
-        hint = "choose another, or replace it with --overwrite"
-        raise Occupied("the destination exists", path=path, hint=hint)
+        raise destination_exists(path)
 
 
 def to_store(place: str | os.PathLike[str]) -> RemotePath:
     """Return the path in a store that a user means. Raises `Usage` for a local one."""
     path = to_destination(place)
-    if not isinstance(path, RemotePath):
+    if not is_remote(path):
         raise Usage("this is a local path, but only a path in a store is accepted here", path=path)
     require_shared(path)
     return path

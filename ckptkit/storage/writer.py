@@ -13,8 +13,8 @@ from torch.futures import Future
 
 from ckptkit.arguments import checked
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.io.find_destination import require_shared, to_destination
-from ckptkit.io.path import RemotePath
+from ckptkit.io.destination import require_shared, to_destination
+from ckptkit.io.path import is_remote
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
 from ckptkit.storage.room_writer import StagedWriter
 from ckptkit.storage.small_files import SmallFile
@@ -65,8 +65,8 @@ class Writer(StorageWriter):
 
     def _choose(self, place: str | os.PathLike[str]) -> StagedWriter | StoreWriter:
         path = to_destination(place)
-        if isinstance(path, RemotePath):
-            require_shared(path)
+        require_shared(path)
+        if is_remote(path):
             if self._format not in (None, FORMAT):
                 message = f"`{self._format}` cannot go straight to a store: several ranks would write one object"
                 hint = f"save `{FORMAT}`, then run `ckptkit convert {path} OUT --to {self._format}`; OUT may be a URL"
@@ -84,7 +84,7 @@ class Writer(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew, with another path if one is given."""
         path = None if checkpoint_id is None else to_destination(checkpoint_id)
-        if path is not None and isinstance(path, RemotePath) != isinstance(self._writer, StoreWriter):
+        if path is not None and is_remote(path) != is_remote(self._writer.path):
             self._writer = self._choose(path)
         self._writer.reset(path)
 
@@ -112,9 +112,7 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it is a place that ckptkit writes to: a local path, or the URL of a store."""
         try:
-            path = to_destination(checkpoint_id)
-            if isinstance(path, RemotePath):
-                require_shared(path)
+            require_shared(to_destination(checkpoint_id))
         except (TypeError, CkptError):
             return False
         return True

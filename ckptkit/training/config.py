@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from ckptkit.errors import Usage, translate_os_errors
 from ckptkit.io.file import read_small
-from ckptkit.io.path import RemotePath, to_path
+from ckptkit.io.path import is_remote, refresh, to_path
 from ckptkit.runs.retention import Best
 from ckptkit.settings import About, Setting, settings_of
 from ckptkit.training.models.config import require_at_least
-from ckptkit.training.places import look_again, require_storable
+from ckptkit.training.places import require_storable
 
 SETTINGS = "train.toml"  # in a run, what it was started with
 _LIMIT = 1 << 20  # bytes of it
@@ -135,10 +135,10 @@ LEAST = {
 def require_places(config: TrainConfig) -> None:
     """Raise `Usage` for what cannot lie where it is to."""
     require_storable(config.run, config.state_dict)
-    if config.tensorboard and isinstance(config.run, RemotePath):
+    if config.tensorboard and is_remote(config.run):
         hint = "drop `--tensorboard`: metrics.jsonl has the same numbers; or train into a local directory"
         raise Usage("TensorBoard appends to its files, which a store cannot do", path=config.run, hint=hint)
-    if isinstance(config.data, RemotePath):
+    if is_remote(config.data):
         raise Usage("ckptkit trains on local data only", path=config.data, hint="copy the data to this machine")
 
 
@@ -237,7 +237,7 @@ def to_setting(name: str, value: object, path: Path | None) -> object:
 
 def find_settings(run: Path, resume: str | None) -> dict[str, Any]:
     """Return the settings that a run was started with, where it is to go on; {} otherwise."""
-    path = look_again(run) / SETTINGS
+    path = refresh(run) / SETTINGS
     return without_weights(read_settings(path)) if resume is not None and path.is_file() else {}
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ckptkit.errors import Corrupt, IOFailure, Usage
+from ckptkit.io.small_files import open_lines, read_file, replace_file
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.run_files import open_lines, read_file, write_file
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 
@@ -113,7 +113,7 @@ def forget_after(run: Path, step: int) -> None:
     """Remove from a run's metrics the steps after `step`, which will be taken again."""
     path = run / METRICS
     kept = [line for line in whole_lines(read_file(path)) if step_of(line, path) <= step]
-    write_file(path, "".join(kept).encode())
+    replace_file(path, "".join(kept).encode())
 
 
 def whole_lines(content: bytes) -> Iterator[str]:

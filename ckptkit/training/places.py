@@ -5,24 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptkit.errors import Usage
-from ckptkit.io.find_destination import require_shared
-from ckptkit.io.path import RemotePath
+from ckptkit.io.destination import require_shared
+from ckptkit.io.path import is_remote
 
 _IN_STORES = ("sharded", "adapter")  # state dicts
 
 
 def require_storable(run: Path, state_dict: str) -> None:
     """Raise an error for a run that cannot go straight to a store: several ranks would write one object, or commit."""
-    if isinstance(run, RemotePath):
-        require_shared(run)
-    if isinstance(run, RemotePath) and state_dict not in _IN_STORES:
+    require_shared(run)
+    if is_remote(run) and state_dict not in _IN_STORES:
         message = f"state dict `{state_dict}` cannot go straight to a store: several ranks would write one object"
         hint = f"save `{_IN_STORES[0]}`, then run `ckptkit convert CHECKPOINT OUT`; OUT may be a URL"
         raise Usage(message, path=run, hint=hint)
-
-
-def look_again(run: Path) -> Path:
-    """Return a run as it is now: what lies in a store is else asked once."""
-    if isinstance(run, RemotePath):
-        run.store.forget()
-    return run

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
-from ckptkit.io.exchange import move_into_place
-from ckptkit.io.path import RemotePath, to_path
+from ckptkit.io.disk import move_into_place
+from ckptkit.io.path import is_remote, refresh, to_path
 from ckptkit.training.config import AUTO, SETTINGS, TrainConfig
-from ckptkit.training.places import look_again
 
 if TYPE_CHECKING:  # the command line asks `find_resume` before it imports torch
     from ckptkit.storage.ranks import Ranks
@@ -31,7 +30,7 @@ def find_resume(config: TrainConfig) -> list[Path]:
 
     Raises `Occupied` if the run must not be resumed, and `Corrupt` if no checkpoint is readable.
     """
-    complete = RunFolder(look_again(config.run)).checkpoints()[::-1]
+    complete = RunFolder(refresh(config.run)).checkpoints()[::-1]
     if config.resume is None and complete:
         hint = "continue with `--resume auto`, or name another run"
         raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
@@ -77,7 +76,7 @@ def require_no_unfinished(run: Path) -> None:
 
     In a store the save replaces what an earlier one left.
     """
-    names = [one.name for one in ([] if isinstance(run, RemotePath) else named_in(run))]
+    names = [one.name for one in ([] if is_remote(run) else named_in(run))]
     if names:
         message = f"the run has only unfinished checkpoints: {', '.join(names)}"
         raise Occupied(message, path=run, hint="move them away, or name another run")
@@ -118,7 +117,7 @@ def load_newest(trainer: Trainer, run: Run, found: Sequence[Path], ranks: Ranks,
 
 def give_up(path: Path, run: Run, ranks: Ranks) -> str:
     """Let the run save the step of a damaged checkpoint again, on all ranks. Returns what becomes of it, in words."""
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         run.replace(path)
         return f"{path.name} is replaced when its step is saved again"
     return f"{path.name} is now {ranks.on_first(partial(set_aside, path)).name}"

@@ -26,8 +26,10 @@ from ckptkit.adapters.names import read_entry
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import local_folder
 from ckptkit.errors import Mismatch, Usage, translate_os_errors
+from ckptkit.io.allocation import make_folder
 from ckptkit.io.file import read_small
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
+from ckptkit.io.small_files import replace_file, require_writable
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.data.corpus import open_corpus
@@ -39,7 +41,6 @@ from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.parallel.shard import ShardedModel
 from ckptkit.training.resume import find_resume, first_readable, load_newest
-from ckptkit.training.run_files import make_folder, require_writable, write_file
 from ckptkit.training.saving.run import Run
 from ckptkit.training.saving.save import ADAPTER
 from ckptkit.training.saving.state import are_adapters
@@ -177,7 +178,7 @@ def share_tokens(config: TrainConfig, found: Findings, ranks: Ranks) -> TokenFil
     Raises `Mismatch` if machines have other data.
     """
     tokens = ranks.on_first(partial(tokenize, config, found))
-    if not isinstance(config.run, RemotePath):
+    if not is_remote(config.run):
         return tokens
     machines = ranks.gather(socket.gethostname())
     is_first_here = machines.index(socket.gethostname()) == ranks.rank
@@ -273,5 +274,5 @@ def prepare(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
     """Prepare the run: its settings, the model's files, and the metrics of the steps that were taken."""
     make_folder(config.run)
     for name, content in {SETTINGS: config.to_toml().encode(), **files}.items():
-        write_file(config.run / name, content)
+        replace_file(config.run / name, content)
     forget_after(config.run, step)

@@ -10,14 +10,13 @@ from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.io.find_destination import to_destination
-from ckptkit.io.path import to_path
+from ckptkit.io.destination import to_destination
+from ckptkit.io.path import refresh, to_path
 from ckptkit.training import loop
 from ckptkit.training.config import TrainConfig, check_settings, find_settings, settings_in
 from ckptkit.training.launch import launch
 from ckptkit.training.loop import Note
 from ckptkit.training.metrics import StepMetrics
-from ckptkit.training.places import look_again
 
 
 def train(
@@ -44,7 +43,7 @@ def train(
     launch(partial(loop.train, chosen), nproc, heard.report, heard.interrupt)
     if heard.was_interrupted:
         raise KeyboardInterrupt
-    return RunFolder(look_again(root)).latest()
+    return RunFolder(refresh(root)).latest()
 
 
 class Heard:

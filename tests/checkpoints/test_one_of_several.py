@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.errors import CkptError
-from ckptkit.io.sets import find_set
+from ckptkit.formats.rank_names import find_set
 
 WEIGHT = torch.arange(32.0).reshape(8, 4)
 LLAMA: dict[str, int] = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.checkpoints.checkpoint import RunAround
 from ckptkit.errors import Corrupt, Incomplete, NotACheckpoint, Occupied, Unsafe, Usage
-from ckptkit.io.exchange import staging_path
+from ckptkit.io.disk import staging_path
 from tests import producers
 from tests.conftest import Produce
 from tests.directories import files_in

@@ -15,7 +15,7 @@ import pytest
 
 from ckptkit.errors import CkptError, NoRoom, Occupied, Unsafe
 from ckptkit.io.allocation import check_room, create_file, write_file
-from ckptkit.io.exchange import aside_path, lock_path, staging_path
+from ckptkit.io.disk import aside_path, lock_path, staging_path
 from ckptkit.io.staging import Stage, clear_dead
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.io.exchange import lock_path
+from ckptkit.io.disk import lock_path
 from ckptkit.io.locks import acquire, release
 from ckptkit.runs.deletion import delete, deleting, is_being_written
 

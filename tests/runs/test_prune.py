@@ -16,7 +16,7 @@ import pytest
 from torch import nn
 
 from ckptkit.errors import NotACheckpoint, Occupied, Usage
-from ckptkit.io.exchange import lock_path, staging_path
+from ckptkit.io.disk import lock_path, staging_path
 from ckptkit.io.locks import acquire, release
 from ckptkit.io.staging import Stage
 from ckptkit.runs.deletion import delete, deleting

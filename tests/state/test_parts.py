@@ -20,7 +20,7 @@ import torch
 
 from ckptkit import average, consolidate, convert, finalize, reshard
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
-from ckptkit.io.exchange import staging_path
+from ckptkit.io.disk import staging_path
 from ckptkit.io.staging import Stage, read_key
 from tests import command, producers
 from tests.conftest import Produce

@@ -24,9 +24,9 @@ import ckptkit
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import IOFailure, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.io import pieces
+from ckptkit.io.destination import SENDERS, FileStream
 from ckptkit.io.path import to_path
 from ckptkit.io.pieces import PART_BYTES, cut_file
-from ckptkit.io.stream import SENDERS, FileStream
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.training.launch import Report, launch
 from ckptkit.training.parallel.ranks import RankPlace, process_group

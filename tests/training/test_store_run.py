@@ -24,12 +24,12 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import ckptkit
 from ckptkit.errors import IOFailure, Occupied, Usage
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_path
+from ckptkit.io.small_files import open_lines, require_writable
 from ckptkit.training.metrics import METRICS
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
-from ckptkit.training.run_files import open_lines, require_writable
 from ckptkit.training.saving.run import Run
 from tests.command import ckptkit as ckptkit_here
 from tests.s3 import CLAIM, S3, Place, forget, make_place

@@ -11,7 +11,7 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.conversion.salvaging.copies import absolute, elsewhere, fits
 from ckptkit.conversion.salvaging.faults import Faults
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.layout import Blob, Layout, StoredTensor
 from ckptkit.layout.renames import renaming
 from ckptkit.models.names import HUB
@@ -60,7 +60,7 @@ def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameO
     `named` is what the user says of the names in either. Return remarks, too, on names and shapes that do not fit.
     """
     for path in (checkpoint.path, other.path):
-        if isinstance(path, RemotePath):
+        if is_remote(path):
             raise Unsupported("ckptkit cannot fill from or into a remote checkpoint", path=path, hint="copy it here")
     fillers = {part.place: filler_of(part.layout, checkpoint, other, named) for part in other.components}
     joined = filler_of(other.layout, checkpoint, other, named) if len(fillers) > 1 else next(iter(fillers.values()))

@@ -13,11 +13,11 @@ from struct import Struct
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
 from ckptkit.formats.archives.read_archive import Located, open_archive
 from ckptkit.formats.archives.zip_entries import GLANCE, ReadAt, ZipEntry, check_contents
-from ckptkit.io.collector import collector_paused
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles, ReadAhead, read_at
 from ckptkit.io.ranges import Range, read_ahead
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout.gc_pause import collector_paused
 
 ENVELOPE = "torch.save"  # the wrapper of a chunk whose envelope can be opened here; any other is a transform's name
 ZSTD = "stream.zstd/1"  # the one of them that is known, as torch names it, with the version

@@ -14,9 +14,8 @@ from typing import IO, TYPE_CHECKING, Self, TypeVar, cast
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse, translate_os_errors
 from ckptkit.formats.archives.locate import ZSTD, ArchiveTemplates, open_envelope
 from ckptkit.formats.archives.zip_entries import check_archive
-from ckptkit.io.allocation import check_room
+from ckptkit.io.allocation import TemporaryFile, check_room
 from ckptkit.io.file import OpenFiles, ReadAhead, read_at
-from ckptkit.io.temporary import TemporaryFile
 from ckptkit.layout import Blob, Chunk, FileOffset, Layout
 
 if TYPE_CHECKING:

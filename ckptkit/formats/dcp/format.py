@@ -26,7 +26,6 @@ from ckptkit.formats.dcp.read_metadata import (
     read_metadata,
 )
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.io.collector import collector_paused
 from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.io.ranges import read_ahead
 from ckptkit.layout import (
@@ -41,6 +40,7 @@ from ckptkit.layout import (
     WriterOptions,
     check_cover,
 )
+from ckptkit.layout.gc_pause import collector_paused
 
 GROUPS = "param_groups"  # the key beside the states of an optimizer
 

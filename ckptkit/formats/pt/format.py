@@ -27,9 +27,9 @@ from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.archives.write_archive import make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
+from ckptkit.formats.rank_names import find_set, not_joined
 from ckptkit.io.file import is_there, names_in
 from ckptkit.io.ranges import read_ahead
-from ckptkit.io.sets import find_set, not_joined
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
 MAIN = "state.pt"

@@ -73,6 +73,7 @@ STORES = PluginTable(
         "s3a": KnownStore(_S3.store),
     },
 )
+LOCAL = KnownStore("", keeper="ckptkit.runs.local_keeper:LocalKeeper")  # a disk: its files need no store
 OTHERS = KnownStore("ckptkit.io.stores.generic:FileSystem")  # fsspec knows all others
 _PAUSES = (0.2, 1.0, 3.0)  # seconds before a request that got no answer is made again
 
@@ -135,7 +136,7 @@ class StoredSum:
 
 
 @runtime_checkable
-class KeepsSums(Protocol):
+class ChecksumStore(Protocol):
     """A store that keeps checksums of files, which it computed itself when they were written."""
 
     def stored_sum(self, key: str) -> StoredSum:
@@ -204,7 +205,7 @@ class CachedStore:
         return bool(folder) and self._rules_out(above)
 
 
-def known_store(url: str) -> KnownStore:
+def known_by_url(url: str) -> KnownStore:
     """Return what is known of the store that a URL names, at its root or below."""
     scheme, _, place = url.partition("://")
     return STORES.get(f"{scheme}://{place.partition('/')[0]}") or STORES.get(scheme, OTHERS)
@@ -213,12 +214,12 @@ def known_store(url: str) -> KnownStore:
 @cache
 def open_store(url: str) -> CachedStore:
     """Return the store whose root is `url`, one for all callers. Raises `Usage` if nothing here knows such URLs."""
-    reopen = partial(load(known_store(url).store), url)
+    reopen = partial(load(known_by_url(url).store), url)
     return CachedStore(cast(Store, reopen()), reopen)
 
 
 @contextmanager
-def reaching(path: Path, store: Store) -> Iterator[None]:
+def translate_store_errors(path: Path, store: Store) -> Iterator[None]:
     """Turn any error that a store or its library raises inside the block into an `IOFailure` that names `path`.
 
     That nothing is there is no failure.
@@ -237,7 +238,7 @@ def reaching(path: Path, store: Store) -> Iterator[None]:
         raise IOFailure(f"{what}: {reason}", path=path, hint=store.hint) from error
 
 
-def patiently(request: Callable[[], T], dropped: tuple[type[Exception], ...]) -> T:
+def with_retries(request: Callable[[], T], dropped: tuple[type[Exception], ...]) -> T:
     """Return what `request` gives, which is made again, after a pause, a few times when the connection is `dropped`."""
     for pause in _PAUSES:
         try:

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from ckptkit.errors import IOFailure, Usage
-from ckptkit.io.stores import Read, StoreEntry, patiently
+from ckptkit.io.stores import Read, StoreEntry, with_retries
 
 _EXTRAS = {
     "s3": "ckptkit-fsdp[s3]",
@@ -74,7 +74,7 @@ class FileSystem:
             data: bytes = file.read(stop - start)
             return data
 
-        return lambda start, stop: patiently(lambda: read(start, stop), dropped_connections())
+        return lambda start, stop: with_retries(lambda: read(start, stop), dropped_connections())
 
     def forget(self) -> None:
         """Drop the listings that fsspec has."""

@@ -20,7 +20,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.io.stores.hub import connect, our_headers
-from ckptkit.io.stores.hub_errors import AGAIN, MAIN, page_of, redact, talking
+from ckptkit.io.stores.hub_errors import AGAIN, MAIN, page_of, redact, translate_hub_errors
 
 MODEL, BUCKET = "models", "buckets"  # kinds of places, as the Hub's calls name them
 _SAMPLE = 512  # bytes of a file by which the Hub tells text from data
@@ -84,7 +84,7 @@ def find(repo_id: str, revision: str) -> HubRepository | None:
 
 def look_up(repo_id: str, revision: str) -> HubRepository:
     """Return a repository as it is now. Raises `NotACheckpoint` if there is none, or none that we may see."""
-    with talking(repo_id, revision):
+    with translate_hub_errors(repo_id, revision):
         found = connect().model_info(repo_id, revision=revision, files_metadata=True)
     files = {}
     for file in found.siblings or ():
@@ -104,7 +104,7 @@ def require_token() -> None:
 
 def create_repository(repo_id: str, *, private: bool) -> HubRepository:
     """Make a repository. Raises `Unsafe` if the Hub made it public and it was to be private."""
-    with talking(repo_id):
+    with translate_hub_errors(repo_id):
         connect().create_repo(repo_id, private=private)
     made = look_up(repo_id, MAIN)
     if private and not made.is_private:
@@ -114,7 +114,7 @@ def create_repository(repo_id: str, *, private: bool) -> HubRepository:
 
 def create_branch(repo_id: str, branch: str, commit: str) -> None:
     """Make a branch of a repository that begins at a commit."""
-    with talking(repo_id):
+    with translate_hub_errors(repo_id):
         connect().create_branch(repo_id, branch=branch, revision=commit)
 
 
@@ -124,7 +124,7 @@ def is_kept_as_data(repo_id: str, revision: str, name: str, data: bytes) -> bool
     Raises `Unsupported` if the .gitignore of the repository names the file.
     """
     asked = {"path": name, "size": len(data), "sample": b64encode(data[:_SAMPLE]).decode()}
-    with talking(repo_id, revision):
+    with translate_hub_errors(repo_id, revision):
         address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/preupload/{quote(revision, safe='')}"
         answer = http_backoff("POST", address, json={"files": [asked]}, headers=our_headers())
         hf_raise_for_status(answer)
@@ -140,7 +140,7 @@ def ask_access(kind: str, place_id: str, revision: str | None = None) -> XetAcce
     at = "" if revision is None else f"/{quote(revision, safe='')}"
     address = f"{constants.ENDPOINT}/api/{kind}/{place_id}/xet-write-token{at}"
     headers = our_headers()
-    with talking(place_id, revision or MAIN):
+    with translate_hub_errors(place_id, revision or MAIN):
         answer = http_backoff("GET", address, headers=headers)
         hf_raise_for_status(answer)
         found = answer.json()
@@ -155,7 +155,7 @@ def commit_files(repo_id: str, revision: str, message: str, parent: str, lines: 
     """
     header = {"key": "header", "value": {"summary": message, "description": "", "parentCommit": parent}}
     address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/commit/{quote(revision, safe='')}"
-    with talking(repo_id, revision):
+    with translate_hub_errors(repo_id, revision):
         answer = get_session().post(address, headers=our_headers() | _NDJSON, content=pack([header, *lines]))
         hf_raise_for_status(answer)
         return str(answer.json()["commitOid"])
@@ -178,7 +178,7 @@ def deletion_line(name: str) -> Line:
 def is_private_bucket(bucket_id: str) -> bool | None:
     """Return whether a bucket is private, None if there is none, or none that we may see."""
     try:
-        with talking(bucket_id):
+        with translate_hub_errors(bucket_id):
             return bool(connect().bucket_info(bucket_id).private)
     except NotACheckpoint:
         return None
@@ -186,14 +186,14 @@ def is_private_bucket(bucket_id: str) -> bool | None:
 
 def create_bucket(bucket_id: str) -> None:
     """Make a private bucket."""
-    with talking(bucket_id):
+    with translate_hub_errors(bucket_id):
         connect().create_bucket(bucket_id, private=True)
 
 
 def list_bucket(bucket_id: str, folder: str) -> dict[str, StoredFile]:
     """Return the files anywhere below a folder of a bucket, by their names in it."""
     base = f"{folder}/"
-    with talking(bucket_id):
+    with translate_hub_errors(bucket_id):
         tree = connect().list_bucket_tree(bucket_id, prefix=folder, recursive=True)
         files = [item for item in tree if item.type == "file"]
     return {
@@ -205,7 +205,7 @@ def list_bucket(bucket_id: str, folder: str) -> dict[str, StoredFile]:
 
 def describe_paths(bucket_id: str, paths: Iterable[str]) -> dict[str, StoredFile]:
     """Return those of some files that are in a bucket, by path."""
-    with talking(bucket_id):
+    with translate_hub_errors(bucket_id):
         found = list(connect().get_bucket_paths_info(bucket_id, list(paths)))
     return {file.path: StoredFile(file.size, file.xet_hash) for file in found}
 
@@ -215,7 +215,7 @@ def change_bucket(bucket_id: str, lines: Sequence[Line]) -> None:
 
     https://huggingface.co/docs/hub/storage-buckets
     """
-    with talking(bucket_id):
+    with translate_hub_errors(bucket_id):
         address = f"{constants.ENDPOINT}/api/{BUCKET}/{bucket_id}/batch"
         answer = http_backoff("POST", address, headers=our_headers() | _NDJSON, content=pack(lines))
         failed = answer.json().get("failed") if answer.status_code in (200, 422) else None

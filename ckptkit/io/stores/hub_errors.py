@@ -32,7 +32,7 @@ _MOST = 300  # characters of what a server says
 
 
 @contextmanager
-def talking(repo_id: str, revision: str = MAIN, path: Path | None = None) -> Iterator[None]:
+def translate_hub_errors(repo_id: str, revision: str = MAIN, path: Path | None = None) -> Iterator[None]:
     """Turn an error of the Hub or of file `path` inside the block, which does nothing else, into one of ours."""
     try:
         yield

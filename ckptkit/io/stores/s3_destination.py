@@ -17,13 +17,13 @@ from threading import Lock
 from typing import Any
 
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.io.claims import StoreClaim
+from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.destination import Check
+from ckptkit.io.file import destination_exists
 from ckptkit.io.path import RemotePath, at_once
 from ckptkit.io.pieces import FilePiece, is_large
-from ckptkit.io.place import UploadPlace
-from ckptkit.io.stores.s3_calls import S3Bucket, crc_of
+from ckptkit.io.stores.s3 import S3Bucket, crc_of
 from ckptkit.io.stores.s3_errors import ABSENT as _ABSENT
 from ckptkit.io.stores.s3_errors import TAKEN as _TAKEN
 from ckptkit.io.stores.s3_errors import find_code
@@ -67,7 +67,7 @@ class S3Destination:
     kept_bytes: int = 0
     whole: dict[str, int] = field(default_factory=dict)
     _bucket: S3Bucket = field(init=False)
-    _place: UploadPlace = field(init=False)
+    _place: UploadTarget = field(init=False)
     _uploads: dict[str, str] = field(default_factory=dict)
     _parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
     _there: dict[str, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class S3Destination:
 
     def __post_init__(self) -> None:
         self._bucket = S3Bucket(self.path.top)
-        self._place = UploadPlace(self.path, self.is_file)
+        self._place = UploadTarget(self.path, self.is_file)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Take the prefix for this upload; see `Destination`."""
@@ -243,7 +243,7 @@ class S3Destination:
     def _begin(self, *, overwrite: bool, first: Iterable[str]) -> None:
         there = self._list()
         if there and not overwrite:
-            raise self._place.exists()
+            raise destination_exists(self.path)
         if not self.resumed:
             self._create_claim()
         self._probe()

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 
 from ckptkit.errors import IOFailure
-from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import ABSENT, StoreRefused, find_code, refusal
 
 BATCH = 1000  # objects that one request deletes

@@ -12,12 +12,13 @@ from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.conversion.as_consolidated import ConsolidatedView, as_consolidated
 from ckptkit.conversion.convert import with_left_behind
 from ckptkit.errors import Corrupt, Usage
+from ckptkit.io.destination import to_destination
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import to_path
 from ckptkit.io.progress import Progress
 from ckptkit.layout import Layout, WriterOptions
 from ckptkit.layout.plan import Operand
-from ckptkit.state.directories import check_free, require_separate_destination, to_output
+from ckptkit.state.directories import check_free, require_separate_destination
 from ckptkit.state.draft import Conversion, Draft
 from ckptkit.state.options import Keywords
 from ckptkit.state.pipeline import write
@@ -51,7 +52,7 @@ def apply(
     given = [deltas] if isinstance(deltas, str | Path) else list(deltas)
     if not given:
         raise Usage("expected at least one delta to apply, found none", hint="run `ckptkit apply BASE DELTA OUT`")
-    output = to_output(out)
+    output = to_destination(out)
     check_free(output, overwrite=overwrite, is_file=False)
     asked: Keywords = {"overwrite": overwrite, "dry_run": dry_run, "jobs": jobs, "sync": sync, "progress": progress}
     if dtype:

@@ -16,10 +16,10 @@ from ckptkit.conversion.as_consolidated import ConsolidatedView, both_consolidat
 from ckptkit.conversion.convert import warn_of_weights
 from ckptkit.errors import Occupied, Unsupported, translate_os_errors
 from ckptkit.io.allocation import make_folder
+from ckptkit.io.destination import is_on_hub, to_destination
 from ckptkit.io.file import file_size, names_in
-from ckptkit.io.find_destination import is_on_hub, to_destination
 from ckptkit.io.origin import Origin
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Progress, Told, telling
 from ckptkit.io.staging import Stage
 from ckptkit.models.companions import CONFIG
@@ -104,7 +104,7 @@ def delta(
         made = pair.measure(output)
         if not force:
             require_small(made)
-    elif isinstance(output, RemotePath):
+    elif is_remote(output):
         made = pair.send(output, force=force)
     else:
         made = pair.write(output, output, force=force, sync=sync)
@@ -126,7 +126,7 @@ class ComparedPair:
         with Spool(None, self.sides[0].layout.specs) as spool:
             return self.report(output, *self.find(spool))
 
-    def send(self, output: RemotePath, *, force: bool) -> WrittenDelta:
+    def send(self, output: Path, *, force: bool) -> WrittenDelta:
         """Write the delta into a temporary directory, then copy it to a store. It appears whole or not at all."""
         from ckptkit.hub.cp import cp
 

@@ -9,7 +9,7 @@ import typer
 
 from ckptkit.cli.conversion import Jobs, NoSync
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_path
 from ckptkit.words import format_bytes
 

@@ -24,12 +24,10 @@ from ckptkit.formats import find_format
 from ckptkit.formats.protocols import JOURNAL
 from ckptkit.io.allocation import make_folder
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.exchange import lock_path
+from ckptkit.io.disk import again, lock_path, remove, sync_path, sync_tree
 from ckptkit.io.file import OpenFiles, file_size, is_there, read_at
 from ckptkit.io.locks import acquire, release
 from ckptkit.io.staging import clear_dead
-from ckptkit.io.system import again
-from ckptkit.io.trees import remove, sync_path, sync_tree
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, edits
 from ckptkit.plugins.deltas.changes import changes_in
 from ckptkit.plugins.deltas.new_blocks import Successor, blocks_of

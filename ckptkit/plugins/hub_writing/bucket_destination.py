@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.io.claims import StoreClaim
+from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.destination import CLAIM, Check
-from ckptkit.io.file import read_small
+from ckptkit.io.file import destination_exists, read_small
+from ckptkit.io.path import refresh
 from ckptkit.io.pieces import is_large
-from ckptkit.io.place import UploadPlace
 from ckptkit.io.stores.hub_calls import (
     BUCKET,
     Line,
@@ -65,7 +65,7 @@ class HubBucketDestination(XetDestination):
             if begun is not None and not is_ours and not overwrite:
                 raise self._place.is_held(begun)
             if there and not is_ours and not overwrite:
-                raise self._place.exists()
+                raise destination_exists(self.path)
             first = check() if there and begun is None else ()
             self._files = XetFiles(self.path, ask_access(BUCKET, self._id))
             self._put_claim()
@@ -131,7 +131,7 @@ class HubBucketDestination(XetDestination):
 
     def _read_claim(self) -> StoreClaim | None:
         """Return what the claim says that is there, None if there is none."""
-        self.path.store.forget()
+        refresh(self.path)
         path = self._place.claim_path
         return self._place.parse_claim(read_small(path, _CLAIM_LIMIT)) if path.exists() else None
 
@@ -160,8 +160,8 @@ class HubBucketDestination(XetDestination):
         return bucket_of(self.path)
 
     @property
-    def _place(self) -> UploadPlace:
-        return UploadPlace(self.path, self.is_file)
+    def _place(self) -> UploadTarget:
+        return UploadTarget(self.path, self.is_file)
 
 
 def add_line(key: str, sent: XetFile) -> Line:

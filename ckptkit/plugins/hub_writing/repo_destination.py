@@ -16,9 +16,10 @@ from pathlib import PurePosixPath
 from threading import Lock
 
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
+from ckptkit.io.claims import UploadTarget
 from ckptkit.io.destination import Check
+from ckptkit.io.file import destination_exists
 from ckptkit.io.pieces import is_large
-from ckptkit.io.place import UploadPlace
 from ckptkit.io.stores.hub_calls import (
     MODEL,
     HubFile,
@@ -150,8 +151,7 @@ class HubRepoDestination(XetDestination):
             return frozenset(key.removeprefix(base) for key in keys if key.startswith(base) and key not in _OF_GIT)
         found = frozenset(check())
         if found and not self._overwrite:
-            hint = "choose another, or replace it with --overwrite"
-            raise Occupied("the destination exists", path=self.path, hint=hint)
+            raise destination_exists(self.path)
         return found
 
     def _require_free(self, names: Iterable[str], there: Prospect) -> None:
@@ -217,7 +217,7 @@ class HubRepoDestination(XetDestination):
         return found
 
     def _key(self, name: str) -> str:
-        return UploadPlace(self.path, self.is_file).key(name)
+        return UploadTarget(self.path, self.is_file).key(name)
 
 
 def is_same_data(sent: XetFile, listed: HubFile | None) -> bool:

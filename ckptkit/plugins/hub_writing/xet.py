@@ -16,9 +16,8 @@ from huggingface_hub import constants
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
 from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.in_order import Turns
 from ckptkit.io.path import RemotePath
-from ckptkit.io.pieces import FilePiece
+from ckptkit.io.pieces import FilePiece, OrderedWriter
 from ckptkit.io.stores.hub_calls import XetAccess
 from ckptkit.io.stores.hub_errors import AGAIN, redact
 
@@ -64,12 +63,12 @@ class XetFiles:
     sent_bytes: int = 0
     _session: Any = field(init=False)
     _open: dict[str, XetUpload] = field(default_factory=dict)
-    _turns: Turns = field(init=False)
+    _turns: OrderedWriter = field(init=False)
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
         self._session = find_session()()
-        self._turns = Turns(self._write)
+        self._turns = OrderedWriter(self._write)
 
     def put(self, piece: FilePiece, data: memoryview) -> None:
         """Send a piece of a file, once the pieces before it are sent."""

@@ -112,14 +112,14 @@ class ObjectBucket:
 
     def refusal(self, error: Exception, key: str) -> IOFailure:
         """Return our error for one of obstore."""
-        return refusal(hear_reason(self.store, error), self.root / key)
+        return refusal(fetch_error_detail(self.store, error), self.root / key)
 
     def _find(self, key: str, ask: Callable[[], T]) -> T | None:
         def find() -> T | None:
             try:
                 return ask()
             except FileNotFoundError as error:
-                if not is_absent(hear_reason(self.store, error)):
+                if not is_absent(fetch_error_detail(self.store, error)):
                     raise
                 return None
 
@@ -227,7 +227,7 @@ def list_all(store: ObjectStore, prefix: str) -> Iterator[ObjectMeta]:
         yield from page
 
 
-def hear_reason(store: ObjectStore, error: Exception) -> Exception:
+def fetch_error_detail(store: ObjectStore, error: Exception) -> Exception:
     """Return an error of obstore, or for an answer to HEAD that says no reason the error of a request that does."""
     if needs_reason(error):
         try:

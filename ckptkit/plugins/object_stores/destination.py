@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
 
 from ckptkit.errors import IOFailure, Occupied, Unsupported
-from ckptkit.io.claims import StoreClaim
+from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.destination import Check
-from ckptkit.io.in_order import Turns
+from ckptkit.io.file import destination_exists
 from ckptkit.io.path import RemotePath, at_once
-from ckptkit.io.pieces import FilePiece, is_large, piece_bytes
-from ckptkit.io.place import UploadPlace
+from ckptkit.io.pieces import FilePiece, OrderedWriter, is_large, piece_bytes
 from ckptkit.plugins.object_stores.calls import ObjectBucket, ObjectStream
 
 if TYPE_CHECKING:
@@ -56,8 +55,8 @@ class ObjectDestination:
     kept_bytes: int = 0
     whole: dict[str, SentFile] = field(default_factory=dict)
     _bucket: ObjectBucket = field(init=False)
-    _place: UploadPlace = field(init=False)
-    _turns: Turns = field(init=False)
+    _place: UploadTarget = field(init=False)
+    _turns: OrderedWriter = field(init=False)
     _owner: str = field(default_factory=lambda: uuid4().hex)
     _streams: dict[str, ObjectStream] = field(default_factory=dict)
     _sums: dict[str, int] = field(default_factory=dict)  # the CRC-32 of what was written to each stream
@@ -66,8 +65,8 @@ class ObjectDestination:
 
     def __post_init__(self) -> None:
         self._bucket = ObjectBucket(self.path.top)
-        self._place = UploadPlace(self.path, self.is_file)
-        self._turns = Turns(self._write)
+        self._place = UploadTarget(self.path, self.is_file)
+        self._turns = OrderedWriter(self._write)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Take the prefix for this upload; see `Destination`."""
@@ -160,7 +159,7 @@ class ObjectDestination:
     def _begin(self, *, overwrite: bool, check: Check) -> None:
         there = self._list()
         if there and not overwrite:
-            raise self._place.exists()
+            raise destination_exists(self.path)
         first = list(check()) if there else []
         claim = StoreClaim.begin(self.plan, owner=self._owner)
         if self._bucket.create(self._place.claim_key, claim.to_bytes()) is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptkit.errors import CkptError, IOFailure
 from ckptkit.io.stores import Read, Store, StoreEntry
 from ckptkit.io.stores.generic import FileSystem
-from ckptkit.plugins.object_stores.calls import connect, hear_reason, list_all
+from ckptkit.plugins.object_stores.calls import connect, fetch_error_detail, list_all
 from ckptkit.plugins.object_stores.errors import is_absent, needs_reason, refusal
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ObjectFiles:
 
     def refusal(self, error: Exception, path: Path) -> CkptError:
         """Return our error for one of obstore."""
-        return refusal(hear_reason(self._store, error) if needs_reason(error) else error, path)
+        return refusal(fetch_error_detail(self._store, error) if needs_reason(error) else error, path)
 
     @cached_property
     def _store(self) -> ObjectStore:

@@ -9,10 +9,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Report, refuse, translate_os_errors
-from ckptkit.io.allocation import check_room
+from ckptkit.io.allocation import TemporaryFile, check_room
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.local import open_to_write
-from ckptkit.io.temporary import TemporaryFile
 from ckptkit.layout import Chunk, Layout
 from ckptkit.plugins.orbax.arrays import Cell, decompress
 

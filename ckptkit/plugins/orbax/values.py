@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from ckptkit.errors import Corrupt, Unsafe
 from ckptkit.io.file import OpenFiles, children, file_size, names_in, read_at, read_small
-from ckptkit.io.path import RemotePath, at_once
+from ckptkit.io.path import at_once, is_remote
 from ckptkit.io.ranges import Range, read_ahead
 from ckptkit.plugins.orbax.decode import dump, explaining
 
@@ -50,7 +50,7 @@ class Node(NamedTuple):
 def values_in_files(root: Path, arrays: Iterable[str]) -> dict[str, Value]:
     """Return the values of arrays that have a directory each, by their keys `ARRAY/NAME`."""
     folders = [root / name for name in arrays]
-    found = at_once(list_files, folders) if isinstance(root, RemotePath) else map(list_files, folders)
+    found = at_once(list_files, folders) if is_remote(root) else map(list_files, folders)
     places = [(str(file.relative_to(root)), file) for file in chain.from_iterable(found)]
     return {key: Value(key, 0, file_size(file)) for key, file in places}
 

@@ -15,7 +15,7 @@ from ckptkit.cli.pictures.shards import map_shards
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.io.file import file_size, opening, read_at, read_small
 from ckptkit.io.joined import roots_of
-from ckptkit.io.path import RemotePath, to_local
+from ckptkit.io.path import is_remote, to_local
 from ckptkit.io.progress import Progress, telling
 from ckptkit.io.staging import publish
 from ckptkit.markup import text
@@ -89,7 +89,7 @@ def report(
     """
     root = path_of(run)
     listing = list_checkpoints(root)
-    if out is None and (listing.root != root or isinstance(root, RemotePath)):
+    if out is None and (listing.root != root or is_remote(root)):
         what = "the run is remote" if listing.root == root else "this is one checkpoint, not a run"
         raise Usage(what, path=root, hint="say where to write the report: ckptkit report PATH OUT.html")
     dst = roots_of(root)[0] / NAME if out is None else to_local(out)

@@ -32,13 +32,12 @@ from ckptkit.errors import (
 )
 from ckptkit.io.claims import StoreClaim, read_claim
 from ckptkit.io.destination import CLAIM
+from ckptkit.io.disk import make_directories, warn_of_loss
 from ckptkit.io.file import children, read_small
-from ckptkit.io.path import RemotePath
-from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.path import RemotePath, is_remote, refresh
+from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import DENIED, TAKEN, find_code
 from ckptkit.io.stores.s3_objects import delete_objects, in_batches, list_objects, read_clock, read_object
-from ckptkit.io.system import warn_of_loss
-from ckptkit.io.trees import make_directories
 from ckptkit.models.companions import CONFIG
 from ckptkit.runs import pins, watches
 from ckptkit.runs.complete import require_complete
@@ -62,7 +61,7 @@ class S3Keeper:
 
     def refresh(self) -> None:
         """Ask the store anew from now on."""
-        self.root.store.forget()
+        refresh(self.root)
 
     def is_there(self) -> bool:
         """Return True: a prefix needs no directory."""
@@ -339,5 +338,5 @@ def keys_to_see(checkpoint: Path) -> set[str]:
 
 
 def key_of(path: Path) -> str:
-    assert isinstance(path, RemotePath)
+    assert is_remote(path)
     return path.key

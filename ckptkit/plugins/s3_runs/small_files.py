@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.io.path import RemotePath
-from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.path import RemotePath, refresh
+from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import find_code
 
 _ABSENT = ("404", "NoSuchKey")
@@ -41,10 +41,10 @@ class S3SmallFiles:
                 raise Occupied("another process has written or deleted this object", path=path, hint=hint) from error
             return found
         finally:
-            path.store.forget()
+            refresh(path)
         return str(answer["ETag"])
 
     def delete(self, path: RemotePath) -> None:
         """Delete an object."""
         self._bucket.call("delete_object", path.key)
-        path.store.forget()
+        refresh(path)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 
-from ckptkit.io.claims import StoreClaim
+from ckptkit.io.claims import StoreClaim, UploadTarget, beneath
 from ckptkit.io.destination import CLAIM, NOTES
-from ckptkit.io.path import RemotePath, at_once
-from ckptkit.io.place import UploadPlace, beneath
-from ckptkit.io.stores.s3_calls import S3Bucket
+from ckptkit.io.path import RemotePath, at_once, refresh
+from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_objects import (
     MultipartUpload,
     SentParts,
@@ -34,7 +33,7 @@ Measured = dict[MultipartUpload, SentParts]
 class ClaimedPlace:
     """A place, the directory or the one file that an upload has claimed, and its claim."""
 
-    place: UploadPlace
+    place: UploadTarget
     claim: StoreClaim
 
     def split(self, objects: Mapping[str, StoredObject]) -> tuple[list[StoredObject], list[StoredObject]]:
@@ -76,7 +75,7 @@ def claimed_places(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[ClaimedPla
         if claim is not None and not claim.is_deletion:
             is_file = PurePosixPath(key).name != CLAIM
             path = RemotePath(*bucket.root.parts, key.removesuffix(CLAIM).removesuffix("" if is_file else "/"))
-            yield ClaimedPlace(UploadPlace(path, is_file), claim)
+            yield ClaimedPlace(UploadTarget(path, is_file), claim)
 
 
 def claimed_upload(
@@ -116,7 +115,7 @@ def abort(upload: OpenUpload) -> bool:
     Return False, with nothing changed, if another upload has taken its place.
     """
     bucket = S3Bucket(upload.path.top)
-    either = (UploadPlace(upload.path, is_file) for is_file in (False, True))
+    either = (UploadTarget(upload.path, is_file) for is_file in (False, True))
     own = next((place for place in either if is_claim(bucket, place.claim_key, upload)), None)
     if upload.claim is not None and own is None:
         return False
@@ -126,7 +125,7 @@ def abort(upload: OpenUpload) -> bool:
         for batch in in_batches(notes):
             delete_objects(bucket, batch)
         bucket.call("delete_object", own.claim_key)  # last: until then the upload is found again
-    upload.path.store.forget()
+    refresh(upload.path)
     return True
 
 

@@ -14,10 +14,10 @@ from typing import Literal, NoReturn
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidates_in, oldest_first
 from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
+from ckptkit.io.allocation import make_folder
 from ckptkit.io.claims import find_claim
-from ckptkit.io.find_destination import to_destination
-from ckptkit.io.path import RemotePath
-from ckptkit.io.trees import make_directories
+from ckptkit.io.destination import to_destination
+from ckptkit.io.path import is_remote, refresh
 from ckptkit.plugins.watch.commands import Final, WatchCommand
 from ckptkit.plugins.watch.file_changes import Look, Patience
 from ckptkit.plugins.watch.journal import Fate, WatchJournal
@@ -286,8 +286,8 @@ class Watcher:
             elif not self.was_made(command, entry, out):
                 entry = Fate("begun", saved_ns, number, identity(out))
                 self.note(one.name, entry)
-                if "out" in command.places and not isinstance(out, RemotePath):
-                    make_directories(out.parent, sync=False)
+                if "out" in command.places:
+                    make_folder(out.parent)
                 self._tell(Event(one.path, None, str(command)))
                 failure = command.run(values, self._post.lock, self.terms.timeout)
                 if failure:
@@ -354,7 +354,7 @@ def identity(path: Path) -> tuple[int, int] | None:
 
     A file or directory that replaces another has a different pair. In a store, an unfinished upload is nothing.
     """
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         return identity_in_store(path)
     with translate_os_errors(path):
         try:
@@ -364,9 +364,9 @@ def identity(path: Path) -> tuple[int, int] | None:
         return state.st_ino, state.st_mtime_ns
 
 
-def identity_in_store(path: RemotePath) -> tuple[int, int] | None:
+def identity_in_store(path: Path) -> tuple[int, int] | None:
     """Return a number that changes with the files at a path, and when the newest was changed; None for no output."""
-    path.store.forget()
+    refresh(path)
     look = Look.at(path) if path.exists() and not find_claim(path) else None
     if look is None:
         return None

@@ -26,15 +26,15 @@ from ckptkit.arguments import checked
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate_os_errors
+from ckptkit.io.destination import to_destination
 from ckptkit.io.file import check_name
-from ckptkit.io.find_destination import to_destination
-from ckptkit.io.path import RemotePath
+from ckptkit.io.path import is_remote, refresh
 from ckptkit.runs.keeper import keeper_of
 from ckptkit.runs.retention import Best, Policy, check_metric, decide, find_saved, write_metrics
 from ckptkit.storage.ranks import Ranks
 from ckptkit.summary import as_call
 from ckptkit.trainers.ckptkit import METRICS
-from ckptkit.training.places import look_again, require_storable
+from ckptkit.training.places import require_storable
 from ckptkit.training.saving.load import Stored
 from ckptkit.training.saving.places import SavePlace, StagedPlace, StorePlace
 from ckptkit.training.saving.save import ADAPTER, FORMATS, PendingState, Saver
@@ -139,7 +139,7 @@ class Run:
 
     def _look(self) -> RunFolder:
         """Return the run as it is now."""
-        return RunFolder(look_again(self.root))
+        return RunFolder(refresh(self.root))
 
     @checked
     @quiet()
@@ -182,7 +182,7 @@ class Run:
 
     def _place(self, step: int) -> SavePlace:
         path = self.checkpoint(step)
-        if isinstance(path, RemotePath):
+        if is_remote(path):
             return StorePlace(path, self._ranks, overwrite=path in self._replaced)
         return StagedPlace(path, self._ranks)
 
@@ -199,7 +199,7 @@ class Run:
         self._ranks.on_first(lambda: self._retain(place.path))
 
     def _retain(self, saved: Path) -> None:
-        if self._policy.keeps_all and isinstance(self.root, RemotePath):
+        if self._policy.keeps_all and is_remote(self.root):
             return
         try:
             keeper = keeper_of(self.root)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import PART_BYTES, cut_file
 from ckptkit.io.stores.s3_destination import S3Destination

@@ -26,7 +26,7 @@ from ckptkit.cli.commands import app
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage
 from ckptkit.io import pieces
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import PART_BYTES as LARGE
 from ckptkit.io.pieces import cut_file, new_piece

@@ -30,7 +30,7 @@ import ckptkit.storage
 from ckptkit.errors import IOFailure, Occupied, Unsupported, Usage
 from ckptkit.io import pieces
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.find_destination import to_destination
+from ckptkit.io.destination import to_destination
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import PART_BYTES, cut_file
 from ckptkit.plugins.object_stores.calls import connect

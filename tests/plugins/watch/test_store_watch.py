@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.checkpoints.run import local_folder
 from ckptkit.errors import IOFailure
+from ckptkit.io.disk import DurabilityWarning
 from ckptkit.io.path import to_path
-from ckptkit.io.system import PromiseLost
 from ckptkit.plugins.watch.watch import Event, identity, watch
 from ckptkit.runs.watches import FOLDER
 from tests.s3 import CLAIM, S3, Place, forget, make_place
@@ -126,7 +126,7 @@ def test_outputs_in_the_store_are_known_by_their_claims(place: Place, tmp_path: 
 def test_a_key_that_may_only_read_is_enough_and_what_is_lost_is_said(place: Place, tmp_path: Path) -> None:
     save(place, tmp_path, 1, 2)
     place.server.fail("^(PUT|DELETE|POST)", times=99, status=403, code="AccessDenied")
-    with pytest.warns(PromiseLost, match="prune cannot see which checkpoint this watch is handling"):
+    with pytest.warns(DurabilityWarning, match="prune cannot see which checkpoint this watch is handling"):
         done = watch(url_of(place), exec=append(tmp_path / "log"), every=SOON, once=True)
     assert len(done.handled) == 2
 

@@ -18,8 +18,7 @@ from ckptkit.errors import Corrupt, IOFailure
 from ckptkit.io import pieces
 from ckptkit.io.assembly import Assembly, Gap
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.in_order import Turns
-from ckptkit.io.pieces import FilePiece, cut_file
+from ckptkit.io.pieces import FilePiece, OrderedWriter, cut_file
 
 _ENOUGH = 60  # seconds, after which a thread that waits is taken for one that waits forever
 
@@ -28,7 +27,7 @@ class Streams:
     """What a store gets: a stream for each file. `most` is how many bytes were ever held by those that take turns."""
 
     def __init__(self, room: int, fails_at: int | None = None) -> None:
-        self.turns = Turns(self.write, room)
+        self.turns = OrderedWriter(self.write, room)
         self.files: dict[str, bytearray] = defaultdict(bytearray)
         self.most = 0
         self._writing: set[str] = set()

@@ -1,19 +1,49 @@
-"""Files that are forced to the disk while others are written: what the disk says on the way is not lost."""
+"""Calls that a signal interrupts are made to the end, and errors of an early sync are not lost."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from ckptkit.errors import IOFailure
-from ckptkit.io.early_sync import early_sync
+from ckptkit.io.disk import again, close, early_sync
+
+
+def interrupted(times: int) -> list[OSError | None]:
+    return [*(OSError(errno.EINTR, "interrupted") for _ in range(times)), None]
+
+
+def test_a_call_is_made_until_it_is_not_interrupted() -> None:
+    waiting = interrupted(3)
+
+    def call(value: int, *, plus: int) -> int:
+        error = waiting.pop(0)
+        if error is not None:
+            raise error
+        return value + plus
+
+    assert again(call, 2, plus=3) == 5
+    assert not waiting
+
+
+def test_any_other_error_is_raised_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        again((tmp_path / "absent").rmdir)
+
+
+def test_a_descriptor_is_closed_once(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        close(fd)
 
 
 @pytest.fixture(autouse=True)
 def _two_bytes_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.io.early_sync._ENOUGH", 2)
+    monkeypatch.setattr("ckptkit.io.disk._ENOUGH", 2)
 
 
 def wait_for_sync(pipe: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pause Python's collector of garbage while millions of objects are made."""
+"""Pause Python's garbage collector while millions of objects are made."""
 
 from __future__ import annotations
 

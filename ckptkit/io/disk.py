@@ -1,0 +1,213 @@
+"""Make, sync, move and remove files and directories on a disk; repeat system calls that a signal interrupts.
+
+Python repeats the calls that POSIX says can be interrupted (PEP 475). Network and user-space file systems interrupt
+others too. An output moves to its destination in one step, where the system can do that, from a hidden sibling.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from ckptkit.errors import IOFailure, Occupied, translate_os_errors
+
+HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)  # siblings of a destination
+NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # the file system lacks the call
+_ENOUGH = 1 << 26  # bytes that are worth a sync
+_RENAME_EXCHANGE = 2  # <linux/fs.h>
+_AT_FDCWD = -100
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DurabilityWarning(UserWarning):
+    """A promise that cannot be kept on this file system, which lacks the call that it takes."""
+
+
+def warn_of_loss(path: Path, what: str) -> None:
+    """Warn of the promise that is lost at `path`."""
+    warnings.warn(f"{path}: {what}", DurabilityWarning, stacklevel=2)
+
+
+def again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what `call` gives, which is made again as long as a signal interrupts it."""
+    while True:
+        with suppress(InterruptedError):
+            return call(*args, **kwargs)
+
+
+def close(fd: int) -> None:
+    """Close a descriptor. One that was interrupted in closing is closed; by now it may be another thread's."""
+    with suppress(InterruptedError):
+        os.close(fd)
+
+
+def make_directories(path: Path, *, sync: bool) -> None:
+    """Make a directory, and the one that it is to be in; they outlive a power cut if `sync`."""
+    if not path.exists():
+        make_directories(path.parent, sync=sync)
+        again(path.mkdir, exist_ok=True)
+        if sync:
+            sync_path(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory with all it holds, if there is one; a link is removed, not followed."""
+    if path.is_dir() and not path.is_symlink():
+        for inside in list(path.iterdir()):
+            remove(inside)
+        again(path.rmdir)
+    else:
+        again(path.unlink, missing_ok=True)
+
+
+def sync_tree(root: Path) -> None:
+    """Force every file and directory below `root`, and `root` itself, to the disk."""
+    for directory, _, files in os.walk(root, topdown=False, onerror=fail):
+        for name in files:
+            sync_path(Path(directory, name))
+        sync_path(Path(directory))
+
+
+def fail(error: OSError) -> None:
+    """Raise the error of a directory that cannot be listed, which `os.walk` by itself leaves out."""
+    raise error
+
+
+def sync_path(path: Path) -> None:
+    """Force one file or directory to the disk; file systems that cannot sync a directory are let off."""
+    with translate_os_errors(path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if not (path.is_dir() and error.errno in NOT_HERE):
+                raise IOFailure(f"fsync failed: {(error.strerror or '').lower()}", path=path) from error
+            warn_of_loss(path, "this file system cannot sync directories: a power cut may undo the change")
+        finally:
+            close(fd)
+
+
+@contextmanager
+def early_sync(root: Path, *, sync: bool) -> Iterator[Callable[[str, int], None]]:
+    """Give a function that is told, by one thread at a time, how many bytes were written to which file in `root`.
+
+    Another thread forces these files to the disk meanwhile. That promises nothing yet: what is written last is left to
+    the sync of all. Raises `IOFailure` at the end if it failed, since the next sync would not fail again. Without
+    `sync` nothing is done.
+    """
+    written: set[str] = set()
+    waiting = 0
+    is_due, is_over = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def tell(path: str, nbytes: int) -> None:
+        nonlocal waiting
+        written.add(path)
+        waiting += nbytes
+        if waiting >= _ENOUGH:
+            waiting = 0
+            is_due.set()
+
+    def run() -> None:
+        while is_due.wait() and not is_over.is_set():
+            is_due.clear()
+            try:
+                for _ in range(len(written)):
+                    sync_path(root / written.pop())
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=run, daemon=True)
+    if sync:
+        with suppress(RuntimeError):  # the system has no more threads: all is left to the end
+            thread.start()
+    try:
+        yield tell
+    finally:
+        is_over.set()
+        is_due.set()
+        if thread.is_alive():
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+def staging_path(dst: Path) -> Path:
+    """Return the hidden sibling in which `dst` is made; one name, so that a later run finds what a dead one left."""
+    return dst.parent / f".{dst.name}.ckptkit.tmp"
+
+
+def aside_path(dst: Path) -> Path:
+    """Return the hidden sibling that the old `dst` is for a moment, where directories cannot be swapped in one step."""
+    return dst.parent / f".{dst.name}.ckptkit.old"
+
+
+def lock_path(dst: Path) -> Path:
+    """Return the hidden sibling that the maker of `dst` holds a lock on."""
+    return dst.parent / f".{dst.name}.ckptkit.lock"
+
+
+def move_file_into_place(path: Path, dst: Path, overwrite: bool) -> None:
+    """Rename file `path` to `dst`."""
+    if overwrite:
+        again(os.replace, path, dst)
+        return
+    try:
+        again(os.link, path, dst)
+    except FileExistsError as error:
+        raise Occupied("another process created the destination meanwhile", path=dst) from error
+
+
+def move_into_place(path: Path, dst: Path, overwrite: bool) -> None:
+    """Rename directory `path` to `dst`. If something was there before, it is at `path` now."""
+    if not overwrite or not dst.exists() or not any(dst.iterdir()):
+        try:
+            again(os.rename, path, dst)  # replaces nothing but an empty directory
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            raise Occupied("another process created the destination meanwhile", path=dst) from error
+    elif not swap(path, dst):
+        swap_in_steps(path, dst)
+
+
+def swap(a: Path, b: Path) -> bool:
+    """Swap two directories in one step. Returns False where the system cannot."""
+    import ctypes  # slow to import, and few outputs replace another
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    while libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        if code in NOT_HERE:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code), str(b))
+    return True
+
+
+def swap_in_steps(path: Path, dst: Path) -> None:
+    """Swap directory `path` and the destination in three steps, between which there is no destination.
+
+    After an error it is there again; where the process dies, the next run puts it back.
+    """
+    warn_of_loss(dst, "this file system cannot swap directories in one step: for a moment the destination is absent")
+    aside = aside_path(dst)
+    again(os.rename, dst, aside)
+    try:
+        again(os.rename, path, dst)
+    except OSError:
+        again(os.rename, aside, dst)
+        raise
+    again(os.rename, aside, path)
