@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
@@ -27,7 +27,7 @@ from ckptkit.formats import FormatReader
 from ckptkit.io.crc32 import RESTORE, crc32, tell_damage
 from ckptkit.io.file import names_in, read_small
 from ckptkit.io.path import is_remote
-from ckptkit.layout import Blob, Chunk, KeyPath, Layout, StoredTensor, edits
+from ckptkit.layout import Chunk, Layout, StoredTensor, edits
 from ckptkit.layout.box import whole
 from ckptkit.layout.wrappers import is_flat_name
 from ckptkit.models.names.weights import may_have_weights
@@ -143,34 +143,12 @@ class Component:
     @cached_property
     def in_whole(self) -> Layout:
         """Return its layout with files named as they are seen from the checkpoint's directory."""
-        return moved(self.layout, self.folder)
+        return edits.in_folder(self.layout, self.folder)
 
     @property
     def folder(self) -> str:
         """Return the directory in the checkpoint's that its files lie in, "" for that directory itself."""
         return self.place if self.under is None else self.place.rpartition("/")[0]
-
-
-def moved(layout: Layout, folder: str) -> Layout:
-    """Return the layout of files in a directory called `folder`, with files named as they are seen from above that."""
-    if not folder:
-        return layout
-
-    def move(file: str) -> str:
-        return str(PurePosixPath(folder, file)) if file else file
-
-    def move_tensor(tensor: StoredTensor) -> StoredTensor:
-        return replace(tensor, chunks=tuple(chunk._replace(path=move(chunk.path)) for chunk in tensor.chunks))
-
-    return replace(
-        layout,
-        root=layout.root.parent,
-        file_sums={move(file): sums for file, sums in layout.file_sums.items()},
-        tensors={name: move_tensor(tensor) for name, tensor in layout.tensors.items()},
-        blobs={name: blob._replace(path=move(blob.path)) for name, blob in layout.blobs.items()},
-        descriptions=tuple(map(move, layout.descriptions)),
-        twins={name: move_tensor(tensor) for name, tensor in layout.twins.items()},
-    )
 
 
 def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:
@@ -250,28 +228,14 @@ def join(root: Path, components: Sequence[Component]) -> Layout:
 
 def join_layouts(root: Path, components: Sequence[Component], layouts: Sequence[Layout]) -> Layout:
     """Return the layouts of the components as one. A model without nesting goes under a key if others are beside it."""
-    tensors: dict[str, StoredTensor] = {}
-    blobs: dict[str, Blob] = {}
-    keys: dict[str, KeyPath] = {}
-    twins: dict[str, StoredTensor] = {}
+    named: list[Layout] = []
+    taken: set[str] = set()
     for component, layout in zip(components, layouts, strict=True):
-        given = keys.keys() & set(layout.names)
-        names = {own: f"{component.place}.{own}" if own in given else own for own in layout.names}
-        tensors |= {names[own]: tensor for own, tensor in layout.tensors.items()}
-        blobs |= {names[own]: blob for own, blob in layout.blobs.items()}
-        is_bare = component is components[0] and all(len(layout.key(own)) == 1 for own in layout.names)
+        own = (*layout.names, *layout.absent)
+        names = {name: f"{component.place}.{name}" if name in taken else name for name in own}
+        is_bare = component is components[0] and all(len(layout.key(name)) == 1 for name in layout.names)
         above = (MODEL,) if is_bare and any(other.under for other in components) else ()
-        keys |= {name: (*above, *layout.key(own)) for own, name in names.items()}
-        twins |= {names[own]: twin for own, twin in layout.twins.items()}
-    return Layout(
-        root=root,
-        format=layouts[0].format,
-        tensors=tensors,
-        blobs=blobs,
-        keys=keys,
-        world_size=max((layout.world_size or 0 for layout in layouts), default=0) or None,
-        descriptions=tuple(path for layout in layouts for path in layout.descriptions),
-        file_sums={path: sums for layout in layouts for path, sums in layout.file_sums.items()},
-        twins=twins,
-        texts=layouts[0].texts,
-    )
+        keys = {names[name]: (*above, *layout.key(name)) for name in layout.names}
+        named.append(edits.with_names(layout, names, keys))
+        taken.update(names.values())
+    return edits.join(root, named)

@@ -2,26 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from ckptkit.errors import Mismatch
-from ckptkit.layout import KeyPath, Layout, Spec, StoredTensor
+from ckptkit.layout import Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.layout.dtypes import DType
+
+_Entry = TypeVar("_Entry")
 
 
 def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:
     """Return the tensors and blobs whose name `keep` accepts."""
+
+    def kept(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
+        return {name: entry for name, entry in entries.items() if keep(name)}
+
     return replace(
         layout,
-        tensors={name: tensor for name, tensor in layout.tensors.items() if keep(name)},
-        blobs={name: blob for name, blob in layout.blobs.items() if keep(name)},
-        twins={name: twin for name, twin in layout.twins.items() if keep(name)},
+        tensors=kept(layout.tensors),
+        blobs=kept(layout.blobs),
+        twins=kept(layout.twins),
+        spares=kept(layout.spares),
+        absent=kept(layout.absent),
+    )
+
+
+def in_folder(layout: Layout, folder: str) -> Layout:
+    """Return the layout with its files named as seen from the parent of its directory, which is called `folder`."""
+    if not folder:
+        return layout
+
+    def move(file: str) -> str:
+        return str(PurePosixPath(folder, file)) if file else file
+
+    def move_chunks(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+        return tuple(chunk._replace(path=move(chunk.path)) for chunk in chunks)
+
+    def move_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        return {name: replace(tensor, chunks=move_chunks(tensor.chunks)) for name, tensor in tensors.items()}
+
+    return replace(
+        layout,
+        root=layout.root.parent,
+        tensors=move_tensors(layout.tensors),
+        blobs={name: blob._replace(path=move(blob.path)) for name, blob in layout.blobs.items()},
+        descriptions=tuple(map(move, layout.descriptions)),
+        file_sums={move(file): sums for file, sums in layout.file_sums.items()},
+        twins=move_tensors(layout.twins),
+        spares={name: move_chunks(chunks) for name, chunks in layout.spares.items()},
+        absent={name: move(file) for name, file in layout.absent.items()},
+    )
+
+
+def join(root: Path, layouts: Sequence[Layout]) -> Layout:
+    """Return layouts that share no name as one, in the format of the first and with its texts.
+
+    Their files are named as seen from `root`.
+    """
+
+    def joined(parts: Iterable[Mapping[str, _Entry]]) -> dict[str, _Entry]:
+        return dict(chain.from_iterable(part.items() for part in parts))
+
+    return Layout(
+        root=root,
+        format=layouts[0].format,
+        tensors=joined(layout.tensors for layout in layouts),
+        blobs=joined(layout.blobs for layout in layouts),
+        keys=joined(layout.keys for layout in layouts),
+        world_size=max((layout.world_size or 0 for layout in layouts), default=0) or None,
+        descriptions=tuple(chain.from_iterable(layout.descriptions for layout in layouts)),
+        file_sums=joined(layout.file_sums for layout in layouts),
+        keeper=tuple(layout.keeper for layout in layouts if layout.keeper is not None) or None,
+        twins=joined(layout.twins for layout in layouts),
+        spares=joined(layout.spares for layout in layouts),
+        absent=joined(layout.absent for layout in layouts),
+        texts=layouts[0].texts,
+    )
+
+
+def with_names(layout: Layout, names: Mapping[str, str], keys: Mapping[str, KeyPath]) -> Layout:
+    """Return the entries that `names` has, under the names that it gives, and by the ways that `keys` has for these."""
+
+    def named(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
+        return {names[old]: entry for old, entry in entries.items() if old in names}
+
+    return replace(
+        layout,
+        tensors=named(layout.tensors),
+        blobs=named(layout.blobs),
+        keys=keys,
+        twins=named(layout.twins),
+        spares=named(layout.spares),
+        absent=named(layout.absent),
     )
 
 
 def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
-    """Return the same tensors under other names. Raises `Mismatch` if two would get the same; blobs are left behind."""
+    """Return the same tensors under other names, alone: without blobs and without further copies of tensors.
+
+    Raises `Mismatch` if two would get the same name.
+    """
     came_from: dict[str, str] = {}
     for name in layout.tensors:
         new = new_name(name)
@@ -29,7 +113,7 @@ def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
             raise clash(layout, came_from[new], name, new)
         came_from[new] = name
     tensors = {new: layout.tensors[old] for new, old in came_from.items()}
-    return replace(layout, tensors=tensors, blobs={}, keys={}, twins={})
+    return replace(layout, tensors=tensors, blobs={}, keys={}, twins={}, spares={}, absent={})
 
 
 def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
@@ -46,13 +130,9 @@ def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
             raise clash(layout, came_from[new], name, new)
         came_from[new], keys[new] = name, key
     check_ways(layout, keys)
-    return replace(
-        layout,
-        tensors={new: layout.tensors[old] for new, old in came_from.items() if old in layout.tensors},
-        blobs={new: layout.blobs[old] for new, old in came_from.items() if old in layout.blobs},
-        keys=keys,
-        twins={new: layout.twins[old] for new, old in came_from.items() if old in layout.twins},
-    )
+    names = {old: new for new, old in came_from.items()}
+    names |= {name: ".".join(map(str, ways.get(name, (name,)))) for name in layout.absent}
+    return with_names(layout, names, keys)
 
 
 def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
@@ -67,7 +147,7 @@ def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
 
 def nest(layout: Layout, above: KeyPath) -> Layout:
     """Return the same tensors and blobs, all under one key of the nested dict."""
-    return rekey(layout, {name: (*above, *layout.key(name)) for name in layout.names})
+    return rekey(layout, {name: (*above, *layout.key(name)) for name in (*layout.names, *layout.absent)})
 
 
 def take_twins(layout: Layout) -> Layout:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.component import Component, join_layouts, moved
+from ckptkit.checkpoints.component import Component, join_layouts
 from ckptkit.checkpoints.optimizers.keys import IDS, split_groups
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.formats import detect_format, get_format
@@ -56,7 +56,7 @@ class Piece:
             return cls((first,), complete, restored)
         layouts = [complete, *(part.layout for part in others)]
         if any(part.folder != first.folder for part in others):  # all are named as seen from the checkpoint's directory
-            layouts = [moved(layout, part.folder) for layout, part in zip(layouts, parts, strict=True)]
+            layouts = [edits.in_folder(layout, part.folder) for layout, part in zip(layouts, parts, strict=True)]
         return cls(tuple(parts), join_layouts(layouts[0].root, parts, layouts), restored)
 
     @property

@@ -118,6 +118,18 @@ def test_damage_in_a_copy_is_found(made: tuple[Path, Any], tmp_path: Path) -> No
     assert problem.tensor == "model.weight"
 
 
+def test_copies_stay_with_a_checkpoint_of_several_directories(made: tuple[Path, Any], tmp_path: Path) -> None:
+    for place in ("model", "optimizer"):
+        shutil.copytree(made[0] / "dcp" / "equal-True", tmp_path / place)
+    alone = Checkpoint.open(tmp_path / "model").layout
+    joined = Checkpoint.open(tmp_path).layout
+    assert alone.spares
+    assert joined.spares.keys() == {name for own in alone.spares for name in (own, f"optimizer.{own}")}
+    assert {chunk.path for _, chunk in joined.copies} == {
+        f"{place}/{chunk.path}" for place in ("model", "optimizer") for _, chunk in alone.copies
+    }
+
+
 # -- saved without talking to each other -------------------------------------------------------------------------------
 
 
