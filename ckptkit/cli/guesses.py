@@ -48,6 +48,7 @@ _OPTIONS = {
     **dict.fromkeys(("--force", "-f"), ("--overwrite", "--yes")),
     **dict.fromkeys(("--key", "--prefix"), ("--under", "--include")),
     **dict.fromkeys(("--keys", "--verbose", "-v"), ("--tensors", "--all")),
+    "--map": ("--shards",),
     "--quick": ("--fast",),
     "--repair": ("--fix",),
     "--tolerance": ("--rtol",),

@@ -1,4 +1,4 @@
-"""Draw the shard map of `ckptkit inspect`: in the terminal with --map, as a file with --svg."""
+"""Draw the shard map of `ckptkit inspect`: in the terminal with --shards, as a file with --svg."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_the_latest_of_a_run_is_said(source: Path, tmp_path: Path) -> None:
     [
         ["consolidate", "{source}", "{tmp}/out"],
         ["reshard", "{source}", "{tmp}/out", "--to", "2"],
-        ["inspect", "{source}", "--tensors", "--map"],
+        ["inspect", "{source}", "--tensors", "--shards"],
         ["verify", "{source}"],
         ["diff", "{source}", "{source}"],
         ["ls", "{source}/.."],

@@ -96,6 +96,7 @@ def test_synonyms_of_options_are_accepted(
         ("prune run --keep 3", "pass --keep-last, --keep-every or --keep-best"),
         ("estimate 8b --batch-size 3", "pass --micro-batch-size"),
         ("verify run --quick", "pass --fast"),
+        ("inspect run --map", "pass --shards"),
         ("doctor run --fix", "run `ckptkit doctor --help`"),
         ("consolidate run --output out", "pass it without an option: `ckptkit consolidate SRC OUT`"),
         ("consolidate run out --to dcp", "run `ckptkit convert SRC OUT --to FORMAT` for another format"),

@@ -70,7 +70,7 @@ def test_report_refuses_what_is_not_its_own(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_map_needs_no_colors(produce: Produce) -> None:
-    shown = ckptkit("inspect", produce(producers.mesh).root, "--map").stdout
+    shown = ckptkit("inspect", produce(producers.mesh).root, "--shards").stdout
     assert "\x1b" not in shown
     assert re.search(r"^0░+1▒+ +140 B +4 +grid  \(uneven, by axes 0 and 1\)\n2░+3▒+$", shown, re.MULTILINE)
     assert "4 ranks, 185 B each on average; rank 0 holds the most, 1.19 times that" in shown
@@ -78,9 +78,9 @@ def test_the_map_needs_no_colors(produce: Produce) -> None:
 
 
 def test_the_map_on_a_terminal(run: Path) -> None:
-    colored = on_terminal("inspect", run, "--map")
+    colored = on_terminal("inspect", run, "--shards")
     assert "\x1b[" in colored
-    plain = on_terminal("inspect", run, "--map", NO_COLOR="1")
+    plain = on_terminal("inspect", run, "--shards", NO_COLOR="1")
     assert "\x1b" not in plain
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored).translate({ord("░"): " ", ord("▒"): " "}) == plain.translate(
         {ord("░"): " ", ord("▒"): " "}
