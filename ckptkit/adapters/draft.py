@@ -82,7 +82,7 @@ def open_adapters(part: Component, options: ConvertOptions) -> Opened | None:
         return None
     chosen = replace(options.edits, include=()) if options.merge else options.edits  # what is merged has other names
     if not options.merge:
-        chosen.check_globs([part.layout])
+        chosen.check_globs([part.layout], part.path)
     weights = find_weights(edits.select(part.layout, chosen.admit))
     trainer_names = trainer_names_in(weights.layout.tensors)
     if trainer_names is not None:

@@ -72,11 +72,11 @@ def has_fused(base: Layout) -> bool:
 
 def check_globs(merged: Model, adapters: Sequence[Fitted], options: ConvertOptions) -> None:
     """Raise `Usage` for a glob that matches nothing. `--exclude` may also name tensors of the adapters."""
-    asked, names, root = options.edits, list(merged.layout.tensors), merged.part.path
-    asked.check_matched("--include", asked.include, names, root)
-    asked.check_left(names, root)
+    asked, names, path = options.edits, list(merged.layout.tensors), merged.part.path
+    asked.check_matched("--include", asked.include, names, path)
+    asked.check_left(names, path)
     names += [name for one in adapters for name in one.opened.part.layout.names]
-    asked.check_matched("--exclude", asked.exclude, names, root)
+    asked.check_matched("--exclude", asked.exclude, names, path)
 
 
 def select(model: Model, options: ConvertOptions) -> Model:

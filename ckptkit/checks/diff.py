@@ -83,7 +83,7 @@ def diff(
     pairs = [(ours, theirs) for ours, theirs, _ in matches]
     if any(is_one_packed(*pair) for pair in pairs):
         notes.append("8-bit numbers were compared without their scales: `ckptkit stats A B` includes the scales")
-    asked.check_globs([side.layout for pair in pairs for side in pair])
+    asked.check_globs([side.layout for pair in pairs for side in pair], one.path)
     if not any(side.layout.names for pair in pairs for side in pair):
         raise Usage(f"nothing to compare: this and {two.path} have no entries", path=one.path)
     found = Diff(one.path, two.path, notes=tuple(notes)).merge(compare_configs(one, two))

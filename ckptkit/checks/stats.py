@@ -152,7 +152,7 @@ def stats(
     checkpoint = Checkpoint.open(source)
     whole = checkpoint.layout
     asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
-    asked.check_globs([whole])
+    asked.check_globs([whole], checkpoint.path)
     layout = locate(edits.select(replace(whole, blobs={}), asked.admit))
     if not layout.tensors and (include or exclude):
         raise Usage("no tensor is left to measure", path=checkpoint.path, hint="check --include and --exclude")

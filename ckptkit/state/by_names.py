@@ -49,7 +49,7 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     if options.complete_optimizer:
         completed = complete_optimizers(checkpoint, [whole], options.order)
         (whole,) = completed.layouts
-    options.edits.check_globs([whole])
+    options.edits.check_globs([whole], checkpoint.path)
     chosen = edits.select(whole, options.edits.admit)
     weights = frozenset(find_weights(chosen).came_from.values())
     options.edits.check_renames(parameters_in(chosen, weights), checkpoint.path)

@@ -82,10 +82,10 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     pieces, completed = open_pieces(checkpoint, options)
     layouts = completed.layouts
     world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
-    options.edits.check_globs(layouts)
+    options.edits.check_globs(layouts, checkpoint.path)
     chosen, remarks = zip(*(choose(piece, options, world_size) for piece in pieces), strict=True)
     is_late = options.edits.has_dtypes_of_output(chosen)
-    check_edits(chosen, options, is_late=is_late)
+    check_edits(chosen, options, checkpoint.path, is_late=is_late)
     rekeyings = key_optimizers(checkpoint, layouts, options)
     drafts: list[Draft] = []
     entries: list[Entries] = []
@@ -100,7 +100,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
             notes += more
         entries.append(piece.entries(one, sources, options))
     if is_late:
-        options.edits.check_dtypes([draft.wanted for draft in drafts])
+        options.edits.check_dtypes([draft.wanted for draft in drafts], checkpoint.path)
         notes.append("--dtype matches names in the output, but not all of its globs match names in the source")
     if not drafts:
         raise Mismatch("nothing is left to write", path=checkpoint.path, hint="check --include and --exclude")
@@ -148,13 +148,13 @@ def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[P
     return pieces, replace(completed, remarks=[*remarks, *completed.remarks])
 
 
-def check_edits(chosen: Sequence[Layout], options: ConvertOptions, *, is_late: bool) -> None:
+def check_edits(chosen: Sequence[Layout], options: ConvertOptions, path: Path, *, is_late: bool) -> None:
     """Raise `Usage` for a rule of `--rename` that matches nothing in any piece, or of `--dtype` unless it is late."""
     if not is_late:
-        options.edits.check_dtypes(chosen)
+        options.edits.check_dtypes(chosen, path)
     if options.rename:
         names = [name for layout in chosen for name in parameters_in(layout, names_of_weights(layout))]
-        options.edits.check_renames(names, chosen[0].root)
+        options.edits.check_renames(names, path)
 
 
 def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: ConvertOptions) -> Iterator[str]:

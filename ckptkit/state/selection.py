@@ -52,18 +52,21 @@ class Edits:
         excluded = {name for name in left if any(fnmatchcase(name, glob) for glob in self.exclude)}
         return {name: "--exclude" if name in excluded else "--include" for name in left}
 
-    def check_globs(self, layouts: Sequence[Layout]) -> None:
-        """Raise `Usage` if an `--include` or `--exclude` matches no entry of the layouts, or if all leave no entry."""
-        names = [name for layout in layouts for name in (*layout.tensors, *layout.blobs)]
-        self.check_matched("--include", self.include, names, layouts[0].root)
-        self.check_matched("--exclude", self.exclude, names, layouts[0].root)
-        self.check_left(set(names), layouts[0].root)
+    def check_globs(self, layouts: Sequence[Layout], path: Path) -> None:
+        """Raise `Usage` if an `--include` or `--exclude` matches no entry of the layouts, or if all leave no entry.
 
-    def check_left(self, names: Collection[str], root: Path) -> None:
+        `path` is the checkpoint that the error names, as in all checks.
+        """
+        names = [name for layout in layouts for name in layout.names]
+        self.check_matched("--include", self.include, names, path)
+        self.check_matched("--exclude", self.exclude, names, path)
+        self.check_left(set(names), path)
+
+    def check_left(self, names: Collection[str], path: Path) -> None:
         """Raise `Usage` if `--include` and `--exclude` leave none of the names."""
         if (self.include or self.exclude) and not any(map(self.admit, names)):
             hint = "change --include or --exclude; `ckptkit inspect --tensors` shows all names"
-            raise Usage(f"--include and --exclude drop all of {count(len(names), 'entry')}", path=root, hint=hint)
+            raise Usage(f"--include and --exclude drop all of {count(len(names), 'entry')}", path=path, hint=hint)
 
     def with_dtypes_of(self, made_of: Mapping[str, Collection[str]]) -> tuple[Edits, list[str]]:
         """Return the edits with every `--dtype` glob made one of names in the output, and a note for each that was one.
@@ -86,18 +89,18 @@ class Edits:
         globs = [glob for glob, _ in map(parse_cast, self.dtype) if glob is not None]
         return any(not any(fnmatchcase(name, glob) for name in names) for glob in globs)
 
-    def check_dtypes(self, layouts: Sequence[Layout]) -> None:
+    def check_dtypes(self, layouts: Sequence[Layout], path: Path) -> None:
         """Raise `Usage` for a `--dtype GLOB=DTYPE` that matches no tensor in any of the layouts."""
         globs = [glob for glob, _ in map(parse_cast, self.dtype) if glob is not None]
         names = [name for layout in layouts for name in layout.tensors]
-        self.check_matched("--dtype", globs, names, layouts[0].root)
+        self.check_matched("--dtype", globs, names, path)
 
-    def check_renames(self, names: Iterable[str], root: Path) -> None:
+    def check_renames(self, names: Iterable[str], path: Path) -> None:
         """Raise `Usage` for a `--rename` rule that matches none of the parameters' names, after the rules before it."""
         names = list(names)
         for rule in self.rename:
             pattern, text = parse_rule(rule)
-            self.check_matched("--rename", [rule], names, root, is_match=is_renamed_by)
+            self.check_matched("--rename", [rule], names, path, is_match=is_renamed_by)
             names = [pattern.sub(text, name) for name in names]
 
     def check_matched(
@@ -105,7 +108,7 @@ class Edits:
         option: str,
         patterns: Iterable[str],
         names: Collection[str],
-        root: Path,
+        path: Path,
         is_match: Callable[[str, str], bool] = fnmatchcase,
         what: str = "tensor",
     ) -> None:
@@ -115,7 +118,7 @@ class Edits:
                 near = nearest(pattern, names)
                 hint = f"the nearest names are {', '.join(near)}; " if near else ""
                 hint += "`ckptkit inspect --tensors` shows all names; --allow-unmatched ignores the pattern"
-                raise Usage(f"{option} '{pattern}' matches no {what}", path=root, hint=hint)
+                raise Usage(f"{option} '{pattern}' matches no {what}", path=path, hint=hint)
 
     @property
     def changes_names(self) -> bool:

@@ -46,7 +46,7 @@ def open_model(part: Component, options: ConvertOptions, instead: Layout | None 
     layout = part.layout if instead is None else instead
     dropped: Mapping[str, str] = {}
     if options.include or options.exclude:
-        options.edits.check_globs([layout])
+        options.edits.check_globs([layout], part.path)
         dropped = options.edits.reasons_to_drop(layout.names)
         layout = edits.select(layout, options.edits.admit)
     companions = find_companions(part.path, options.base) if options.writer.is_model_only else Companions()
@@ -239,7 +239,7 @@ def cast(model: Model, options: ConvertOptions) -> Model:
     asked, remarks = options.edits.with_dtypes_of(
         {name: model.weights.origins_of([name]) for name in model.layout.tensors}
     )
-    asked.check_dtypes([model.layout])
+    asked.check_dtypes([model.layout], model.part.path)
     wide = wide_tensors(model, options)
     layout, casts = asked.cast(model.layout, lambda name: name not in wide)
     specs = layout.specs

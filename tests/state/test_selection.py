@@ -79,6 +79,32 @@ def test_a_pattern_that_does_nothing_is_refused(
     assert {path.name for path in tmp_path.iterdir()} == {"dcp", "hf"}
 
 
+@pytest.mark.parametrize(
+    ("verb", "option", "pattern"),
+    [
+        (verb, option, pattern)
+        for verb in ("consolidate", "convert", "reshard", "average", "diff", "stats")
+        for option, pattern in (("exclude", "no"), ("dtype", "no=bf16"), ("rename", "^no=>yes"))
+        if option == "exclude" or verb not in ("diff", "stats")
+    ],
+)
+def test_a_pattern_that_does_nothing_names_the_file(verb: str, option: str, pattern: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "model.pt", tmp_path / "out"
+    state = {"model": {"proj.weight": counted(8, 2)}, "optimizer": {"rate": counted(2)}}
+    torch.save(state["model"] if verb == "average" else state, source)
+    calls: dict[str, Callable[..., object]] = {
+        "consolidate": partial(ckptkit.consolidate, source, out),
+        "convert": partial(convert, source, out, to="dcp"),
+        "reshard": partial(reshard, source, out, to=2),
+        "average": partial(average, [source, source], out),
+        "diff": partial(diff, source, source),
+        "stats": partial(ckptkit.stats, source),
+    }
+    with pytest.raises(Usage, match="matches no tensor") as caught:
+        calls[verb](**{option: [pattern]})
+    assert caught.value.path == source
+
+
 def test_nothing_to_compare_or_look_at_is_refused(produce: Produce) -> None:
     source = produce(producers.fsdp2).root
     for look in (partial(diff, source, source), partial(ckptkit.stats, source)):

@@ -129,7 +129,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     made_of = {name: model.weights.origins_of([name]) for name in names}
     globs = [one for glob in options.exclude_quantize for one in [*map(escape, became_of(glob, made_of))] or [glob]]
     options.edits.check_matched(
-        "--exclude-quantize", globs, names, model.layout.root, is_match=matches, what="weight of a linear layer"
+        "--exclude-quantize", globs, names, model.part.path, is_match=matches, what="weight of a linear layer"
     )
     chosen = choose(model.layout.specs, linear.names, linear.kept, scheme, globs)
     if not chosen.names:
