@@ -12,12 +12,12 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, translate_os_errors
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.file import children, read_small
+from ckptkit.io.file import children, names_in, read_small
 from ckptkit.io.local import is_strange_link
 from ckptkit.io.path import hint_on_id, is_model_id, spelled_like, to_model_path, to_path
 from ckptkit.io.stores.hub import downloading
 from ckptkit.layout import Spec
-from ckptkit.trainers import companion_folders, config_of, step_of
+from ckptkit.trainers import companion_folders, config_of, has_name_of_training, step_of
 from ckptkit.trainers.trainer import ConfigOf
 
 CONFIG = "config.json"
@@ -122,17 +122,30 @@ def with_tokenizer(found: Companions, checkpoint: Path) -> Companions:
 
 
 def places_of(checkpoint: Path) -> Iterator[Path]:
-    """Return where companions may lie: in the checkpoint, in the run above, in a trainer's folder in each."""
+    """Yield where companions may lie: in the checkpoint, in a trainer's directory in it, and in the run above.
+
+    A file by itself has only the directory that it lies in. A directory counts as the run above, or as the checkpoint
+    that a directory is a component of, only if names say so. Anything else there may belong to another model.
+    """
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    if place != checkpoint and step_of(place) is None:  # a file by itself: what lies elsewhere is of other models
-        yield place
+    yield place
+    if place != checkpoint and step_of(place) is None:
         return
-    levels = [place, place.parent]
-    if step_of(place.parent) is not None:  # a part of a checkpoint: the run is one further up
-        levels.append(place.parent.parent)
-    for level in levels:
-        yield level
-        yield from (level / folder for folder in companion_folders())
+    folders = companion_folders()
+    yield from (place / folder for folder in folders)
+    above = place.parent
+    if step_of(above) is not None:  # a component of a checkpoint: the run is one further up
+        yield from (above, *(above / folder for folder in folders), above.parent)
+    elif step_of(place) is not None or is_of_training(above):
+        yield above
+
+
+def is_of_training(folder: Path) -> bool:
+    """Return whether a directory is a run or a checkpoint of a training, by the names in it."""
+    try:
+        return any(map(has_name_of_training, names_in(folder)))
+    except PermissionError:  # one may enter a directory without the right to list it
+        return False
 
 
 def read_companions(place: Path, *, follow_links: bool = False) -> Companions | None:

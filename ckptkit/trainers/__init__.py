@@ -304,6 +304,12 @@ def may_be_step_name(name: str) -> bool:
     return step_of(Path(name)) is not None or bool(NUMBER.fullmatch(name))
 
 
+def has_name_of_training(name: str) -> bool:
+    """Return whether an entry of a directory has the name of a checkpoint, or of the state of a training or run."""
+    is_step = may_be_step_name(name) or step_of(Path(stem_of(name))) is not None
+    return is_step or is_other_part(name) or is_training_state(name) or is_of_run(name)
+
+
 def may_be_step(path: Path) -> bool:
     """Return whether an entry of a run is named like a checkpoint."""
     if path.is_dir():

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ckptkit
 from ckptkit.errors import NotACheckpoint
+from tests.producers import save_alone
 
 WEIGHT = torch.arange(8.0).reshape(4, 2)
 OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -62,6 +63,36 @@ def test_a_lone_file_takes_only_the_config_beside_it(tmp_path: Path, place: str)
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "architectures": ["Own"]}))
     done = ckptkit.consolidate(folder / "model.pt", tmp_path / "own")
     assert json.loads((tmp_path / "own" / "config.json").read_text())["model_type"] == "own"
+
+
+# where config.json may lie for a checkpoint, and whether it counts there
+PLACES = {
+    "the checkpoint": ("dcp", "dcp", True),
+    "a trainer's directory in it": ("dcp", "dcp/huggingface", True),
+    "the directory around it": ("dcp", ".", False),
+    "a model beside it": ("dcp", "hf", False),
+    "the run": ("run/ckpt-5", "run", True),
+    "a model in the run": ("run/ckpt-5", "run/hf", False),
+    "the run of a component": ("run/ckpt-5/model", "run", True),
+    "the step of a component": ("run/ckpt-5/model", "run/ckpt-5", True),
+    "a trainer's directory in the step": ("run/ckpt-5/model", "run/ckpt-5/tokenizer", True),
+    "a model in the run of a component": ("run/ckpt-5/model", "run/hf", False),
+    "the run of a checkpoint without a step": ("run/last", "run", True),
+    "the checkpoint of a component": ("best/model", "best", True),
+    "a model beside a component": ("best/model", "best/hf", False),
+}
+
+
+@pytest.mark.parametrize(("source", "place", "counts"), PLACES.values(), ids=PLACES)
+def test_a_directory_takes_no_config_of_another_model(tmp_path: Path, source: str, place: str, counts: bool) -> None:
+    save_alone({"a": WEIGHT}, tmp_path / source)
+    (tmp_path / "run" / "ckpt-4").mkdir(parents=True)
+    (tmp_path / "best" / "optim").mkdir(parents=True)
+    (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    (tmp_path / place / "config.json").write_text(json.dumps({"model_type": "other", "architectures": ["Other"]}))
+    done = ckptkit.consolidate(tmp_path / source, tmp_path / "out")
+    assert ("config.json" in done.files) == counts
+    assert (f"used config.json from {tmp_path / place}" in done.notes) == counts
 
 
 def metadata_of(path: Path) -> dict[str, str]:
