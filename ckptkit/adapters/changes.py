@@ -49,14 +49,14 @@ def changes_of(adapter: Adapter) -> Iterator[Change]:
                 hint = "check that no shard is missing and that --exclude did not drop a tensor that is needed"
                 raise Mismatch(
                     f"the matching lora_{partner} of `{module}` is missing",
-                    path=adapter.layout.root,
+                    path=adapter.layout.path,
                     tensor=name,
                     hint=hint,
                 )
         is_embedding = "embedding_A" in names
         if not is_embedding and "A" not in names:
             first = next(iter(names.values()))
-            raise Mismatch(f"the matrices of `{module}` are missing", path=adapter.layout.root, tensor=first)
+            raise Mismatch(f"the matrices of `{module}` are missing", path=adapter.layout.path, tensor=first)
         a, b = (names["embedding_A"], names["embedding_B"]) if is_embedding else (names["A"], names["B"])
         yield Change(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"))
 
@@ -164,7 +164,7 @@ def is_target(module: str, config: AdapterConfig) -> bool:
 
 def unfit(adapter: Adapter, name: str, message: str) -> CkptError:
     hint = "pass the adapter's own config with --adapter-config"
-    return Mismatch(message, path=adapter.layout.root, tensor=name, hint=hint)
+    return Mismatch(message, path=adapter.layout.path, tensor=name, hint=hint)
 
 
 def trained_biases(adapter: Adapter, config: AdapterConfig, base: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ def find_empty(layout: Layout) -> Corrupt | None:
     what = f"{len(empty)} of {len(layout.tensors)} tensors have size 0" if empty else "the file contains no tensors"
     hint = "pass the training's checkpoint, whose `global_step` directory has the weights"
     error = Corrupt(
-        f"the adapter is empty, {what}: {_WHY}", path=layout.root, tensor=next(iter(empty), None), hint=hint
+        f"the adapter is empty, {what}: {_WHY}", path=layout.path, tensor=next(iter(empty), None), hint=hint
     )
     error.code = EMPTY
     return error

@@ -73,7 +73,7 @@ def find_form(adapter: Adapter) -> str | None:
             found[form_of(place, len(specs[name].shape))] = name
     if len(found) > 1:
         message = f"the adapter stores experts as {' and '.join(sorted(found))}"
-        raise Mismatch(message, path=adapter.layout.root, tensor=next(iter(found.values())))
+        raise Mismatch(message, path=adapter.layout.path, tensor=next(iter(found.values())))
     return next(iter(found), None)
 
 
@@ -118,7 +118,7 @@ def check_counts(adapter: Adapter, pairs: Sequence[ExpertPair], asked: ExpertFac
         wanted = asked.count or counts.setdefault(pair.module, pair.experts)
         if pair.experts != wanted:
             message = f"expected {wanted} experts, found {pair.experts} of `{pair.module}.{pair.leaf}`"
-            raise Mismatch(message, path=adapter.layout.root, hint="check that no shard is missing")
+            raise Mismatch(message, path=adapter.layout.path, hint="check that no shard is missing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class ExpertReader:
 
     def unfit(self, name: str, expected: str) -> Mismatch:
         found = self.tensor(name).spec
-        return Mismatch(f"expected {expected}, found {found}", path=self.adapter.layout.root, tensor=name)
+        return Mismatch(f"expected {expected}, found {found}", path=self.adapter.layout.path, tensor=name)
 
     def of_leaves(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
         """Yield the matrices that are named by their parameters, of all experts or of one each."""
@@ -146,14 +146,14 @@ class ExpertReader:
             leaf, first = _LEAVES.get(own), next(iter(experts.values()))
             if leaf is None:
                 message = f"expected experts with {', '.join(_LEAVES)}, found `{own}`"
-                raise Unsupported(message, path=self.adapter.layout.root, tensor=first["A"])
+                raise Unsupported(message, path=self.adapter.layout.path, tensor=first["A"])
             if None in experts:
                 yield ExpertPair(module, leaf, *self.three_axes(experts[None]), f"{module}.{own}")
                 continue
             numbers = sorted(number for number in experts if number is not None)
             if numbers != list(range(len(numbers))):
                 message = f"expected experts 0 to {numbers[-1]} of `{own}`, found {len(numbers)} of them"
-                raise Mismatch(message, path=self.adapter.layout.root, tensor=first["A"])
+                raise Mismatch(message, path=self.adapter.layout.path, tensor=first["A"])
             in_order = [experts[number] for number in numbers]
             a, b = (self.stack([names[kind] for names in in_order]) for kind in "AB")
             yield ExpertPair(module, leaf, a, b, f"{module}.0.{own}")
@@ -237,12 +237,12 @@ class ExpertReader:
         of_hidden, other = (inputs, outputs) if leaf == GATE_UP else (outputs, inputs)
         if (of_hidden == self.asked.hidden) == (other == self.asked.hidden):
             message = f"only the base tells which side of `{leaf}` [{outputs}, {inputs}] is the input"
-            raise Usage(message, path=self.adapter.layout.root, hint="pass --base MODEL")
+            raise Usage(message, path=self.adapter.layout.path, hint="pass --base MODEL")
         return {depth: leaf}, other == self.asked.hidden
 
     def unknown(self, message: str, name: str) -> CkptError:
         hint = "drop --experts to keep the matrices as they are"
-        return Unsupported(message, path=self.adapter.layout.root, tensor=name, hint=hint)
+        return Unsupported(message, path=self.adapter.layout.path, tensor=name, hint=hint)
 
 
 def repeat(tensor: StoredTensor, count: int) -> StoredTensor:

@@ -104,11 +104,11 @@ def find_adapters(layout: Layout) -> Adapted | None:
     method = other_method(layout.tensors)
     if method is not None:
         message = f"expected LoRA or DoRA, found an adapter of {method}"
-        raise Unsupported(message, path=layout.root, hint=AS_THEY_ARE)
+        raise Unsupported(message, path=layout.path, hint=AS_THEY_ARE)
     stranger = find_unknown_name(layout.tensors)
     if stranger is not None:
         message = "this is not a name that PEFT gives to an adapter's matrix"
-        raise Unsupported(message, path=layout.root, tensor=stranger, hint=AS_THEY_ARE)
+        raise Unsupported(message, path=layout.path, tensor=stranger, hint=AS_THEY_ARE)
     entries = {name: entry for name in layout.tensors if (entry := read_entry(name)) is not None}
     if not any(entry.kind != "module" for entry in entries.values()):
         return None
@@ -117,7 +117,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
     if len(nameless) > 1:
         first = next(name for name, entry in entries.items() if entry.adapter is None)
         message = "other tensor names contain the name of an adapter, but this one does not"
-        raise Corrupt(message, path=layout.root, tensor=first)
+        raise Corrupt(message, path=layout.path, tensor=first)
     if nameless == {True}:
         whole, copies = saved_whole(rest)
         return Adapted((Adapter(DEFAULT, layout, with_wrapper(entries | whole)),), {}, is_saved=True, copies=copies)
@@ -154,6 +154,6 @@ def unwrapped(layout: Layout, names: list[str]) -> Iterator[tuple[str, str]]:
         own = base_name(name)
         if own in seen:
             message = f"`{seen[own]}` and this are both the base model's `{own}`"
-            raise Corrupt(message, path=layout.root, tensor=name)
+            raise Corrupt(message, path=layout.path, tensor=name)
         seen[own] = name
         yield own, name

@@ -43,7 +43,7 @@ class Source:
         return self.adapter.layout.tensors[name].spec.shape
 
     def blame(self, message: str, name: str, hint: str | None = None) -> Mismatch:
-        return Mismatch(message, path=self.adapter.layout.root, tensor=name, hint=hint)
+        return Mismatch(message, path=self.adapter.layout.path, tensor=name, hint=hint)
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Merging:
             shape = tensor.spec.shape if tensor else ()
             if not other.is_embedding and len(set(shape)) == 2 == len(shape) and (shape == product) == is_turned:
                 message = f"`{own}` is square and `fan_in_fan_out` differs between layers: its orientation is unknown"
-                raise Unsupported(message, path=source.adapter.layout.root, tensor=change.a)
+                raise Unsupported(message, path=source.adapter.layout.path, tensor=change.a)
         return TransposedProduct if is_turned else LinearProduct
 
     def parameter_of(self, source: Source, change: Change) -> tuple[str, Kind]:
@@ -180,7 +180,7 @@ class Merging:
             raise source.blame(message, change.a, hint=near(change.module, self.base))
         names = ", ".join(sorted({name for name, _ in found}))
         message = f"it fits {names} of the base in more than one way, and no file says which"
-        raise Unsupported(message, path=source.adapter.layout.root, tensor=change.a)
+        raise Unsupported(message, path=source.adapter.layout.path, tensor=change.a)
 
     def fitting(self, source: Source, change: Change) -> Iterator[tuple[str, Kind]]:
         """Yield the parameters of a module that a change has the shape of, and the ways."""
@@ -222,7 +222,7 @@ class Merging:
         spec = self.tensors[own].spec
         if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_AT_HAND:
             message = f"the outputs of {spec} are its columns: DoRA would need the whole tensor in memory"
-            raise Unsupported(message, path=source.adapter.layout.root, tensor=change.magnitude)
+            raise Unsupported(message, path=source.adapter.layout.path, tensor=change.magnitude)
         self.reach[own] = columns_of(shape) if is_turned else rows_of(shape)
         return Directed(product, Operand(source.number, change.magnitude, product.a.dtype), magnitude, int(is_turned))
 
@@ -252,7 +252,7 @@ class Merging:
         if not dtype.can_become(dtype):
             message = f"expected floats in `{own}` of the base, found {dtype}"
             hint = "convert the base to floats first: ckptkit consolidate BASE OUT --dtype bf16"
-            raise Unsupported(message, path=source.adapter.layout.root, tensor=name, hint=hint)
+            raise Unsupported(message, path=source.adapter.layout.path, tensor=name, hint=hint)
 
     @property
     def has_fused_experts(self) -> bool:
@@ -291,7 +291,7 @@ def require_whole(source: Source, name: str, because: str) -> None:
     """Raise `Unsupported` for a tensor that takes the place of the base's, if the adapter counts for more or less."""
     if source.weight != 1:
         message = f"{because}, which --weights cannot scale: drop --weights"
-        raise Unsupported(message, path=source.adapter.layout.root, tensor=name)
+        raise Unsupported(message, path=source.adapter.layout.path, tensor=name)
 
 
 def own_biases(source: Source) -> Iterator[tuple[str, str]]:

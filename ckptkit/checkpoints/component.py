@@ -89,10 +89,11 @@ class Component:
         """
         if unfinished := find_unfinished(self.path, is_part=bool(self.place)):
             raise unfinished
-        layout = self.salvaged
-        if layout is None:
+        if self.salvaged is not None:
+            layout = with_file(self.salvaged, self.path)
+        else:
             with translate_os_errors(self.path):
-                layout = self.reader.read(self.path)
+                layout = with_file(self.reader.read(self.path), self.path)
                 if layout.spares:
                     from ckptkit.checkpoints.replicas import check_replicas  # few checkpoints have any
 
@@ -149,6 +150,11 @@ class Component:
     def folder(self) -> str:
         """Return the directory in the checkpoint's that its files lie in, "" for that directory itself."""
         return self.place if self.under is None else self.place.rpartition("/")[0]
+
+
+def with_file(layout: Layout, path: Path) -> Layout:
+    """Return the layout that was read at `path` with the name of the file, if that is not a directory."""
+    return replace(layout, file=path.name) if layout.root == path.parent else layout
 
 
 def find_unfinished(path: Path, *, is_part: bool = False) -> Incomplete | None:

@@ -286,7 +286,8 @@ class Layout:
     not go before the layout does: the temporary file that some of the bytes were unpacked into. `twins` are second
     copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are. `spares` are
     further copies of chunks that other ranks saved, by the names of their tensors. `texts` is what a model's files say
-    of it besides, such as the `__metadata__` of safetensors.
+    of it besides, such as the `__metadata__` of safetensors. `file` is the name of a checkpoint that is one file, ""
+    for a directory.
 
     A reader that reports problems instead of raising them also describes what is damaged: chunks of files that are
     missing or cannot be read are `Unreadable`; `absent` are the names of tensors that could not be read, each with the
@@ -306,6 +307,12 @@ class Layout:
     spares: Mapping[str, tuple[Chunk, ...]] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict, compare=False)
+    file: str = ""
+
+    @property
+    def path(self) -> Path:
+        """Return the checkpoint as errors name it: the directory, or the file in it."""
+        return self.root / self.file
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -364,7 +371,7 @@ def check_cover(layout: Layout, report: Report = refuse) -> None:
             continue
         fault = find_fault(layout.root, tensor)
         if fault is not None:
-            report(fault.blame(path=layout.root, tensor=name))
+            report(fault.blame(path=layout.path, tensor=name))
 
 
 def find_fault(root: Path, tensor: StoredTensor) -> Corrupt | None:

@@ -55,6 +55,7 @@ def in_folder(layout: Layout, folder: str) -> Layout:
         twins=move_tensors(layout.twins),
         spares={name: move_chunks(chunks) for name, chunks in layout.spares.items()},
         absent={name: move(file) for name, file in layout.absent.items()},
+        file=move(layout.file),
     )
 
 
@@ -81,6 +82,7 @@ def join(root: Path, layouts: Sequence[Layout]) -> Layout:
         spares=joined(layout.spares for layout in layouts),
         absent=joined(layout.absent for layout in layouts),
         texts=layouts[0].texts,
+        file=layouts[0].file if len(layouts) == 1 else "",
     )
 
 
@@ -142,7 +144,7 @@ def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
         in_the_way = next((ends[key[:i]] for i in range(1, len(key)) if key[:i] in ends), None)
         if in_the_way is not None:
             message = f"expected a dict at `{in_the_way}`, found an entry"
-            raise Mismatch(message, path=layout.root, tensor=name, hint="change --rename, or drop one")
+            raise Mismatch(message, path=layout.path, tensor=name, hint="change --rename, or drop one")
 
 
 def nest(layout: Layout, above: KeyPath) -> Layout:
@@ -165,7 +167,7 @@ def twins_as_rounded(layout: Layout) -> tuple[Layout, Layout]:
 
 def clash(layout: Layout, one: str, other: str, new: str) -> Mismatch:
     message = f"`{one}` and `{other}` would both get this name"
-    return Mismatch(message, path=layout.root, tensor=new, hint="change --rename, or drop one with --exclude")
+    return Mismatch(message, path=layout.path, tensor=new, hint="change --rename, or drop one with --exclude")
 
 
 def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:

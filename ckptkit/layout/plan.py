@@ -203,9 +203,9 @@ def check_source(name: str, wanted: Spec, layout: Layout) -> None:
     """Raise `Mismatch` unless a layout has the tensor, in the shape and dtype that are wanted."""
     found = layout.tensors.get(name)
     if found is None:
-        raise Mismatch("the source does not have this tensor", path=layout.root, tensor=name)
+        raise Mismatch("the source does not have this tensor", path=layout.path, tensor=name)
     if found.spec != wanted:
-        raise Mismatch(f"expected {wanted}, found {found.spec}", path=layout.root, tensor=name)
+        raise Mismatch(f"expected {wanted}, found {found.spec}", path=layout.path, tensor=name)
 
 
 def join(name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Recipe | None = None) -> Iterator[Target]:
@@ -241,12 +241,12 @@ def check_operands(wanted: Spec, operands: Sequence[Operand], sources: Sequence[
         layout = sources[operand.source]
         tensor = layout.tensors.get(operand.name)
         if tensor is None:
-            raise Mismatch("the source does not have this tensor", path=layout.root, tensor=operand.name)
+            raise Mismatch("the source does not have this tensor", path=layout.path, tensor=operand.name)
         found = tensor.spec
         is_alike = operand.region is not same or found.shape == wanted.shape
         if not (is_alike and (found.dtype == operand.dtype or found.dtype.can_become(operand.dtype))):
             message = f"expected {operand.dtype} for {wanted}, found {found}"
-            raise Mismatch(message, path=layout.root, tensor=operand.name)
+            raise Mismatch(message, path=layout.path, tensor=operand.name)
 
 
 def split_alike(

@@ -72,7 +72,7 @@ def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> l
     problem = "no config.json found: loaders of Hugging Face models cannot open the output"
     if strict:
         hint = "pass --base MODEL (a directory or Hub id), or --names keep for a model that is not on the Hub"
-        raise Mismatch(problem, path=layout.root, hint=hint)
+        raise Mismatch(problem, path=layout.path, hint=hint)
     return [Caution(f"{problem}; run this again with --base MODEL --overwrite (MODEL is a directory or Hub id)")]
 
 
@@ -145,7 +145,7 @@ def check_equal(layout: Layout, name: str, source: str) -> None:
         return
     if any(spec.numel and not layout.tensors[tied].chunks for tied in (name, source) if (spec := layout.specs[tied])):
         hint = "drop it with --exclude if it is the same"
-        raise Unsupported(f"it is tied to `{source}`, and both are quantized", path=layout.root, tensor=name, hint=hint)
+        raise Unsupported(f"it is tied to `{source}`, and both are quantized", path=layout.path, tensor=name, hint=hint)
     head = locate(edits.rename(edits.select(layout, name.__eq__), lambda _: source))
     other = locate(edits.select(layout, source.__eq__))
     if head.tensors == other.tensors:
@@ -153,13 +153,13 @@ def check_equal(layout: Layout, name: str, source: str) -> None:
     if head.specs != other.specs:
         raise Mismatch(
             f"config.json ties it to `{source}`: expected {other.specs[source]}, found {head.specs[source]}",
-            path=layout.root,
+            path=layout.path,
             tensor=name,
         )
     if compare(head, other).different:
         raise Mismatch(
             f"config.json ties it to `{source}`, but their bytes differ",
-            path=layout.root,
+            path=layout.path,
             tensor=name,
             hint="if they were trained separately, pass a --base whose config.json has tie_word_embeddings false",
         )
@@ -185,7 +185,7 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
         rule = find_prefix_rule(missing, layout.tensors)
         raise Mismatch(
             f"missing: the checkpoint lacks {len(missing)} of {len(needed)} tensors of the config.json in {found_in}",
-            path=layout.root,
+            path=layout.path,
             tensor=missing[0],
             hint=f"--rename '{rule}'" if rule else f"the checkpoint has {abridge(sorted(layout.tensors))}",
         )
@@ -194,7 +194,7 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
             have = list(layout.tensors[name].spec.shape)
             raise Mismatch(
                 f"expected shape {list(shape)} (config.json in {found_in}), found {have}",
-                path=layout.root,
+                path=layout.path,
                 tensor=name,
                 hint="check that config.json belongs to this model",
             )

@@ -108,7 +108,7 @@ def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
                 ways[name] = key
         elif way[0] == GROUP_MAP:
             message = f"expected a list of the optimizer's groups, found `{GROUP_MAP}`"
-            raise Unsupported(message, path=layout.root, tensor=name, hint="use `--to dcp` or `--to pt`")
+            raise Unsupported(message, path=layout.path, tensor=name, hint="use `--to dcp` or `--to pt`")
         elif isinstance(way[1], int):
             ways[name] = (OPTIMIZER, *way)
         else:
@@ -120,7 +120,7 @@ def as_weight(name: str, weights: Weights, layout: Layout) -> str:
     """Return what the model calls a parameter that an optimizer has under a name."""
     if name.isdecimal():
         message = f"expected an optimizer that lists its parameters by name, found numbers such as {name}"
-        raise Unsupported(message, path=layout.root)
+        raise Unsupported(message, path=layout.path)
     return own_name(name, weights.came_from)
 
 

@@ -67,7 +67,7 @@ def parameters_for(
         name = next((one for one in states.lacking if other[one].spec != fitting[0][one].spec), None)
         if name is not None:
             message = f"two models contain this tensor: one as {fitting[0][name].spec}, the other as {other[name].spec}"
-            raise Unsupported(message, path=layout.root, tensor=name, hint="drop --complete-optimizer")
+            raise Unsupported(message, path=layout.path, tensor=name, hint="drop --complete-optimizer")
     return fitting[0]
 
 

@@ -88,7 +88,7 @@ def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> li
         if found and not absent:
             hint = "drop --from-base: it copies tensors that only the base has"
             message = f"--from-base '{glob}' matches only tensors that the checkpoint has: {abridge(found)}"
-            raise Usage(message, path=layout.root, hint=hint)
+            raise Usage(message, path=layout.path, hint=hint)
         chosen += absent
     return list(dict.fromkeys(chosen))
 

@@ -46,7 +46,7 @@ def require_wide(layout: Layout) -> None:
     if 2 * narrow > sum(spec.numel for spec in floats):
         message = "no optimizer in the checkpoint lists master weights by parameter name"
         hint = f"drop {_OPTION}, or name the parameters first: ckptkit convert SRC OUT --to dcp --optimizer-keys names"
-        raise Mismatch(message, path=layout.root, hint=hint)
+        raise Mismatch(message, path=layout.path, hint=hint)
 
 
 def check_options(options: ConvertOptions) -> None:
@@ -137,5 +137,5 @@ def dtype_of(layout: Layout, name: str) -> DType:
     stored = sorted({chunk.dtype.name for chunk in layout.tensors[name].chunks if not chunk.is_zeros})
     if len(stored) > 1:
         message = f"it is stored in {' and '.join(stored)}: only a part of the weight has a master"
-        raise Unsupported(message, path=layout.root, tensor=name, hint=f"drop {_OPTION}")
+        raise Unsupported(message, path=layout.path, tensor=name, hint=f"drop {_OPTION}")
     return DTYPES[stored[0]] if stored else layout.tensors[name].spec.dtype

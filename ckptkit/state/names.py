@@ -55,13 +55,13 @@ def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
     try:
         quantized = find_quantized(found.layout, config)
     except CkptError as error:
-        raise error.blame(path=found.layout.root) from None
+        raise error.blame(path=found.layout.path) from None
     is_computed = any(not tensor.chunks and tensor.spec.numel > 0 for tensor in found.layout.tensors.values())
     if quantized is not None or is_computed:
         method = f" ({quantized.method})" if quantized else ""
         message = f"the weights are quantized{method}: other names or rows would separate them from their scales"
         hint = "dequantize them first: ckptkit consolidate SRC OUT --names keep --dtype bf16"
-        raise Unsupported(message, path=found.layout.root, hint=hint)
+        raise Unsupported(message, path=found.layout.path, hint=hint)
 
 
 def names_of_weights(layout: Layout) -> frozenset[str]:
@@ -113,7 +113,7 @@ class NameOptions:
         weights = [names_of_weights(layout) for layout in layouts]
         names = {name for pair in zip(layouts, weights, strict=True) for name in parameters_in(*pair)}
         asked = Edits(rename=self.rename, allow_unmatched=self.allow_unmatched)
-        asked.check_renames(names, layouts[0].root)
+        asked.check_renames(names, layouts[0].path)
         return [rename_parameters(*pair, asked.renaming())[0] for pair in zip(layouts, weights, strict=True)]
 
     def table_for(self, names: Iterable[str]) -> Family | None:

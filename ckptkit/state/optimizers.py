@@ -72,7 +72,7 @@ def nest_optimizers(
             continue
         if order is None:
             message = f"torch has flattened `{optimizer.name}` on several ranks: the order of its parameters is unknown"
-            raise Unsupported(message, path=layout.root, hint=ORDER_HINT)
+            raise Unsupported(message, path=layout.path, hint=ORDER_HINT)
         listed = order.names or order_in_models(models_of(checkpoint), names, checkpoint.model_component.path)
         called = {bare(name): name for name in names}
         layout = nest(layout, optimizer, [called.get(bare(name), name) for name in listed])

@@ -126,7 +126,7 @@ def refuse_copies(model: Model) -> None:
     rule = f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}" if copy.prefix != DDP.text else ""  # that goes anyway
     hint = f"pass --exclude {quote(glob)}, or for the copy --include {quote(glob)}{rule}"
     message = f"the model is here twice: `{copy.of}` and `{copy.name}`"
-    raise SeveralModels(message, path=model.layout.root, hint=hint, globs=[glob])
+    raise SeveralModels(message, path=model.layout.path, hint=hint, globs=[glob])
 
 
 def translate_names(model: Model, options: ConvertOptions) -> Model:
@@ -190,7 +190,7 @@ def trained_class_of(model: Model, expected: Form) -> tuple[Mapping[str, Any], S
     try:
         return with_trained_class(model.layout.shapes, model.config, expected)
     except Mismatch as error:
-        raise error.blame(path=model.layout.root) from None
+        raise error.blame(path=model.layout.path) from None
 
 
 def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:

@@ -34,6 +34,7 @@ def full(prefix: str) -> Layout:
         spares={tensor: (chunk_in("spare"),)},
         absent={f"{prefix}.lost": "gone"},
         texts={"format": "pt"},
+        file="data",
     )
 
 
@@ -51,6 +52,7 @@ def files_of(layout: Layout) -> set[str]:
         *layout.descriptions,
         *layout.file_sums,
         *layout.absent.values(),
+        layout.file,
     }
 
 
@@ -72,7 +74,7 @@ def test_files_are_named_from_the_parent_in_every_field() -> None:
 def test_joined_layouts_have_what_each_has_in_every_field() -> None:
     parts = [full("model"), full("optimizer")]
     joined = edits.join(Path("step"), parts)
-    assert not empty_fields(joined)
+    assert empty_fields(joined) == ["file"], "it is a directory"
     assert joined.keeper == (parts[0].keeper, parts[1].keeper)
     assert joined.descriptions == ("index", "index")
     for field, names in names_of(joined).items():

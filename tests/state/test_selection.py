@@ -105,6 +105,15 @@ def test_a_pattern_that_does_nothing_names_the_file(verb: str, option: str, patt
     assert caught.value.path == source
 
 
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_names_that_clash_name_the_file(tmp_path: Path, to: str) -> None:
+    source = tmp_path / "model.pt"
+    torch.save({"a.weight": counted(2), "b.weight": counted(2)}, source)
+    with pytest.raises(Mismatch, match="would both get this name") as caught:
+        convert(source, tmp_path / "out", to=to, rename=["^a=>b"])
+    assert caught.value.path == source
+
+
 def test_nothing_to_compare_or_look_at_is_refused(produce: Produce) -> None:
     source = produce(producers.fsdp2).root
     for look in (partial(diff, source, source), partial(ckptkit.stats, source)):

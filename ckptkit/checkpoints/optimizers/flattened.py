@@ -42,7 +42,7 @@ class FlattenedOptimizer:
             tensor = next((name for name in entries.values() if name not in layout.blobs), None)
             if tensor is not None:
                 message = "a setting of the optimizer is a tensor, so ckptkit does not know which parameters share it"
-                raise Unsupported(message, path=layout.root, tensor=tensor)
+                raise Unsupported(message, path=layout.path, tensor=tensor)
             values = {what: load_value(layout.root, layout.blobs[name]) for what, name in sorted(entries.items())}
             found.setdefault(dump(values), []).append(parameter)
         return list(found.values())
@@ -67,7 +67,7 @@ def nest(layout: Layout, optimizer: FlattenedOptimizer, order: Sequence[str]) ->
     other = next(iter(set(order) ^ optimizer.settings.keys()), None)
     if other is not None or len(order) != len(optimizer.settings):
         message = f"expected the {len(optimizer.settings)} parameters of `{optimizer.name}`, found {len(order)}"
-        raise Mismatch(f"{message}; `{other}` is only in one of them", path=layout.root)
+        raise Mismatch(f"{message}; `{other}` is only in one of them", path=layout.path)
     dropped = {name for entries in optimizer.settings.values() for name in entries.values()}
     tensors: dict[str, StoredTensor] = {}
     blobs: dict[str, Blob] = {}

@@ -124,10 +124,10 @@ def read_optimizer(layout: Layout, above: KeyPath, lists: Mapping[str, str]) -> 
     values = [load_value(layout.root, layout.blobs[name]) for name in lists]
     for name, value in zip(lists, values, strict=True):
         if not isinstance(value, list) or not all(type(one) in (int, str) for one in value):
-            raise Corrupt("no list of parameters", path=layout.root, tensor=name)
+            raise Corrupt("no list of parameters", path=layout.path, tensor=name)
     found = Optimizer(above, tuple(lists), tuple(map(tuple, values)), tuple(lists.values()))
     if not (found.is_numbered or found.is_named):
-        raise Corrupt("the optimizer's groups list both numbers and names", path=layout.root, tensor=found.name)
+        raise Corrupt("the optimizer's groups list both numbers and names", path=layout.path, tensor=found.name)
     return found
 
 
@@ -169,12 +169,12 @@ def numbers_of(layout: Layout, optimizer: Optimizer) -> dict[Any, str | int]:
     numbers: dict[Any, str | int] = {name: number for number, name in enumerate(every)}
     if len(numbers) < len(every):
         (twice, _), *_ = Counter(every).most_common(1)
-        raise Corrupt("the optimizer's groups list this parameter twice", path=layout.root, tensor=twice)
+        raise Corrupt("the optimizer's groups list this parameter twice", path=layout.path, tensor=twice)
     at = len(optimizer.above) + 1
     strays = {str(key[at]) for key in keys_of_states(layout, optimizer).values()} - numbers.keys()
     if strays:
         message = "the optimizer has a state for this parameter, but no group contains the parameter"
-        raise Corrupt(message, path=layout.root, tensor=min(strays))
+        raise Corrupt(message, path=layout.path, tensor=min(strays))
     return numbers
 
 
@@ -215,7 +215,7 @@ def states_of(layout: Layout, optimizer: Optimizer) -> dict[int, dict[str, Shape
     for name, key in keys_of_states(layout, optimizer).items():
         if str(key[at]) not in numbers:
             message = "the optimizer has a state for this parameter, but no group contains the parameter"
-            raise Corrupt(message, path=layout.root, tensor=name)
+            raise Corrupt(message, path=layout.path, tensor=name)
         state = found.setdefault(numbers[str(key[at])], {})
         if name in layout.tensors:
             state[".".join(map(str, key[at + 1 :]))] = layout.tensors[name].spec.shape

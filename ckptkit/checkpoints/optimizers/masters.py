@@ -60,4 +60,4 @@ def check_master(layout: Layout, name: str, parameter: str, weight: Spec) -> Non
     fits = found.dtype.can_become(DTYPES["float32"]) or (found.dtype, weight.dtype) == (REMAINDERS, COMPLETED)
     if found.shape != weight.shape or not fits:
         message = f"expected a master for `{parameter}`, {weight}; found {found}"
-        raise Mismatch(message, path=layout.root, tensor=name, hint="check that both come from one save")
+        raise Mismatch(message, path=layout.path, tensor=name, hint="check that both come from one save")

@@ -136,7 +136,7 @@ def complete_states(
                     tensors[name], made[name] = zeros(spec, like, at), spec
                     at += spec.nbytes
     except CkptError as error:
-        raise error.blame(path=layout.root) from None
+        raise error.blame(path=layout.path) from None
     return replace(layout, tensors=tensors, blobs=blobs, keys=keys), made
 
 

@@ -180,7 +180,7 @@ def find_names(
         if assumed is not None:
             check_order(assumed, proven)
     except CkptError as error:
-        raise error.blame(path=layout.root) from None
+        raise error.blame(path=layout.path) from None
     return proven
 
 

@@ -193,7 +193,7 @@ def check_files(layout: Layout, report: Report) -> None:
         report(
             Incomplete(
                 f"{len(missing)} of {len(items)} files are missing: {', '.join(missing)}",
-                path=layout.root,
+                path=layout.path,
                 hint=f"{ELSEWHERE}, or {SALVAGE}",
                 files=missing,
             )

@@ -98,7 +98,7 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     if change is not None and change.here is not None and change.here.is_model_only:
         message = f"ckptkit translates {change.here.whose} names only for a model without optimizer"
         hint = "run `ckptkit consolidate SRC OUT` first, then convert OUT"
-        raise Unsupported(message, path=layout.root, hint=hint)
+        raise Unsupported(message, path=layout.path, hint=hint)
     asked.check(weights, asked.config)
     layout = locate(unpack(layout))
     try:
@@ -106,7 +106,7 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
         turn = with_rows(change, vocabulary)
         named, made = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
     except CkptError as error:
-        raise error.blame(path=layout.root) from None
+        raise error.blame(path=layout.path) from None
     notes = [*remarks(weights.layout, change, made, asked.config, vocabulary), *contradictions(layout, change, asked)]
     left = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
     if left:
@@ -148,7 +148,7 @@ def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
         try:
             here = choose_family(here, weights.shapes, sizes)
         except CkptError as error:
-            raise error.blame(path=weights.root) from None
+            raise error.blame(path=weights.path) from None
     if table is not None and asked.names == table.name:
         there: Family | None = table
     else:
@@ -162,14 +162,14 @@ def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
         whose = " and ".join(family.name for family in (here, there) if family)
         message = f"translating the names of {whose} to the Hub's needs config.json; none was found"
         hint = "pass --base MODEL, which has the config.json of this architecture, or keep the names with --names keep"
-        raise Mismatch(message, path=weights.root, tensor=next(iter(weights.tensors)), hint=hint)
+        raise Mismatch(message, path=weights.path, tensor=next(iter(weights.tensors)), hint=hint)
     known = config or {} if asked.rows is None else with_vocabulary(config or {}, asked.rows)
     sizes = Sizes(known, asked.ask_base)
     if here is not None:
         try:
             here.check(found.whole, sizes)
         except CkptError as error:
-            raise error.blame(path=weights.root) from None
+            raise error.blame(path=weights.path) from None
     return FamilyChange(here, there, turn_between(here, there, sizes), sizes)
 
 
@@ -210,7 +210,7 @@ def turn_in(layout: Layout, turn: Turn) -> Translated:
     try:
         return turn(layout.tensors)
     except CkptError as error:
-        raise error.blame(path=layout.root) from None
+        raise error.blame(path=layout.path) from None
 
 
 def remarks(

@@ -95,7 +95,7 @@ def sort_entries(
         for place, parameter in found:
             entries = kinds.setdefault(place, ParameterEntries())
             if parameter in entries.tensors or parameter in entries.blobs:
-                raise Mismatch(f"`{parameter}` has this state twice", path=layout.root, tensor=name)
+                raise Mismatch(f"`{parameter}` has this state twice", path=layout.path, tensor=name)
             if name in layout.tensors:
                 entries.tensors[parameter] = layout.tensors[name]
             else:
@@ -165,7 +165,7 @@ def follow(
             )
             above = dotted(place.before[:-1] if place.before[-1] in BY_PARAMETER else place.before) or "state"
             hint = f"keep the names and rows, or drop the optimizer with --exclude '{above}.*'"
-            raise Unsupported(message, path=layout.root, tensor=dotted(place.key(there[0])), hint=hint)
+            raise Unsupported(message, path=layout.path, tensor=dotted(place.key(there[0])), hint=hint)
     return made
 
 
@@ -214,7 +214,7 @@ def require_all(layout: Layout, there: Iterable[str], olds: Iterable[str], place
     missing = [old for old in olds if old not in there]
     if missing:
         message = f"it is missing, but `{dotted(place.key(next(iter(there))))}`, which it is merged with, is there"
-        raise Mismatch(message, path=layout.root, tensor=dotted(place.key(missing[0])))
+        raise Mismatch(message, path=layout.path, tensor=dotted(place.key(missing[0])))
 
 
 def require_equal(layout: Layout, values: Mapping[str, Any], place: EntryPlace) -> None:
@@ -223,7 +223,7 @@ def require_equal(layout: Layout, values: Mapping[str, Any], place: EntryPlace) 
     other = next((name for name, one in others if one != value), None)
     if other is not None:
         message = f"its state differs from the state of `{other}`, but the two become one parameter"
-        raise Mismatch(message, path=layout.root, tensor=dotted(place.key(first)))
+        raise Mismatch(message, path=layout.path, tensor=dotted(place.key(first)))
 
 
 def value_of(layout: Layout, tensor: StoredTensor) -> bytes:
@@ -235,7 +235,7 @@ def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weight
     """Return the list of a group's parameters under their new names; those that the model does not have as they are."""
     value = load_value(layout.root, blob)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise Unsupported("the optimizer numbers its parameters", path=layout.root, tensor=name)
+        raise Unsupported("the optimizer numbers its parameters", path=layout.path, tensor=name)
     own = set(weights.values())
     listed = {one: clean(one, own) for one in value}
     known = set(listed.values())
@@ -244,7 +244,7 @@ def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weight
         here = [old for old in olds if old in known]
         if here and len(here) < len(olds):
             message = f"`{here[0]}` is in this group, but not all parameters that it is merged with"
-            raise Mismatch(message, path=layout.root, tensor=name)
+            raise Mismatch(message, path=layout.path, tensor=name)
         for old in here[:1]:
             became.setdefault(old, []).append(new)
     names = [[one] if old is None else became.get(old, []) for one, old in listed.items()]

@@ -113,7 +113,7 @@ def averaged_names(layout: Layout, prefix: KeyPath, names: Mapping[str, str]) ->
         above = "".join(f"{escape(str(step))}." for step in prefix)
         globs = [f"{above}{text}*" for text in (average.text, average.online) if text]
         message = f"the average (`{average.text}`) and its model (`{average.online}`) are both in this checkpoint"
-        raise SeveralModels(message, path=layout.root, hint=f"choose with --include {quote(globs[0])}", globs=globs)
+        raise SeveralModels(message, path=layout.path, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     return {entry: name.removeprefix(average.text) for entry, name in models.items()}
 
 
@@ -243,12 +243,12 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
     if candidates:
         message = f"several entries could be the model: {', '.join(candidates)}"
         globs = [f"{escape(candidate)}.*" for candidate in candidates]
-        return SeveralModels(message, path=layout.root, hint=f"choose with --include {quote(globs[0])}", globs=globs)
+        return SeveralModels(message, path=layout.path, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
     held = ", ".join(f"{count(n, 'entry')} under `{name}`" for name, n in tops.most_common(4)) or "no tensors"
     return Mismatch(
         f"expected model weights, found only {held}",
-        path=layout.root,
+        path=layout.path,
         hint="look for the model in a directory beside it",
     )
 

@@ -102,7 +102,7 @@ def pairs_in(layout: Layout) -> dict[tuple[str, str], dict[str, str]]:
             pairs[found.module, found.part][found.kind] = name
     alone = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
     if alone is not None:
-        raise Mismatch("the other of the two matrices is missing", path=layout.root, tensor=alone)
+        raise Mismatch("the other of the two matrices is missing", path=layout.path, tensor=alone)
     return pairs
 
 
@@ -139,16 +139,16 @@ def check_known(layout: Layout) -> None:
         found = read_matrix(name)
         hint = "merge the adapter with the trainer that wrote it, and convert the model"
         if found is not None and ".experts." in name:
-            raise Unsupported("an adapter of experts under Megatron's names", path=layout.root, tensor=name, hint=hint)
+            raise Unsupported("an adapter of experts under Megatron's names", path=layout.path, tensor=name, hint=hint)
         if found is None and ".adapter." in name and not name.endswith("_extra_state"):
             message = "expected linear_in and linear_out of LoRA in an adapter of Megatron-Bridge, found another tensor"
-            raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
+            raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
         if found is None and whole is None and _OF_PEFT.fullmatch(name):
             message = "expected LoRA of linear layers in an adapter of ms-swift, found another tensor"
-            raise Unsupported(message, path=layout.root, tensor=name, hint=hint)
+            raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
     if len(adapters) > 1:
         message = f"expected one adapter under Megatron's names, found {', '.join(sorted(map(str, adapters)))}"
-        raise Unsupported(message, path=layout.root, hint="drop the others with --exclude '*.NAME.*'")
+        raise Unsupported(message, path=layout.path, hint="drop the others with --exclude '*.NAME.*'")
 
 
 def hub_pairs(

@@ -136,7 +136,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
         why = "; ".join(f"skipped {len(names)} because {reason}" for reason, names in chosen.reasons.items())
         hint = "pass --quantize fp8-channel, which has one scale per row" if RAGGED in chosen.reasons else None
         raise Unsupported(
-            f"no weight can be quantized: {why or 'found no linear layer'}", path=model.layout.root, hint=hint
+            f"no weight can be quantized: {why or 'found no linear layer'}", path=model.layout.path, hint=hint
         )
     source = as_stored(model.layout, chosen)
     made = with_scales(model.layout, chosen, scheme)

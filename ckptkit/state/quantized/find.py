@@ -102,7 +102,7 @@ class Quantized:
         """Raise `Unsupported` for weights that cannot be computed."""
         if self.refusal is not None:
             hint = "drop --dtype to copy them unchanged, or dequantize them with the library that quantized them"
-            raise Unsupported(self.refusal, path=self.layout.root, tensor=min(self.members), hint=hint)
+            raise Unsupported(self.refusal, path=self.layout.path, tensor=min(self.members), hint=hint)
 
 
 def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantized | None:
@@ -124,7 +124,7 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
         finders: list[Finder] = [load(scheme.find) for scheme in SCHEMES.values()]
         weights = {name: packed for find in finders for name, packed in find(specs, stated)}
     except CkptError as error:
-        raise error.blame(path=layout.root) from None
+        raise error.blame(path=layout.path) from None
     if not (weights or (stated.method and any(is_half(name, spec, stated) for name, spec in specs.items()))):
         return None
     beside = {name for packed in weights.values() for name in packed.beside}
@@ -174,7 +174,7 @@ def check_partners(layout: Layout, taken: set[str], stated: QuantizationConfig) 
     alone = min((name for name, spec in rest.items() if are_numbers(name, spec, stated)), default=None)
     if alone is not None:
         raise Mismatch(
-            f"expected scales for these {specs[alone]} weights, found none", path=layout.root, tensor=alone, hint=hint
+            f"expected scales for these {specs[alone]} weights, found none", path=layout.path, tensor=alone, hint=hint
         )
     orphan = min((name for name, spec in rest.items() if are_scales(name, spec, stated)), default=None)
     if orphan is not None:
@@ -182,7 +182,7 @@ def check_partners(layout: Layout, taken: set[str], stated: QuantizationConfig) 
         found = specs.get(weight, "missing")
         raise Mismatch(
             f"these scales belong to no quantized weight: `{weight}` is {found}",
-            path=layout.root,
+            path=layout.path,
             tensor=orphan,
             hint=hint,
         )
