@@ -1,8 +1,9 @@
-"""Put counts and numbers into words, read sizes, make any text safe to print, and break it into lines."""
+"""Put counts and numbers into words, read sizes, sort names, make any text safe to print, and break it into lines."""
 
 from __future__ import annotations
 
 import math
+import re
 
 from ckptkit.errors import Usage
 
@@ -22,6 +23,12 @@ def count(number: int, noun: str, verb: str = "") -> str:
 
 def plural(noun: str) -> str:
     return noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which `layers.9` comes before `layers.10`."""
+    parts = re.split(r"([0-9]+)", name)  # text and digits in turn; fewer digits are a smaller number
+    return [(len(digits := part.lstrip("0")), digits) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
 def visible(text: str) -> str:

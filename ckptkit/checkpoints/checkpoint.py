@@ -51,7 +51,7 @@ from ckptkit.errors import (
     Unsupported,
     translate_os_errors,
 )
-from ckptkit.formats import describe_formats, detect_format, is_stray, one_of_dcp
+from ckptkit.formats import describe_formats, detect_format, is_stray, of_no_format, one_of_dcp
 from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import unlike_torch
 from ckptkit.formats.archives.values import load_value
@@ -584,7 +584,7 @@ def no_checkpoint(path: Path) -> NotACheckpoint | Unsupported:
     if path.is_dir():
         return files_of_ranks(path) or unfinished_run(path) or program_in(path) or nothing_in(path, hint)
     other = one_of_dcp(path) or unlike_torch(path)
-    return other or NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
+    return other or of_no_format(path, hint)
 
 
 def unfinished_run(path: Path) -> NotACheckpoint | Unsupported | None:

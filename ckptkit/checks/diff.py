@@ -246,7 +246,7 @@ def compare_values(
     a, b = (replace(edits.select(layout, names.__contains__), blobs={}) for layout in (a, b))
     if terms.allow_cast:
         before = *a.specs.values(), *b.specs.values()
-        a, b = (a, cast_to(b, a.specs)) if terms.is_conversion else (narrow(a, b.specs), narrow(b, a.specs))
+        a, b = (a, edits.cast_to(b, a.specs)) if terms.is_conversion else (narrow(a, b.specs), narrow(b, a.specs))
         converted = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
         if converted:
             remarks.append(f"{count(converted, 'tensor', 'was')} converted to be compared")
@@ -268,17 +268,7 @@ def is_measurable(name: str, a: Layout, b: Layout) -> bool:
 
 def narrow(layout: Layout, others: Mapping[str, Spec]) -> Layout:
     narrower = {name: spec for name, spec in others.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize}
-    return cast_to(layout, narrower)
-
-
-def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
-    """Return the layout with its float tensors in the dtypes of `specs`."""
-
-    def choose(name: str, spec: Spec) -> DType:
-        wanted = specs.get(name, spec).dtype
-        return wanted if spec.dtype.can_become(wanted) else spec.dtype
-
-    return edits.cast(layout, choose)
+    return edits.cast_to(layout, narrower)
 
 
 def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: Terms) -> Reason | None:

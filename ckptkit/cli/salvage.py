@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.checkpoints.account import NAME, Account, Filled, Lost
 from ckptkit.cli.output import note
 from ckptkit.errors import and_more
-from ckptkit.words import count, format_bytes
+from ckptkit.words import count, format_bytes, natural
 
 _MOST_FAULTS, _MOST_LINES, _MOST_TENSORS = 8, 16, 4
 _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
@@ -71,7 +71,7 @@ def by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
         layer, inner = (match[1], match[2]) if match else ("", name)
         layers[layer].append(inner)
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for layer, inside in sorted(layers.items(), key=natural):
+    for layer, inside in sorted(layers.items(), key=lambda one: natural(one[0])):
         above, _, number = layer.rpartition(".")
         alike[above, some(inside)].append(number)
     lines = [(f"{above}.{spans(numbers)}" if above else "", inside) for (above, inside), numbers in alike.items()]
@@ -94,8 +94,3 @@ def spans(numbers: Sequence[str]) -> str:
 
 def some(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_TENSORS]) + and_more(len(names) - _MOST_TENSORS)
-
-
-def natural(layer: tuple[str, object]) -> list[tuple[int, str]]:
-    """Return a key to sort by in which layer 9 comes before layer 10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", layer[0])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,8 +11,7 @@ from ckptkit.conversion.convert import draft_of
 from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.formats import locate
 from ckptkit.io.path import to_model_path
-from ckptkit.layout import Layout, Spec, edits
-from ckptkit.layout.dtypes import DType
+from ckptkit.layout import Layout, edits
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.state.draft import Conversion, Draft
 from ckptkit.state.options import ConvertOptions, Keywords
@@ -74,7 +73,7 @@ def both_consolidated(
         for one, own, other in zip(opened, found_in, found_in[::-1], strict=True)
     ]
     one, two = sides
-    two = replace(two, layout=locate(cast_to(two.layout, one.layout.specs)))
+    two = replace(two, layout=locate(edits.cast_to(two.layout, one.layout.specs)))
     check_alike(one, two)
     return one, replace(two, layout=in_order_of(two.layout, one.layout))
 
@@ -83,16 +82,6 @@ def asked_of(dtype: Sequence[str], base: Path | None) -> Keywords:
     """Return the options of `consolidate` with these dtypes, and with the config.json in `base`."""
     asked: Keywords = {"dtype": dtype} if dtype else {}
     return {**asked, "base": str(base)} if base is not None else asked
-
-
-def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
-    """Return the layout with its float tensors in the dtypes of others of the same names."""
-
-    def choose(name: str, spec: Spec) -> DType:
-        wanted = specs.get(name, spec).dtype
-        return wanted if spec.dtype.can_become(wanted) else spec.dtype
-
-    return edits.cast(layout, choose)
 
 
 def in_order_of(layout: Layout, other: Layout) -> Layout:

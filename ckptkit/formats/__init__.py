@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.errors import NotACheckpoint, Report, Unsupported, Usage, refuse, translate_os_errors
 from ckptkit.formats.protocols import EntryWriter, FormatReader, FormatWriter
-from ckptkit.io.file import names_in
+from ckptkit.io.file import absent, names_in
 from ckptkit.layout import Layout
 
 __all__ = [
@@ -245,9 +245,15 @@ def find_format(path: Path) -> FormatReader:
     if reader is None:
         if (shard := one_of_dcp(path)) is not None:
             raise shard
-        what = "no checkpoint in any known format" if path.exists() else "no such file or directory"
-        raise NotACheckpoint(what, path=path, hint=f"pass a checkpoint: {describe_formats()} and others")
+        if not path.exists():
+            raise absent(path)
+        raise of_no_format(path, f"pass a checkpoint: {describe_formats()} and others")
     return reader
+
+
+def of_no_format(path: Path, hint: str | None = None) -> NotACheckpoint:
+    """Return the error for a path at which no format finds a checkpoint."""
+    return NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
 
 
 def unpack(layout: Layout, report: Report = refuse) -> Layout:

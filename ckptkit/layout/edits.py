@@ -179,6 +179,16 @@ def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
     return replace(layout, tensors=tensors)
 
 
+def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
+    """Return the same tensors in the dtypes that `specs` have for their names, as far as they can be cast to these."""
+
+    def choose(name: str, spec: Spec) -> DType:
+        wanted = specs.get(name, spec).dtype
+        return wanted if spec.dtype.can_become(wanted) else spec.dtype
+
+    return cast(layout, choose)
+
+
 def without_lost(layout: Layout) -> tuple[Layout, dict[str, StoredTensor]]:
     """Return the layout without its lost tensors, and the lost tensors."""
     lost = {name: t for name, t in layout.tensors.items() if t.is_lost}

@@ -13,6 +13,7 @@ from itertools import islice
 
 from ckptkit.errors import Usage
 from ckptkit.layout.box import Shape
+from ckptkit.words import natural
 
 Words = tuple[str, ...]  # of a name, between its dots
 Shapes = Mapping[str, Shape | None]  # None for an entry that is no tensor
@@ -76,11 +77,6 @@ def suggest(ours: Shapes, theirs: Shapes) -> Iterator[tuple[str, str]]:
             groups.setdefault(shapes[name], ([], []))[side].append(name)
     for one, two in groups.values():
         yield from zip(one, two, strict=False)
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a key by which `layers.10` comes after `layers.9`: the longer number is the greater."""
-    return [(len(word) if word.isdecimal() else 0, word) for word in name.split(".")]
 
 
 def rule_of(old: str, new: str) -> Renaming:

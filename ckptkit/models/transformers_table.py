@@ -7,7 +7,6 @@ elements by functions of torch. Source: transformers/core_model_loading.py, `rev
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -15,8 +14,7 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Mismatch, Unsupported
 from ckptkit.models.transformers_model import MetaModel, quiet
-
-_NUMBERS = re.compile(r"(\d+)")
+from ckptkit.words import natural
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +167,3 @@ def put(made: Made, name: str, tensor: Any, origins: tuple[str, ...]) -> None:
         raise Mismatch(clash, tensor=name)
     made.tensors[name] = tensor
     made.came_from[name] = origins
-
-
-def natural(name: str) -> list[str | int]:
-    """Return what names are sorted by so that the numbers in them count: 10 comes behind 9."""
-    return [int(part) if part.isdecimal() else part for part in _NUMBERS.split(name)]

@@ -24,6 +24,7 @@ from ckptkit.errors import (
     and_more,
     translate_os_errors,
 )
+from ckptkit.formats import of_no_format
 from ckptkit.io.file import folders
 from ckptkit.io.joined import roots_of
 from ckptkit.io.path import is_remote
@@ -211,7 +212,7 @@ def examine(path: Path) -> SavedCheckpoint | str:
     if step is None or is_epoch(path):
         return "its name has no step number"
     if not checkpoint.components:
-        return checkpoint.unreadable.message if checkpoint.unreadable else "no checkpoint in any known format"
+        return (checkpoint.unreadable or of_no_format(path)).message
     problems = [problem for part in checkpoint.places for problem in verify_part(part, fast=True).problems]
     if not problems:
         odd = (one for one in examine_checkpoint(checkpoint) if one.certainty is Certainty.CERTAIN)

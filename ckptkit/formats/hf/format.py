@@ -21,6 +21,7 @@ from ckptkit.formats.safetensors_headers import check_readable, check_writable, 
 from ckptkit.io.file import is_there, names_in, read_small
 from ckptkit.io.ranges import read_ahead
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_cover
+from ckptkit.words import natural
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -333,12 +334,6 @@ def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
             raise Corrupt(f"the shards disagree: {one}, {other}", path=root, tensor=name)
     shape = tuple(map(max, zip(*(chunk.box.stop for chunk in chunks), strict=True)))
     return StoredTensor(Spec(first.dtype, shape), tuple(chunks))
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key by which `layers.9` comes before `layers.10`."""
-    parts = re.split(r"([0-9]+)", name)  # text and digits in turn; fewer digits are a smaller number
-    return [(len(digits := part.lstrip("0")), digits) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
 def split(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
