@@ -1,4 +1,4 @@
-"""Refuse a file that is one of several as a model: a rank's file has a part of each tensor, or some of the tensors.
+"""Recognize a file that is one of several: a rank's file has a part of each tensor, or some of the tensors.
 
 Its name says so (`rank0-of-2`, `sdp_00` beside `sdp_01`, also of the directories above it), or its content does, or
 the content of the files beside it. The name `rank0.pt` proves nothing: rank 0 often saves the whole model. Such a file
@@ -7,6 +7,7 @@ is used with a warning, unless a config.json confirms its shapes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupport
 from ckptkit.formats.rank_names import JOIN, find_series, find_set, has_number, is_numbered, says_part
 from ckptkit.io.file import names_in
 from ckptkit.io.joined import JoinedPath
+from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.trainers import ONE_FILE, stem_of, step_of
@@ -23,6 +25,7 @@ from ckptkit.trainers import ONE_FILE, stem_of, step_of
 _SHARDS = "shard_metadata"  # of torch_xla's and fairscale's FSDP, beside the flat shards of a rank
 _WORLDS = ((_SHARDS, "world_size"), ("mp_world_size",))
 _NAMED = 4  # files in a message
+_RANK_0 = re.compile(r"model[-_.]0+")  # torch_checkpointing calls the files of the item `model` so
 
 
 def require_whole(checkpoint: Checkpoint) -> None:
@@ -33,13 +36,12 @@ def require_whole(checkpoint: Checkpoint) -> None:
 
 def find_parts(checkpoint: Checkpoint) -> Unsupported | None:
     """Return the error for a checkpoint that is one of several files of a model, None for any other."""
+    layout = layout_of(checkpoint)
+    if layout is None:
+        return None  # whoever reads it says so, or salvages it
     component = checkpoint.model_component
     if component.reader.is_sharded or isinstance(checkpoint.path, JoinedPath):
         return None  # its format joins the files
-    try:
-        layout = component.layout
-    except (Corrupt, IOFailure, Unsafe, Unsupported):
-        return None  # whoever reads it says so, or salvages it
     if layout.descriptions or layout.world_size is not None:
         return None  # an index lists its files, or the format names them
     file = layout.root / next(iter(layout.files)) if len(layout.files) == 1 else layout.root
@@ -80,12 +82,18 @@ def series_of(file: Path) -> list[str]:
     return [] if is_step or file.suffix not in ONE_FILE else find_series(file.name, names_in(file.parent))
 
 
+def layout_of(checkpoint: Checkpoint) -> Layout | None:
+    """Return the layout of a checkpoint's model; None if it cannot be read."""
+    try:
+        return checkpoint.model_component.layout
+    except (Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported):
+        return None
+
+
 def shapes_of(checkpoint: Checkpoint) -> Mapping[str, Shape]:
     """Return the shapes of a checkpoint's tensors; {} if they cannot be read."""
-    try:
-        return checkpoint.model_component.layout.shapes
-    except (Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported):
-        return {}
+    layout = layout_of(checkpoint)
+    return layout.shapes if layout else {}
 
 
 def is_other_part(here: Mapping[str, Shape], there: Mapping[str, Shape]) -> bool:
@@ -101,23 +109,28 @@ def is_other_part(here: Mapping[str, Shape], there: Mapping[str, Shape]) -> bool
 
 
 def find_doubt(checkpoint: Checkpoint) -> str | None:
-    """Return why a file may be a part though nothing proves it, and what would tell; None for any other checkpoint."""
-    component = checkpoint.model_component
-    if component.reader.is_sharded or find_parts(checkpoint) or len(component.layout.files) != 1:
+    """Return why a file may be a part though nothing proves it; None for any other checkpoint.
+
+    For a checkpoint that `find_parts` has no error for.
+    """
+    layout = layout_of(checkpoint)
+    if layout is None or len(layout.files) != 1:
         return None
-    layout = component.layout
+    reader = checkpoint.model_component.reader
+    if reader.is_sharded and layout.world_size is not None:
+        return None  # the format knows all ranks
     file = layout.root / next(iter(layout.files))
     if file.suffix not in ONE_FILE or step_of(Path(stem_of(file.name))) is not None or may_be_adapted(layout.tensors):
         return None
     series = series_of(file)
-    if is_numbered(file.name):
+    is_first = not series and _RANK_0.fullmatch(stem_of(file.name)) is not None
+    if is_numbered(file.name) or is_first or reader.rank_of(file.name) is not None:
         why = "its name counts ranks"
     elif series and all(is_alike(checkpoint, Checkpoint.at(file.parent / name)) for name in (series[0], series[-1])):
         why = f"{', '.join(series[:_NAMED])}{and_more(len(series) - _NAMED)} have the same tensors and shapes"
     else:
         return None
-    what = "nothing shows whether this file has the whole model or one part of it"
-    return f"{file}: {why}, and {what}; --base MODEL compares its shapes with a config.json"
+    return f"{why}, and nothing shows whether this file has the whole model or one part of it"
 
 
 def is_alike(checkpoint: Checkpoint, other: Checkpoint) -> bool:

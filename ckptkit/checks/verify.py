@@ -22,6 +22,7 @@ from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import EXPORTED, LOST, LeftBehind
 from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
+from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.problems import Problems, fold_files
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
@@ -157,12 +158,17 @@ def verify(
 
 
 def with_inconsistencies(checkpoint: Checkpoint, found: list[Verified]) -> list[Verified]:
-    """Return what was found of a checkpoint, and if that is whole, what in its metadata contradicts the rest."""
+    """Return what was found of a checkpoint and, if it is undamaged, whether it is a part of one or contradicts itself.
+
+    A file that is one of several has this one problem: the tensors of the other files are missing in it.
+    """
     if not (checkpoint.components and all(part.is_ok for part in found)):
         return found
-    odd = examine_checkpoint(checkpoint)
+    if part := find_parts(checkpoint):
+        return [replace(found[0], problems=(part,)), *found[1:]]
+    odd, doubt = examine_checkpoint(checkpoint), find_doubt(checkpoint)
     problems = [one.to_error(checkpoint.path) for one in odd if one.certainty is Certainty.CERTAIN]
-    notes = [one.line for one in odd if one.certainty is not Certainty.CERTAIN]
+    notes = [*([doubt] if doubt else []), *(one.line for one in odd if one.certainty is not Certainty.CERTAIN)]
     first = replace(found[0], problems=(*found[0].problems, *problems), notes=(*found[0].notes, *notes))
     return [first, *found[1:]]
 

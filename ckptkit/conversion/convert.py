@@ -149,8 +149,10 @@ def plan(sources: Sequence[Source], dst: Path, options: ConvertOptions) -> Conve
     if options.overwrite and not is_remote(dst):  # in a store whoever claims it looks
         check_replaceable(dst, conversion.file_sizes, by_training=conversion.replaces_training)
     is_known = conversion.is_fitted or options.salvage  # a salvage reads what it can, and says what it lacks
-    doubts = [] if is_known else [doubt for one in checkpoints if (doubt := find_doubt(one))]
-    return conversion.say(*map(Caution, doubts), *remarks_on_id(options.base))
+    hint = "pass --base MODEL to compare its shapes with a config.json"
+    doubts = [] if is_known else [(one.path, doubt) for one in checkpoints if (doubt := find_doubt(one))]
+    cautions = (Caution(f"{path}: {doubt}; {hint}") for path, doubt in doubts)
+    return conversion.say(*cautions, *remarks_on_id(options.base))
 
 
 def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> Iterator[Caution]:

@@ -11,6 +11,7 @@ from ckptkit.adapters.empty import EMPTY
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, named_in, path_of
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import describe_left
+from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.optimizers.masters import REMAINDERS, remainders_in
 from ckptkit.checks.verify import verify_part
 from ckptkit.diagnosis import KINDS
@@ -129,6 +130,8 @@ def open_case(
     if broken := find_broken_export(checkpoint):
         return None, broken
     damage = look_for_damage(checkpoint, check_part)
+    if not damage and (part := find_parts(checkpoint)):
+        damage = {checkpoint.model_component.path: [part]}
     findings = list(find_damage(checkpoint, damage))
     if checkpoint.model_component.path in damage:
         return None, findings
@@ -155,8 +158,10 @@ def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel 
 def notes_on(case: Case | None) -> Iterator[str]:
     """Yield what was not looked at, and what happens on purpose."""
     if case is None:
-        yield "the checkpoint is damaged, so nothing else was checked"
+        yield "nothing else was checked"
         return
+    if case.misfits is None and (doubt := find_doubt(case.checkpoint)):
+        yield doubt
     states = [] if case.checkpoint.model_component.reader.is_sharded else list(list_missing_states(case))
     if states:
         what = f"`{states[0].tensor}`{and_more(len(states) - 1)}"

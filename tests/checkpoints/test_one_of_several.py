@@ -68,6 +68,44 @@ def test_a_lone_file_that_its_name_calls_one_of_several_is_refused(tmp_path: Pat
             convert(tmp_path / name, tmp_path / "out")
 
 
+ALONE = [
+    *("model-00001-of-00003.safetensors", "pytorch_model-00002-of-00005.bin", "tp_01.pt", "sdp_01.pt"),
+    *("rank-00000001-of-00000002-model.pth", "shard_0.pt", "world_size_2_rank_0.bin", "mp_rank_01.pt"),
+]
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("fast", [False, True])
+def test_verify_and_doctor_say_that_a_file_is_one_of_several_and_nothing_else(
+    tmp_path: Path, name: str, fast: bool
+) -> None:
+    state = {"model.layers.1.w": WEIGHT}  # layer 0 is in another file, and config.json has more tensors
+    save_file(state, tmp_path / name) if name.endswith("s") else torch.save(state, tmp_path / name)
+    transformers.LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    (found,) = ckptkit.verify(tmp_path / name, fast=fast)
+    (problem,) = found.problems
+    assert problem.message == f"this is one of several: {name}; each has a part of the model"
+    (finding,) = ckptkit.doctor(tmp_path / name).findings
+    assert problem.message in finding.message
+
+
+def test_verify_says_where_the_other_files_of_a_model_are(tmp_path: Path) -> None:
+    for i in (1, 2):
+        save_file({f"w{i}": WEIGHT}, tmp_path / f"model-0000{i}-of-00002.safetensors")
+    (found,) = ckptkit.verify(tmp_path / "model-00001-of-00002.safetensors")
+    assert found.problems[0].hint == f"pass the directory {tmp_path}"
+    assert ckptkit.verify(tmp_path)[0].is_ok
+
+
+def test_verify_says_first_that_a_part_is_damaged(tmp_path: Path) -> None:
+    torch.save({"w": WEIGHT}, tmp_path / "tp_01.pt")
+    data = bytearray((tmp_path / "tp_01.pt").read_bytes())
+    data[data.index(WEIGHT.numpy().tobytes()) + 5] ^= 1
+    (tmp_path / "tp_01.pt").write_bytes(data)
+    (found,) = ckptkit.verify(tmp_path / "tp_01.pt")
+    assert "CRC-32" in found.problems[0].message
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -106,12 +144,51 @@ def test_a_file_that_is_one_of_one_is_the_model(tmp_path: Path) -> None:
     assert torch.equal(ckptkit.open(tmp_path / "out")["w"].torch(), WEIGHT)
 
 
-@pytest.mark.parametrize("name", ["rank0.pt", "ckpt-rank-0.pt", "mp_rank_00.pt", "model_rank_0.bin", "ckpt-rank-1.pt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rank0.pt", "ckpt-rank-0.pt", "mp_rank_00.pt", "model_rank_0.bin", "ckpt-rank-1.pt"),
+        *("model_0.pt", "model.0.pth", "model-0.bin", "consolidated.00.pth"),
+    ],
+)
 def test_a_lone_file_of_a_rank_may_be_whole_which_is_said(tmp_path: Path, name: str) -> None:
     torch.save({"model": {"w": WEIGHT[:4]}}, tmp_path / name)
     found = ckptkit.consolidate(tmp_path / name, tmp_path / "out", names="keep")
     assert "its name counts ranks, and nothing shows whether this file has the whole model" in found.warnings[0]
     assert any("counts ranks" in remark for remark in ckptkit.inspect(tmp_path / name).remarks)
+    assert any("counts ranks" in note for note in ckptkit.verify(tmp_path / name)[0].notes)
+    assert any("counts ranks" in note for note in ckptkit.doctor(tmp_path / name).notes)
+
+
+@pytest.mark.parametrize(
+    "name", ["model_1000.pt", "model_v0.pt", "trial_0.pt", "model0b.pt", "model-7b.pt", "model_0_best.pt", "epoch_0.pt"]
+)
+def test_other_numbers_count_no_ranks(tmp_path: Path, name: str) -> None:
+    torch.save({"model": {"w": WEIGHT[:4]}}, tmp_path / name)
+    assert not ckptkit.inspect(tmp_path / name).remarks
+
+
+META = {"tok_embeddings.weight": (32, 16), "norm.weight": (16,), "output.weight": (32, 16)}
+QUERIES = "layers.0.attention.wq.weight"
+
+
+@pytest.mark.parametrize(
+    ("rows", "sure"), [(16, "whole"), (8, "part"), (4, "part"), (12, None), (32, None), (None, None)]
+)
+def test_the_heads_of_metas_models_tell_how_many_ranks_there_were(
+    tmp_path: Path, rows: int | None, sure: str | None
+) -> None:
+    shapes = META | ({QUERIES: (rows, 16)} if rows else {})
+    source = tmp_path / "in" / "consolidated.00.pth"
+    save(source, {name: torch.ones(shape) for name, shape in shapes.items()})
+    for path in (source, source.parent):
+        if sure == "part":
+            with pytest.raises(CkptError, match=r"consolidated.01.pth: the file is missing"):
+                ckptkit.consolidate(path, tmp_path / "out", names="keep")
+            assert not ckptkit.verify(path)[0].is_ok
+        else:
+            found = ckptkit.consolidate(path, tmp_path / "out", names="keep", dry_run=True)
+            assert any("counts ranks" in one for one in found.warnings) is (sure is None)
 
 
 @pytest.mark.parametrize("rows", [4, 8])

@@ -41,6 +41,7 @@ from ckptkit.layout import Chunk, Extent, Layout, StoredTensor
 PARAMS = "params.json"
 _LIMIT = 1 << 20  # bytes
 _EMBEDDING = "tok_embeddings.weight"
+_NORM = "norm.weight"
 _QUERIES = ".attention.wq.weight"
 _KEYS = (".attention.wk.weight", ".attention.wv.weight")
 _RULES: JoinRules = (
@@ -85,10 +86,16 @@ def size_in(params: Mapping[str, Any], name: str) -> int | None:
     return found if type(found) is int and 0 < found < 1 << 40 else None
 
 
-def count_ranks(tensors: Mapping[str, StoredTensor], params: Params) -> int:
-    """Return how many ranks share the queries of a model, of which one has `tensors`; 0 if it has none of them."""
-    rows = (t.spec.shape[0] for name, t in tensors.items() if name.endswith(_QUERIES) and all(t.spec.shape))
-    return params.heads * params.head_dim // next(rows, 1 << 62)
+def count_ranks(tensors: Mapping[str, StoredTensor], params: Params | None) -> int:
+    """Return how many ranks share the queries of a model, of which one has `tensors`; 0 if nothing tells.
+
+    Without params.json all heads together are as wide as the model, as in Meta's own releases: `head_dim` of
+    llama-models is `dim // n_heads`, and each rank has the full norm.
+    """
+    rows = next((t.spec.shape[0] for name, t in tensors.items() if name.endswith(_QUERIES) and all(t.spec.shape)), 0)
+    norm = tensors.get(_NORM)
+    wide = params.heads * params.head_dim if params else norm.spec.numel if norm else 0
+    return wide // rows if rows and (params or wide % rows == 0) else 0
 
 
 def join(name: str, parts: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
@@ -130,7 +137,7 @@ def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
     wanted: dict[str, list[int | None]] = {
         _EMBEDDING: [params.vocabulary, dim],
         "output.weight": [params.vocabulary, dim],
-        "norm.weight": [dim],
+        _NORM: [dim],
         "wq.weight": [wide, dim],
         "wk.weight": [narrow, dim],
         "wv.weight": [narrow, dim],
@@ -185,14 +192,15 @@ class Consolidated(FormatReader):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the whole model; report ranks whose files are missing or cannot be read.
 
+        Its `world_size` is None if nothing tells whether the only file has the whole model.
         Raises `Corrupt` if the ranks do not make up the model of params.json, `Unsupported` for a tensor of which no
         rule says how it is split.
         """
         root, files = find_files(path, report)
         found, params = read_ranks(root, files, report), read_params(root)
         first = next(iter(found.values()))
-        if params:
-            files = with_last(root, files, count_ranks(first.tensors, params), report)
+        count = count_ranks(first.tensors, params)
+        files = with_last(root, files, count, report)
         ranks = [found.get(name) or as_lost(first, name) for name in files]
         tensors: dict[str, StoredTensor] = {}
         spares: dict[str, tuple[Chunk, ...]] = {}
@@ -204,7 +212,8 @@ class Consolidated(FormatReader):
                 raise error.blame(path=root) from None
             spares |= {name: copies} if (copies := spares_of(tensors[name], parts)) else {}
         described = (*found, PARAMS) if params else tuple(found)
-        return Layout(root, self.name, tensors, first.blobs, first.keys, len(files), described, spares=spares)
+        world = len(files) if params or count or len(files) > 1 else None
+        return Layout(root, self.name, tensors, first.blobs, first.keys, world, described, spares=spares)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every entry of the files: storages, pickles and what torch puts beside them."""
