@@ -48,6 +48,7 @@ _NOT_COMPUTED = frozenset(
         *("layers_pattern", "trainable_token_indices", "megatron_config", "megatron_core"),
     )
 )
+_ALL = "all-linear"
 _BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they begin by changing the base
 
 
@@ -98,6 +99,40 @@ class AdapterConfig:
         """Return the parameters of a module that `target_parameters` may mean: PEFT adapts these, not the module."""
         targets = [target.rpartition(".") for target in self.names("target_parameters")]
         return tuple(f"{module}.{leaf}" for above, _, leaf in targets if not above or is_called(module, above))
+
+    def is_target(self, module: str) -> bool:
+        """Return whether PEFT would adapt a module that has the name of an adapted one in another layer.
+
+        False if only a pattern that could take long to match would tell. Source: `check_target_module_exists` in
+        peft/tuners/tuners_utils.py.
+        """
+        if self.is_listed("exclude_modules", module):
+            return False
+        if isinstance(self.values.get("target_modules"), str):
+            return self.is_listed("target_modules", module)
+        named = [*self.names("target_modules"), *(one.rpartition(".")[0] for one in self.names("target_parameters"))]
+        is_named = not named or any(is_called(module, name) for name in named)
+        return is_named and self.is_in_layers(module)
+
+    def is_listed(self, key: str, module: str) -> bool:
+        """Return whether a pattern or a list of names is of a module; `all-linear` is of all."""
+        found = self.values.get(key)
+        if not isinstance(found, str):
+            return any(is_called(module, name) for name in self.names(key))
+        try:
+            return found == _ALL or matches(found, module, self.path)
+        except Unsupported:
+            return False
+
+    def is_in_layers(self, module: str) -> bool:
+        """Return whether `layers_to_transform` lists the layer of a module; True if it lists none."""
+        layers = self.values.get("layers_to_transform")
+        wanted = [layers] if isinstance(layers, int) else layers if isinstance(layers, list) else []
+        if not wanted:
+            return True
+        lists = "|".join(map(re.escape, self.names("layers_pattern"))) or r"[^.]*"
+        found = re.match(rf"(?:.*?\.)?(?:{lists})\.([0-9]+)\.", module)
+        return found is not None and int(found[1]) in wanted
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module or of a target parameter. Raises `Corrupt` if it is no positive number."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckptkit.adapters.draft import Fitted, describe, open_adapters
 from ckptkit.adapters.expert_pairs import find_form
+from ckptkit.adapters.gaps import find_gaps
 from ckptkit.adapters.in_memory import in_memory, to_files
 from ckptkit.adapters.recipes import Merging, Source
 from ckptkit.adapters.tied import choose_ties
@@ -24,6 +25,7 @@ from ckptkit.models.companions import TOKENIZER_LIMIT, find_companions, tokenize
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names import HUB
+from ckptkit.models.predictors import predictors_in
 from ckptkit.models.transformers_model import NotBuilt
 from ckptkit.models.vocabulary import NewVocabulary, vocabulary_of
 from ckptkit.state.model import Model
@@ -151,6 +153,8 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
     memory = None if has_modules(whole, adapters) else in_memory(base.part, base.weights, base.config)
     is_moved = memory is not None and has_modules(memory, adapters)
     specs = base.layout.specs
+    named = (memory if memory is not None and is_moved else whole).tensors
+    names = named.keys() - predictors_in(named, base.config)
     merging = Merging(
         restore_tied(memory, base.config) if memory is not None and is_moved else whole,
         {name: recipe(name, specs[name].dtype) for name, recipe in base.recipes.items()},
@@ -162,7 +166,8 @@ def merge_into(base: Model, adapters: Sequence[Fitted], options: ConvertOptions)
         merging.add(Source(number, one.adapter, one.config, base_beside, weight, options.experts_layout))
         times = f"{weight:g} times " if options.scales else ""
         merged = f"merged {times}the adapter of {one.path}: {describe(one.adapter)}, by {one.config.path}"
-        model = model.say(*check_base(one, base.part), merged)
+        gaps = find_gaps(one.adapter, one.config, names)
+        model = model.say(*check_base(one, base.part), merged, *gaps)
     check_experts_layout(merging, adapters, options)
     if is_moved:
         merging = to_files(merging, whole)
