@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 from shlex import quote
@@ -14,7 +15,6 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_more
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.wrappers import DDP
 from ckptkit.models.companions import CONFIG, Companions, describe_weights, find_companions, find_config
 from ckptkit.models.expected import AskBase, Form, expected_llama, form_or_reason
 from ckptkit.models.fit import fit
@@ -122,11 +122,14 @@ def refuse_copies(model: Model) -> None:
     if copy is None:
         return
     entry = model.weights.came_from.get(copy.name, copy.name)
-    glob = f"{escape(entry[: len(entry) - len(copy.name)] + copy.prefix)}*"
-    rule = f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}" if copy.prefix != DDP.text else ""  # that goes anyway
-    hint = f"pass --exclude {quote(glob)}, or for the copy --include {quote(glob)}{rule}"
+    above = entry[: len(entry) - len(copy.name)]
+    glob, module = f"{escape(above + copy.prefix)}*", f"{escape(above + copy.module)}*"
+    alone = find_weights(edits.select(model.weights.whole, lambda name: fnmatchcase(name, glob))).layout.tensors
+    is_stripped = not any(name.startswith(copy.prefix) for name in alone)  # as a wrapper's prefix
+    rule = "" if is_stripped else f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}"
+    hint = f"pass --exclude {quote(module)}, or for the copy --include {quote(glob)}{rule}"
     message = f"the model is here twice: `{copy.of}` and `{copy.name}`"
-    raise SeveralModels(message, path=model.layout.path, hint=hint, globs=[glob])
+    raise SeveralModels(message, path=model.layout.path, hint=hint, globs=[module])
 
 
 def translate_names(model: Model, options: ConvertOptions) -> Model:

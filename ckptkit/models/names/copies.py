@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
 from ckptkit.layout.box import Shape
+from ckptkit.layout.wrappers import DDP
 
 # in the name of the module that keeps an average, or at the start of a parameter's name
 _AVERAGE = re.compile(r"(?:^|(?<=_))(?:ema|avg|averaged?|shadow|swa)(?:_|$)")
+
+_FEWEST = 3  # tensors by which two modules are copies of each other whatever they are called
 
 
 class SecondModel(NamedTuple):
@@ -20,6 +23,11 @@ class SecondModel(NamedTuple):
     name: str
     of: str
     prefix: str
+
+    @property
+    def module(self) -> str:
+        """Return the prefix of the module with the copy, which may have counters beside it."""
+        return self.prefix[: self.prefix.find(".") + 1] or self.prefix
 
 
 def find_copy(shapes: Mapping[str, Shape]) -> SecondModel | None:
@@ -32,7 +40,8 @@ def find_copy(shapes: Mapping[str, Shape]) -> SecondModel | None:
     for module, count in first.items():
         if count * 2 == len(shapes) and (found := find_under(f"{module}.", shapes)):
             return found
-        if _AVERAGE.search(module) and (found := find_average(module, shapes)):
+        alike = [other for other in first if other != module and first[other] == count >= _FEWEST]
+        if _AVERAGE.search(module) and (found := find_average(module, alike, shapes)):
             return found
     return None
 
@@ -45,18 +54,20 @@ def find_under(prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
     return None
 
 
-def find_average(module: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
-    """Return the average under a module, or under a prefix of the names of modules as in `ema_layers.0.weight`."""
-    if match := re.match(r"(?:ema|avg|shadow|swa)_(?=.)", module):
-        prefix = match[0]
-        own = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
-        if found := copy_of(own, prefix, shapes):
-            return found
-    prefix = f"{module}."
+def find_average(module: str, alike: Iterable[str], shapes: Mapping[str, Shape]) -> SecondModel | None:
+    """Return the average under a module, or under a prefix of the names of modules as in `ema_layers.0.weight`.
+
+    The model is at the top, in the module that the average is called after, or in one of as many tensors. torch's
+    `AveragedModel` has its copy under `module.`.
+    """
+    match = re.match(r"(?:ema|avg|shadow|swa)_(?=.)", module)
     other = _AVERAGE.sub("", module).strip("_")
-    below = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
-    names = ({name: f"{above}{rest}" for name, rest in below.items()} for above in ("", f"{other}."))
-    return next(filter(None, (copy_of(own, prefix, shapes) for own in names)), None)
+    for prefix in (*([match[0]] if match else []), f"{module}.{DDP.text}", f"{module}."):
+        below = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
+        for above in ("", *(f"{one}." for one in (other, *alike))):
+            if found := copy_of({name: f"{above}{rest}" for name, rest in below.items()}, prefix, shapes):
+                return found
+    return None
 
 
 def copy_of(own: Mapping[str, str], prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:

@@ -32,6 +32,10 @@ TWICE = {
     "both-prefixed": {**under("net."), **under("net_ema.", more=5)},
     "averaged": {**under("model."), **under("averaged_model.", more=5)},
     "trained-only": {**MODEL, "ema.layers.1.w": torch.zeros(2, 4)},
+    "under-another-name": {**under("net."), **under("ema.", more=5)},
+    "wrapped": {**under("model."), **under("ema_model.", more=5)},
+    "wrapped-twice": {**under("model."), **under("ema_model.model.", more=5)},
+    "swa": {**MODEL, **under("swa_model.module.", more=5), "swa_model.n_averaged": torch.tensor(7)},
     "without-dots": {**under("model."), **under("model_ema.", more=5, dots=""), **COUNTERS},
 }
 OTHERS = {
@@ -41,6 +45,12 @@ OTHERS = {
     "codebook": {"quantize.embed": torch.ones(4, 4), "quantize.ema_w": torch.ones(4, 4)},
     "no-dots": {"a": torch.ones(2), "b": torch.ones(2)},
     "pool": {**MODEL, "avg_pool.w": torch.ones(2, 4)},
+    "two-of-a-kind": {
+        "norm.w": torch.ones(4),
+        "norm.b": torch.ones(4),
+        "avg_x.w": torch.ones(4),
+        "avg_x.b": torch.ones(4),
+    },
     "average-of-other": {**MODEL, "ema.other.w": torch.ones(2, 4)},
 }
 
@@ -55,8 +65,10 @@ def test_a_model_that_is_there_twice_is_refused(tmp_path: Path, what: str, wrapp
     assert len(ckptkit.open(tmp_path / "kept")) == len(TWICE[what])
 
 
-@pytest.mark.parametrize("wrapper", ["", "model"])
-@pytest.mark.parametrize("what", ["ddp", "ema", "ema-prefix", "ema-module"])
+@pytest.mark.parametrize("wrapper", ["", "model", "state_dict"])
+@pytest.mark.parametrize(
+    "what", ["ddp", "ema", "ema-prefix", "ema-module", "under-another-name", "wrapped", "wrapped-twice", "swa"]
+)
 def test_the_hint_writes_either(tmp_path: Path, what: str, wrapper: str) -> None:
     torch.save({wrapper: TWICE[what]} if wrapper else TWICE[what], tmp_path / "src.pt")
     refused = run("consolidate", tmp_path / "src.pt", tmp_path / "out")
@@ -66,9 +78,10 @@ def test_the_hint_writes_either(tmp_path: Path, what: str, wrapper: str) -> None
     for options, more in ((found[1], 0.0), (found[2], 5.0)):
         out = tmp_path / str(more)
         assert run("consolidate", tmp_path / "src.pt", out, *shlex.split(options)).returncode == 0
-        written = ckptkit.open(out)
+        opened = ckptkit.open(out)
+        written = {re.sub(r"^(net|model)\.", "", name): name for name in opened}  # where the model itself is there
         assert sorted(written) == sorted(MODEL)
-        assert all(torch.equal(written[name].torch(), MODEL[name] + more) for name in MODEL)
+        assert all(torch.equal(opened[written[name]].torch(), MODEL[name] + more) for name in MODEL)
 
 
 @pytest.mark.parametrize("what", OTHERS)
