@@ -39,7 +39,9 @@ _IDENTITY = ("model_type", "architectures")  # a config that does not have them 
 _PADDED = re.compile(r"Classification|Reward|Roberta|Electra|Camembert")  # classes that look for the padding token
 _ROPE = ("rope_scaling", "rope_parameters")
 _ABSENT = {"rope_type": "default", "is_causal": True}  # what a key that is absent means in every library
-_BY_LENGTH = ("dynamic", "yarn", "longrope", "su")  # kinds of rope that depend on `max_position_embeddings`
+_LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+_BY_LENGTH = ("dynamic", "longrope", "su")  # kinds of rope that depend on `max_position_embeddings` itself
+_BY_ORIGINAL = ("llama3", "yarn", "longrope", "su")  # kinds that depend on the length before the rope was scaled
 _TEXT = "text_config"
 _LABELS = "id2label"
 _TOLD = re.compile(r".*_bias|bias|is_causal")  # tensors tell whether a model has biases; `_ABSENT` knows the other
@@ -201,16 +203,18 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
     """Yield the keys that are not harmless with their values, through all sections."""
-    entries: Iterable[tuple[str, Any]] = ({**config, **widths_of(config), **rope_of(config)}).items()
+    rope = rope_of(config)
+    kind = rope.get("rope_type")
+    entries: Iterable[tuple[str, Any]] = ({**config, **widths_of(config), **rope}).items()
     for key, value in entries:
-        if key in _ROPE or _HARMLESS.fullmatch(str(key)):
+        if key in _ROPE or _HARMLESS.fullmatch(str(key)) or (key == _ORIGINAL and kind not in _BY_ORIGINAL):
             continue
         if isinstance(value, Mapping):
             yield from entries_in(value, f"{section}{key}.")
         else:
             yield f"{section}{key}", plain(str(key), value)
-    if config.get("max_position_embeddings") and rope_of(config).get("rope_type") in _BY_LENGTH:
-        yield f"{section}max_position_embeddings", config["max_position_embeddings"]
+    if config.get(_LENGTH) and kind in _BY_LENGTH:
+        yield f"{section}{_LENGTH}", config[_LENGTH]
 
 
 def widths_of(config: Mapping[str, Any]) -> dict[str, int]:
@@ -223,7 +227,12 @@ def widths_of(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json, or a section of one, says of rotary positions, in the keys of `rope_parameters`."""
+    """Return what a config.json, or a section of one, says of rotary positions, in the keys of `rope_parameters`.
+
+    The length before the rope was scaled is that of the config, else that of the rope, else the longest; the factor of
+    yarn is by default the ratio of the two. Source: `standardize_rope_params` and `_compute_yarn_parameters` in
+    transformers/modeling_rope_utils.py.
+    """
     found: dict[str, Any] = {}
     for key in _ROPE:
         found |= config[key] if isinstance(config.get(key), Mapping) else {}
@@ -232,6 +241,11 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
         found.setdefault("rope_type", kind)
     if config.get("rope_theta") is not None:
         found["rope_theta"] = config["rope_theta"]
+    if found.get("rope_type") in _BY_ORIGINAL:
+        length = config.get(_LENGTH)
+        found[_ORIGINAL] = config.get(_ORIGINAL) or found.get(_ORIGINAL) or length
+        if found["rope_type"] == "yarn" and found.get("factor") is None and length and found[_ORIGINAL]:
+            found["factor"] = length / found[_ORIGINAL]
     return {key: value for key, value in found.items() if value is not None}
 
 

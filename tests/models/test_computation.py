@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 
 from ckptkit.models.computation import find_contradictions, find_differences
 
@@ -104,6 +106,54 @@ def test_lengths_count_where_the_rope_depends_on_them() -> None:
         one = {**ODD, "rope_scaling": {"rope_type": kind, "factor": 2.0}}
         found = find_differences({**one, "max_position_embeddings": 64}, {**one, "max_position_embeddings": 128})
         assert bool(found) is differs
+
+
+_LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SMALL = {"vocab_size": 16, "intermediate_size": 48, "num_hidden_layers": 1}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+BOTH = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+# two ways to write the rope of a llama, with the keys beside it
+ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "beside": ({"rope_scaling": YARN}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, _ORIGINAL: 16}),
+    "beside comes first": ({"rope_scaling": YARN}, {"rope_scaling": {**YARN, _ORIGINAL: 4096}, _ORIGINAL: 16}),
+    "beside another": ({"rope_scaling": YARN}, {"rope_scaling": YARN, _ORIGINAL: 4096}),
+    "the longest": (
+        {"rope_scaling": YARN, _LENGTH: 16},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, _LENGTH: 16},
+    ),
+    "another longest": (
+        {"rope_scaling": YARN, _LENGTH: 64},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, _LENGTH: 64},
+    ),
+    "the ratio": ({"rope_scaling": YARN, _LENGTH: 64}, {"rope_scaling": {**YARN, "factor": None}, _LENGTH: 64}),
+    "another ratio": ({"rope_scaling": YARN, _LENGTH: 32}, {"rope_scaling": {**YARN, "factor": None}, _LENGTH: 32}),
+    "a longer cache": ({"rope_scaling": YARN, _LENGTH: 64}, {"rope_scaling": YARN, _LENGTH: 128}),
+    "llama3": (
+        {"rope_scaling": {**LLAMA3, _ORIGINAL: 16}, _LENGTH: 64},
+        {"rope_scaling": LLAMA3, _LENGTH: 64, _ORIGINAL: 16},
+    ),
+    "llama3, the longest": (
+        {"rope_scaling": {**LLAMA3, _ORIGINAL: 16}, _LENGTH: 64},
+        {"rope_scaling": LLAMA3, _LENGTH: 64},
+    ),
+    "longrope": ({"rope_scaling": {**LONG, _ORIGINAL: 16}, _LENGTH: 64}, {"rope_scaling": LONG, **BOTH}),
+    "no rope": ({}, {_ORIGINAL: 16}),
+}
+
+
+@pytest.mark.parametrize(("one", "two"), ROPES.values(), ids=ROPES)
+def test_the_length_before_scaling_is_where_transformers_finds_it(one: dict[str, Any], two: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    logits = []
+    for said in (one, two):
+        config = transformers.LlamaConfig(**SIZES, **SMALL, **copy.deepcopy(said))
+        transformers.set_seed(0)
+        model = transformers.LlamaForCausalLM(config).eval()
+        logits.append(model(torch.arange(24)[None] % 16).logits)
+    are_equal = torch.equal(*logits)
+    assert (find_differences({**LLAMA, **one}, {**LLAMA, **two}) == []) is are_equal
 
 
 def test_the_padding_token_of_a_classifier_counts() -> None:
