@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.evidence import gather
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import Manifest, read_manifest
+from ckptkit.checkpoints.manifest import Manifest, lost_since, read_manifest
 from ckptkit.checkpoints.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.errors import (
     CkptError,
@@ -93,7 +93,7 @@ class Component:
             layout = with_file(self.salvaged, self.path)
         else:
             with translate_os_errors(self.path):
-                layout = with_file(self.reader.read(self.path), self.path)
+                layout = with_file(self.read_files(), self.path)
                 if layout.spares:
                     from ckptkit.checkpoints.replicas import check_replicas  # few checkpoints have any
 
@@ -103,6 +103,13 @@ class Component:
             layout = self.with_sums(layout, self.manifest)
             check_headers(layout)
         return edits.take_twins(layout) if self.takes_twins else layout
+
+    def read_files(self) -> Layout:
+        """Return the layout that the reader reads of the files."""
+        try:
+            return self.reader.read(self.path)
+        except Incomplete as error:
+            raise lost_since(error, self.path) from None
 
     def apply_context(self, layout: Layout) -> Layout:
         """Return what its reader has read with flat parameters cut, under the keys where it belongs."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CheckpointWarning, CkptError, Corrupt, Unsafe, Unsupported
+from ckptkit.errors import CheckpointWarning, CkptError, Corrupt, Incomplete, Unsafe, Unsupported
 from ckptkit.formats.archives.state_files import entries_of, opened
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.safetensors_headers import read_header
@@ -129,6 +129,24 @@ def has_stale_manifest(root: Path) -> bool:
         return is_there(root / NAME) and read_manifest(root) is None
     except Corrupt:
         return False
+
+
+def lost_since(error: CkptError, root: Path) -> CkptError:
+    """Return the error for metadata that a manifest lists and that is gone; any other error as it is.
+
+    The file was there when the manifest was made, so the save did finish.
+    """
+    names = error.files if isinstance(error, Incomplete) else ()
+    lost = [name for name in names if name.endswith(_DESCRIBED_BY)]
+    try:
+        manifest = read_manifest(root) if lost and root.is_dir() else None
+    except Corrupt:
+        manifest = None
+    if manifest is None or not manifest.files.keys() >= set(lost):
+        return error
+    message = f"{', '.join(f'`{name}`' for name in lost)} is missing: it was deleted after the save ({NAME} lists it)"
+    hint = f"restore the file from a copy{f', or {error.hint}' if error.hint else ''}"
+    return Incomplete(message, path=error.path, files=names, hint=hint)
 
 
 class StaleManifest(CheckpointWarning):

@@ -21,7 +21,7 @@ from ckptkit.checkpoints.component import Component, find_unfinished
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import EXPORTED, LOST, LeftBehind
-from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, read_manifest
+from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, lost_since, read_manifest
 from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.problems import Problems, fold_files
 from ckptkit.checkpoints.replicas import check_replicas
@@ -281,7 +281,7 @@ def verify_part(
                 found = replace(found, notes=(*found.notes, *compare_copies(layout, problems, jobs)))
             origin.check()
     except CkptError as error:
-        problems.add(error.blame(path=path))
+        problems.add(lost_since(error.blame(path=path), path))
     return replace(found, problems=fold_files(problems.list(), entries))
 
 

@@ -11,7 +11,7 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.diagnosis.case import Case
 from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import rewrite
+from ckptkit.diagnosis.fix import export, rewrite
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
 from ckptkit.io.path import is_remote, spelled_like
 
@@ -48,16 +48,31 @@ def problems_of(part: Component) -> Sequence[CkptError]:
     return problems.list()
 
 
-def find_damage(checkpoint: Checkpoint, damage: Damage) -> Iterator[Finding]:
-    """Yield what is damaged or missing, and name another checkpoint of the run that is whole, if there is one."""
+def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None = None) -> Iterator[Finding]:
+    """Yield what is damaged or missing, and name another checkpoint of the run that is whole, if there is one.
+
+    A lost config.json or tokenizer is only in `model`, if that is given: no salvage restores it.
+    """
     whole = find_whole(checkpoint) if damage else None
     fix = rewrite(checkpoint, salvage=True, fill_from=whole) if damage else None
+    copy = export(checkpoint, base=str(model)) if damage and model is not None else None
     other = f"; {whole.name} beside it is complete" if whole else ""
     for problem in (problem for problems in damage.values() for problem in problems):
         where = "" if problem.path is None else f"{name_in(checkpoint.path, problem.path)}: "
         hint = f" ({problem.hint})" if problem.hint else ""
         message = f"{where}{problem.message}{hint}{other}"
-        yield Finding(problem.code, problem.tensor, message, fix if isinstance(problem, Corrupt) else None)
+        own_fix = copy if is_beside(checkpoint, problem) else fix
+        yield Finding(problem.code, problem.tensor, message, own_fix if isinstance(problem, Corrupt) else None)
+
+
+def is_beside(checkpoint: Checkpoint, problem: CkptError) -> bool:
+    """Return whether a problem is that of a file without tensors or metadata, such as config.json."""
+    path, files = problem.path, [part.path for part in checkpoint.components]
+    return path is not None and path.suffix == ".json" and path.parent in files and not is_owned(checkpoint, path.name)
+
+
+def is_owned(checkpoint: Checkpoint, name: str) -> bool:
+    return any(part.reader.owns(name) for part in checkpoint.components)
 
 
 def find_whole(checkpoint: Checkpoint) -> Path | None:

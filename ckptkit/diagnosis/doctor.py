@@ -23,6 +23,7 @@ from ckptkit.diagnosis.exports import find_broken_export
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.fix import Fix
 from ckptkit.diagnosis.optimizer import list_missing_states
+from ckptkit.diagnosis.shapes import compared_ties
 from ckptkit.errors import CkptError, Usage, and_more
 from ckptkit.io.path import remarks_on_id
 from ckptkit.layout.gc_pause import collector_paused
@@ -36,6 +37,7 @@ class Diagnosis(Summarized):
     """The checkpoint at `path`, and what will break when it is loaded. `notes` say what else there is to know.
 
     `fixed_by` is the command that doctor ran to fix it, `fixed` the diagnosis of its output; None if it ran none.
+    `compared` are the tensors that doctor read, to compare them with the ones that they are tied to.
     """
 
     path: Path
@@ -43,6 +45,7 @@ class Diagnosis(Summarized):
     notes: tuple[str, ...] = ()
     fixed_by: Fix | None = None
     fixed: Diagnosis | None = None
+    compared: tuple[str, ...] = ()
 
     @property
     def is_ok(self) -> bool:
@@ -60,7 +63,8 @@ class Diagnosis(Summarized):
     @property
     def not_read(self) -> str:
         """Return what doctor did not look at, and the command that does."""
-        return f"not read: tensors (`ckptkit verify {self.path}`)"
+        but = f", except {' and '.join(f'`{name}`' for name in self.compared)}" if self.compared else ""
+        return f"not read: tensors{but} (`ckptkit verify {self.path}`)"
 
     def summary(self) -> Iterator[str]:
         yield self.verdict
@@ -94,7 +98,8 @@ def doctor(
     findings += [found for kind in KINDS for found in kind(case)] if case else []
     chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
     notes = (*remarks_on_id(model), *unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
-    found = Diagnosis(checkpoint.path, chosen.findings, notes)
+    read = tuple(dict.fromkeys(name for tie in compared_ties(case).items() for name in tie)) if case else ()
+    found = Diagnosis(checkpoint.path, chosen.findings, notes, compared=read)
     if fix is None:
         return found
     if not chosen.findings:
@@ -132,7 +137,7 @@ def open_case(
     damage = look_for_damage(checkpoint, check_part)
     if not damage and (part := find_parts(checkpoint)):
         damage = {checkpoint.model_component.path: [part]}
-    findings = list(find_damage(checkpoint, damage))
+    findings = list(find_damage(checkpoint, damage, model))
     if checkpoint.model_component.path in damage:
         return None, findings
     whole = replace(checkpoint, components=tuple(part for part in checkpoint.components if part.path not in damage))

@@ -10,6 +10,7 @@ from ckptkit.diagnosis.fix import export, rewrite
 from ckptkit.diagnosis.unserved import LAYER
 from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.io.path import is_remote
+from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
 from ckptkit.models.computation import find_differences
 from ckptkit.models.fit import check_equal, ties_of
@@ -106,6 +107,7 @@ def find_ties(case: Case) -> Iterator[Finding]:
     model, weights = case.model, case.weights
     if model is None or weights is None or not case.is_plain:
         return
+    compared = compared_ties(case)
     for name, source in ties_of(weights.layout, model.config, case.form).items():
         if name in case.renames.values():
             continue
@@ -113,19 +115,27 @@ def find_ties(case: Case) -> Iterator[Finding]:
             if source in weights.layout.tensors and case.checkpoint.model_component.reader.is_sharded and model.asked:
                 message = f"it is tied to `{source}`; a model in memory has both, so torch's load asks for this one too"
                 yield Finding("tie", name, message, export(case.checkpoint, base=model.name))
-        elif not is_remote(weights.layout.root) and differs(case, name, source):
+        elif name in compared and differs(weights.layout, name, source):
             message = (
                 f"the config of {model.name} ties it to `{source}`, but their values differ: a load loses one of them"
             )
             yield Finding("tie", name, message)
 
 
-def differs(case: Case, name: str, source: str) -> bool:
+def compared_ties(case: Case) -> dict[str, str]:
+    """Return the tensors that the config ties to others, both of which are here and on a disk: doctor reads them."""
+    model, weights = case.model, case.weights
+    if model is None or weights is None or not case.is_plain or is_remote(weights.layout.root):
+        return {}
+    ties = ties_of(weights.layout, model.config, case.form).items()
+    there = weights.layout.tensors.keys() - set(case.renames.values())
+    return {name: source for name, source in ties if name in there and source in weights.layout.tensors}
+
+
+def differs(layout: Layout, name: str, source: str) -> bool:
     """Return whether two tensors that should be the same are not."""
-    if case.weights is None or source not in case.weights.layout.tensors:
-        return False
     try:
-        check_equal(case.weights.layout, name, source)
+        check_equal(layout, name, source)
     except Mismatch:
         return True
     except Unsupported:

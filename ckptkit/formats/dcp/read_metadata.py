@@ -336,6 +336,7 @@ def find_metadata(path: Path) -> dict[int, Path]:
         raise unfinished_upload(path, read_claim(path)) or Incomplete(
             "no `.metadata`: the save did not finish",
             path=path,
+            files=[METADATA],
             hint=f"use an older checkpoint, or run `ckptkit reshard` with --salvage --fill-from OLDER; {ELSEWHERE}",
         )
     return dict(sorted(ranks.items()))
