@@ -141,9 +141,9 @@ def stats(
     """Return statistics of the numbers in the checkpoint at `source`, or in the latest of the run there.
 
     Uses `jobs` threads. `include` and `exclude` are globs of names; a glob that matches nothing is an error unless you
-    pass `allow_unmatched`. Compares no checksums. With `other`, a checkpoint of the same model, returns how far each
-    parameter moved from `source` to it. Raises `Corrupt` with the tensor's name if bytes are missing, and `Mismatch` if
-    the two share no parameter.
+    pass `allow_unmatched`. With `other`, a checkpoint of the same model, returns how far each parameter moved from
+    `source` to it. Raises `Corrupt` with the tensor's name if bytes are missing or a checksum differs, and `Mismatch`
+    if the two share no parameter.
     """
     if other is not None:
         if include or exclude:

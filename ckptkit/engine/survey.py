@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from ckptkit.engine.blocks import Block, blocks
+from ckptkit.engine.check_sources import Sources
+from ckptkit.engine.copy import scrub
+from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Pieces, Worker, visit
 from ckptkit.layout import Layout
 from ckptkit.layout.counting import Count, count
@@ -40,19 +43,22 @@ def survey(
 ) -> dict[str, Count]:
     """Return the counts of each tensor of a layout, made with `jobs` threads.
 
-    Compares no checksums. `progress` is told of bytes read, by one thread at a time. Raises `Corrupt` where bytes are
-    missing, and `Usage` for a layout that has not been located.
+    Every chunk is compared with the CRC-32 recorded for it. `progress` is told of bytes read, by one thread at a time.
+    Raises `Corrupt` where bytes are missing or a CRC-32 differs, and `Usage` for a layout that has not been located.
     """
     plan = plan_in_place(layout)
+    sources = Sources(plan, Ledger())
     tally = Tally(layout.tensors)
 
     def look(worker: Worker, block: Block) -> Count:
         return count(worker.read(block), block.target.chunk.dtype)
 
-    def note(block: Block, fresh: Count, _pieces: Pieces) -> None:
+    def note(block: Block, fresh: Count, pieces: Pieces) -> None:
+        sources.note(pieces)
         tally.add(block, fresh)
         if progress:
             progress(block.nbytes)
 
-    visit(plan, look, note, jobs, among=tally.in_turn(blocks(plan)))
+    visit(plan, look, note, jobs, sums=sources.compares, among=tally.in_turn(blocks(plan)))
+    scrub(sources, jobs)
     return tally.counts

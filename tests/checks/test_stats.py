@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckptkit
 from ckptkit.checks.stats import TensorStats, stats
-from ckptkit.errors import Usage
+from ckptkit.errors import Corrupt, Usage
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
 from tests import producers
@@ -54,6 +56,24 @@ def test_what_catches_the_eye(tmp_path: Path) -> None:
     assert (found["mixed"].nan, found["mixed"].inf) == (1, 1)
     assert (found["mixed"].low, found["mixed"].high) == (-torch.inf, 1.0)
     assert (found["nan"].low, found["nothing"].high) == (None, None)
+
+
+@pytest.mark.parametrize("to", ["dcp", "pt", "hf"])
+def test_damaged_numbers_are_not_counted(tmp_path: Path, to: str) -> None:
+    tensors = {"w": torch.arange(48.0).reshape(8, 6), "x": torch.arange(48.0, 96.0)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    root = tmp_path / "out"
+    ckptkit.convert(tmp_path / "model.safetensors", root, to=to, names="keep")
+    assert stats(root).total.numbers == 96
+    data = tensors["x"].numpy().tobytes()[:64]
+    (file,) = (one for one in root.iterdir() if data in one.read_bytes())
+    content = bytearray(file.read_bytes())
+    content[content.index(data) + 2] ^= 1
+    made = (root / "ckptkit.json").stat().st_mtime_ns
+    file.write_bytes(content)
+    os.utime(file, ns=(made, made))
+    with pytest.raises(Corrupt, match="CRC-32"):
+        stats(root)
 
 
 def test_a_constant_with_nan_in_it_is_none() -> None:
