@@ -103,12 +103,14 @@ class FormatWriter(FormatReader, Protocol):
     `suffixes` are those of a file that is a checkpoint by itself, if one can be. With `needs_names` a model has to lie
     under `model`, and its optimizer by the names of parameters under `optimizer`, as torch's own state dicts have it.
     With `needs_shapes` each elementwise state has to have the shape of its parameter.
+    With `ties` tensors that are one in the source share their bytes in the output.
     With `repeats` some data stands in several files, and `seal` copies it from one to the others.
     """
 
     suffixes: tuple[str, ...] = ()
     needs_names: bool = False
     needs_shapes: bool = False
+    ties: bool = False
     repeats: bool = False
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:

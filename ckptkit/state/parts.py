@@ -198,9 +198,8 @@ def choose(piece: Piece, options: ConvertOptions, world_size: int) -> tuple[Layo
     chosen = edits.select(piece.layout, options.edits.admit)
     opaque = say_opaque(chosen.tensors)
     remarks = [opaque] if opaque else []
-    remarks += [
-        f"wrote `{name}` as a tensor of its own, although it is tied" for name in chosen.tensors.keys() & piece.restored
-    ]
+    how = "in the storage of the embedding" if options.writer.ties else "as a tensor of its own, although it is tied"
+    remarks += [f"wrote `{name}` {how}" for name in chosen.tensors.keys() & piece.restored]
     if not options.writer.is_sharded:
         return chosen, remarks
     chosen, more = drop_state_of_ranks(chosen, world_size)

@@ -48,6 +48,20 @@ def test_a_job_of_fsdp2_starts_from_hugging_face_weights(tmp_path: Path, tied: b
     assert [file for *_, file in chunks] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
 
 
+@pytest.mark.parametrize("to", ["pt", "dcp"])
+def test_it_says_whether_a_tied_head_shares_the_bytes_of_the_embedding(tmp_path: Path, to: str) -> None:
+    make_model(tie_word_embeddings=True).save_pretrained(tmp_path / "hf")
+    done = convert(tmp_path / "hf", tmp_path / "out", to=to, under="model")
+    (note,) = (note for note in done.notes if "lm_head.weight" in note)
+    places = {
+        (chunk.path, chunk.bytes)
+        for name, tensor in ckptkit.open(tmp_path / "out").layout.tensors.items()
+        if "lm_head" in name or "embed_tokens" in name
+        for chunk in tensor.chunks
+    }
+    assert ("in the storage of the embedding" in note) is (len(places) == 1)
+
+
 def _start(root: Path, truth: Path, tied: bool) -> None:
     torch.manual_seed(7)
     model = make_model(tie_word_embeddings=tied)

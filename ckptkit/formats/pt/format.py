@@ -53,6 +53,7 @@ class Pt(FormatWriter):
     name = "pt"
     known_by = "a file of torch.save"
     suffixes = _SUFFIXES
+    ties = True
 
     def owns(self, name: str) -> bool:
         """Return True for the name that is always the model's."""
