@@ -157,7 +157,7 @@ def require_whole(config: TrainConfig) -> None:
         raise Usage("expected adapters to save, found none", hint="train some with `--lora-rank`")
     if config.lora_targets or config.lora_alpha != LORA_ALPHA:
         raise Usage("--lora-targets and --lora-alpha: expected --lora-rank too", hint="pass `--lora-rank`")
-    if config.resume and config.weights:
+    if config.resume not in (None, AUTO) and config.weights:
         raise Usage(
             "--resume and --weights: a resumed checkpoint already contains weights",
             hint="drop `--weights` or `--resume`",
@@ -238,11 +238,14 @@ def to_setting(name: str, value: object, path: Path | None) -> object:
 def find_settings(run: Path, resume: str | None) -> dict[str, Any]:
     """Return the settings that a run was started with, where it is to go on; {} otherwise."""
     path = refresh(run) / SETTINGS
-    return without_weights(read_settings(path)) if resume is not None and path.is_file() else {}
+    return settings_in(path, resume) if resume is not None and path.is_file() else {}
 
 
 def settings_in(config: Path, resume: str | None) -> dict[str, Any]:
-    """Return the settings in a file for a new run, or for one that goes on from the checkpoint `resume`."""
+    """Return the settings in a file for a new run, or for one that goes on from the checkpoint `resume`.
+
+    A run that resumes from its newest checkpoint starts from its `weights` as long as it has none.
+    """
     found = read_settings(config)
     return found if resume in (None, AUTO) else without_weights(found)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import IOFailure, Usage
-from ckptkit.training.config import TrainConfig, read_settings, settings, settings_in
+from ckptkit.training.config import SETTINGS, TrainConfig, find_settings, read_settings, settings, settings_in
 
 RUN = TrainConfig(run=Path("run"))
 UNUSUAL = replace(
@@ -89,7 +89,7 @@ def test_a_whole_number_will_do_where_any_is_asked_for(tmp_path: Path) -> None:
         ({"fsdp": "3"}, "unknown fsdp `3`"),
         ({"replicas": 2}, "expected hybrid_shard for 2 replicas, found full_shard"),
         ({"wrap": "size"}, "FSDP2 shards by blocks only"),
-        ({"resume": "auto", "weights": Path("w")}, "already contains weights"),
+        ({"resume": "run/ckpt-1", "weights": Path("w")}, "already contains weights"),
     ],
 )
 def test_a_run_that_contradicts_itself_is_refused(wrong: dict[str, object], said: str) -> None:
@@ -104,6 +104,14 @@ def test_the_best_checkpoints_are_kept_by_a_metric_that_they_contain(rule: str) 
     with pytest.raises(Usage, match=r"expected METRIC\[:min\|max\]\[:N\], found `loss:low`"):
         replace(RUN, keep_best="loss:low")
     assert replace(RUN, keep_best="loss:max:2").keep_best == "loss:max:2"
+
+
+def test_a_run_without_checkpoints_that_resumes_starts_from_its_weights(tmp_path: Path) -> None:
+    (tmp_path / SETTINGS).write_text("weights = 'base'\nsteps = 3\n")
+    assert find_settings(tmp_path, "auto") == {"weights": Path("base"), "steps": 3}
+    assert TrainConfig(run=tmp_path, resume="auto", weights=Path("base")).weights == Path("base")
+    assert find_settings(tmp_path, "run/ckpt-1") == {"steps": 3}
+    assert find_settings(tmp_path, None) == {}
 
 
 def test_settings_of_a_run_with_starting_weights_go_on_from_its_checkpoint(tmp_path: Path) -> None:

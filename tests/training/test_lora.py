@@ -161,6 +161,18 @@ def test_a_run_goes_on_by_its_own_settings(lora: TrainConfig, trained: list[Trai
     assert go(TrainConfig(run=trained[0].run, resume="auto", **settings), 1) == []
 
 
+def test_a_run_that_died_before_its_first_save_starts_from_its_weights_again(base: TrainConfig, tmp_path: Path) -> None:
+    losses = []
+    for name in ("whole", "died"):
+        run = replace(base, run=tmp_path / name, weights=base.run, steps=1)
+        if name == "died":
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "train.toml").write_text(run.to_toml())
+            run = TrainConfig(run=run.run, resume="auto", **find_settings(run.run, "auto"))
+        losses.append([step.loss for step in go(run, 1)])
+    assert losses[0] == losses[1]
+
+
 def test_weights_are_forgotten_where_the_checkpoints_have_them(base: TrainConfig, tmp_path: Path) -> None:
     run = replace(base, run=tmp_path / "run", weights=base.run, steps=1)
     go(run, 1)
