@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -119,6 +120,18 @@ class Caution(str):
 
 class CheckpointWarning(UserWarning):
     """A warning about a checkpoint that is used nevertheless."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line that called ckptkit, which Python prints below the warning, and not at one of ckptkit's own."""
+    import inspect  # slow, and few calls warn
+
+    frame, level, last = inspect.currentframe(), 1, 1
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+            last = level
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=last + 1)
 
 
 Report = Callable[[CkptError], None]  # told of a problem after which there is more to look at

@@ -7,7 +7,6 @@ several components: model and optimizer in directories of their own, or the rest
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,6 +49,7 @@ from ckptkit.errors import (
     Unsafe,
     Unsupported,
     translate_os_errors,
+    warn,
 )
 from ckptkit.formats import describe_formats, detect_format, is_stray, of_no_format, one_of_dcp
 from ckptkit.formats.archives.flatten import pairs_of
@@ -458,11 +458,11 @@ def run_around(here: Checkpoint) -> Checkpoint | None:
         latest = latest_in(path)  # which says why, if it is not the highest step
         if latest is not None:
             files = ", ".join(sorted(here.components[0].layout.files))
-            warnings.warn(f"{path}: a run; taking {latest.name}, and not {files} beside it", RunAround, stacklevel=2)
+            warn(f"{path}: a run; taking {latest.name}, and not {files} beside it", RunAround)
         return latest
     if reader.is_model_only and (left := find_latest(path).checkpoint):
         words = f"taking the model in this directory, and not the latest checkpoint of the run in it, {left.name}"
-        warnings.warn(f"{path}: {words}", RunAround, stacklevel=2)
+        warn(f"{path}: {words}", RunAround)
     return None
 
 
@@ -484,7 +484,7 @@ def latest_in(root: Path) -> Checkpoint | None:
     """
     found = find_latest(root)
     for remark in found.remarks if found.checkpoint else ():
-        warnings.warn(f"{root}: {remark}", LatestDiffers, stacklevel=2)
+        warn(f"{root}: {remark}", LatestDiffers)
     return found.checkpoint
 
 

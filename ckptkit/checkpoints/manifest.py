@@ -6,13 +6,12 @@ A file of another step, another rank or another model, whole and undamaged, can 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CheckpointWarning, CkptError, Corrupt, Incomplete, Unsafe, Unsupported
+from ckptkit.errors import CheckpointWarning, CkptError, Corrupt, Incomplete, Unsafe, Unsupported, warn
 from ckptkit.formats.archives.state_files import entries_of, opened
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.safetensors_headers import read_header
@@ -118,7 +117,7 @@ def read_manifest(root: Path) -> Manifest | None:
         for step in name.split("/"):  # of a file in a directory, such as a rank's
             check_name(step, root)
     if is_of_earlier_save(root, files) or is_replaced(root, files, tensors):
-        warnings.warn(f"{path}: ignoring the manifest of an earlier save: {_REPLACE}", StaleManifest, stacklevel=2)
+        warn(f"{path}: ignoring the manifest of an earlier save: {_REPLACE}", StaleManifest)
         return None
     return Manifest(files, tensors, source)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checks.open import LazyCheckpoint
-from ckptkit.errors import Corrupt, Usage
+from ckptkit.errors import Corrupt, Usage, warn
 from ckptkit.formats import unpack
 from ckptkit.io.path import to_local
 from ckptkit.layout import Layout
@@ -60,7 +59,7 @@ class CkptkitIO(TorchCheckpointIO):
         place = to_local(path)
         if isinstance(strategy_at_work(), FSDPStrategy | ModelParallelStrategy):
             words = "one file of Lightning's own, without checksums: of whole models this strategy loads nothing else"
-            warnings.warn(f"{place} is {words}", stacklevel=2)
+            warn(f"{place} is {words}")
             super().save_checkpoint(checkpoint, place)
             return
         tensors: dict[str, Any] = {}

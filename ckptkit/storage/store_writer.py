@@ -7,7 +7,6 @@ local disk. The metadata, without which no reader sees a checkpoint, is the last
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, Manifest
 from ckptkit.checkpoints.replaceable import marks_in
 from ckptkit.engine.gather import BLOCK_BYTES
-from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage, warn
 from ckptkit.formats.dcp.rank_files import (
     METADATA,
     ShardItem,
@@ -139,7 +138,7 @@ class StoreWriter(StorageWriter):
             self._begun = None
             raise
         for remark in there.remarks():
-            warnings.warn(f"{self.path}: {remark}", stacklevel=2)
+            warn(f"{self.path}: {remark}")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Send this rank's items, and give the CRC-32 of each tensor's data, or where an entry lies.
@@ -185,7 +184,7 @@ class StoreWriter(StorageWriter):
         try:
             there.commit()
         except IOFailure as error:  # nothing of the checkpoint is missing: no reason to end a training
-            warnings.warn(f"the checkpoint is complete, but its claim was not deleted: {error}", stacklevel=2)
+            warn(f"the checkpoint is complete, but its claim was not deleted: {error}")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

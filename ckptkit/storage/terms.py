@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ckptkit.checkpoints.optimizers.missing_states import FIRST_ZERO
-from ckptkit.errors import Mismatch, Usage, and_more
+from ckptkit.errors import Mismatch, Usage, and_more, warn
 from ckptkit.layout import KeyPath, Spec
 from ckptkit.storage.ties import local_parts
 from ckptkit.words import count
@@ -112,7 +111,7 @@ class LoadTerms:
         if self.unasked == ERROR:
             raise Mismatch(f"{text}, which the checkpoint has", hint=f'{way}; or pass unasked="ignore"')
         text += f', which the checkpoint has: it is not loaded; {way}, or pass unasked="ignore"'
-        warnings.warn(text, PartialLoad, stacklevel=2)
+        warn(text, PartialLoad)
 
     def check_missing(self, names: Collection[str], wanted: Mapping[str, Any], stored: Collection[str]) -> None:
         """Raise `Mismatch` for names that are not among those `stored` in the checkpoint.
@@ -167,7 +166,7 @@ class LoadTerms:
                 fill_with_zeros(wanted[name])
         done = "now zero" if self.missing == ZERO else "unchanged"
         text = f"{count(len(names), 'entry', 'is')} not in the checkpoint, and {done}: {abridge(names)}"
-        warnings.warn(text, PartialLoad, stacklevel=2)
+        warn(text, PartialLoad)
 
     def check_casts(self, found: Iterable[tuple[str, Spec, Tensor]]) -> None:
         """Raise `Mismatch` for tensors to be filled that have another dtype than the checkpoint, unless allowed."""

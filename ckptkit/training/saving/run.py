@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ckptkit.arguments import checked
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate_os_errors
+from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate_os_errors, warn
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import check_name
 from ckptkit.io.path import is_remote, refresh
@@ -214,7 +214,7 @@ class Run:
                     if not verdict.is_kept and path.absolute() != saved:
                         keeper.delete(path)
         except CkptError as error:  # the new checkpoint is there: no reason to end a training
-            warnings.warn(f"an old checkpoint was not deleted: {error}", stacklevel=2)
+            warn(f"an old checkpoint was not deleted: {error}")
 
     @checked
     @quiet()
