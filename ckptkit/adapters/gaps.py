@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.find import Adapter
 from ckptkit.errors import Caution, and_more
-from ckptkit.layout.renames import fold, natural
-from ckptkit.words import count
+from ckptkit.layout.renames import fold
+from ckptkit.words import count, natural
 
 _SHOWN = 2  # modules in a message
 

@@ -10,13 +10,12 @@ import errno
 import os
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from ckptkit.errors import IOFailure, Occupied, translate_os_errors
+from ckptkit.errors import IOFailure, Occupied, translate_os_errors, warn
 
 HIDDEN = re.compile(r"\.(.+)\.ckptkit\.(?:tmp|old|lock)", re.DOTALL)  # siblings of a destination
 NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # the file system lacks the call
@@ -34,7 +33,7 @@ class DurabilityWarning(UserWarning):
 
 def warn_of_loss(path: Path, what: str) -> None:
     """Warn of the promise that is lost at `path`."""
-    warnings.warn(f"{path}: {what}", DurabilityWarning, stacklevel=2)
+    warn(f"{path}: {what}", DurabilityWarning)
 
 
 def again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
