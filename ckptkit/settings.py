@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
-class About(NamedTuple):
+class Help(NamedTuple):
     """The words that explain a setting, the placeholder that stands for its value, and the least that it may be."""
 
     text: str
@@ -29,7 +29,7 @@ class Setting:
 
 @cache
 def settings_of(holder: Any) -> dict[str, Setting]:
-    """Return the settings of a dataclass by name: the fields annotated with `About`, or with mere words."""
+    """Return the settings of a dataclass by name: the fields annotated with `Help`, or with mere words."""
     hints = get_type_hints(holder, include_extras=True)
     described = [field for field in fields(holder) if get_origin(hints[field.name]) is Annotated]
     return {field.name: setting(hints[field.name], field.default) for field in described}
@@ -40,5 +40,5 @@ def setting(hint: Any, default: object) -> Setting:
     kind, words = get_args(hint)
     if get_origin(kind) in (Union, UnionType):
         kind = next(option for option in get_args(kind) if option is not type(None))
-    about = About(words) if isinstance(words, str) else words
+    about = Help(words) if isinstance(words, str) else words
     return Setting(kind, default, *about)

@@ -10,8 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.blocks import row_major
-from ckptkit.layout.box import Box
+from ckptkit.layout.box import Box, row_major
 from ckptkit.layout.dtypes import DType
 from tests.strategies import cells
 

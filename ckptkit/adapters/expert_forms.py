@@ -22,7 +22,7 @@ from ckptkit.formats import locate, unpack
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
 from ckptkit.layout.box import Box
 from ckptkit.models.companions import CONFIG, find_companions, read_config
-from ckptkit.models.names.moe import SEPARATE, ExpertNames, experts_of
+from ckptkit.models.names.sizes import SEPARATE, ExpertNames, experts_of
 from ckptkit.state.options import FLAT, PEFT, PER_EXPERT, THREE_D, ConvertOptions
 from ckptkit.words import count
 

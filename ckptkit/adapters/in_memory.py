@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ckptkit.adapters.merged_blocks import Inside
+from ckptkit.adapters.merged_blocks import SubBoxStep
 from ckptkit.adapters.recipes import Merging
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Mismatch, Unsupported
@@ -21,7 +21,7 @@ from ckptkit.models.names.weights import Weights
 from ckptkit.state.names import ask_names
 
 
-class Within(NamedTuple):
+class InMemoryLocation(NamedTuple):
     """The place of a tensor in one of the model in memory: its name, and the index of the first element."""
 
     name: str
@@ -36,21 +36,21 @@ def in_memory(part: Component, weights: Weights, config: Mapping[str, Any]) -> L
         return None
 
 
-def find_places(files: Layout, memory: Layout) -> dict[str, Within]:
+def find_places(files: Layout, memory: Layout) -> dict[str, InMemoryLocation]:
     """Return where each tensor of the files lies in memory; by the bytes, which are the same ones."""
     owners = {
         (chunk.path, chunk.offset): (name, chunk) for name, tensor in memory.tensors.items() for chunk in tensor.chunks
     }
-    found: dict[str, Within] = {}
+    found: dict[str, InMemoryLocation] = {}
     for name, tensor in files.tensors.items():
         if name in memory.tensors and memory.tensors[name].spec == tensor.spec:
-            found[name] = Within(name, (0,) * len(tensor.spec.shape))
+            found[name] = InMemoryLocation(name, (0,) * len(tensor.spec.shape))
         elif (place := place_of(tensor, owners)) is not None:
             found[name] = place
     return found
 
 
-def place_of(tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, Chunk]]) -> Within | None:
+def place_of(tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, Chunk]]) -> InMemoryLocation | None:
     """Return where a tensor lies, all of it in a row; None if it lies in pieces, or turned."""
     places = set()
     for chunk in tensor.chunks:
@@ -59,7 +59,7 @@ def place_of(tensor: StoredTensor, owners: Mapping[tuple[str, int], tuple[str, C
         if not name or there.size != (1,) * more + chunk.size or (there.strides or ())[more:] != (chunk.strides or ()):
             return None
         start = (0,) * more + chunk.start
-        places.add(Within(name, tuple(a - b for a, b in zip(there.start, start, strict=True))))
+        places.add(InMemoryLocation(name, tuple(a - b for a, b in zip(there.start, start, strict=True))))
     return places.pop() if len(places) == 1 else None
 
 
@@ -100,7 +100,7 @@ def move_changes(merging: Merging, name: str, found: Merging, new: str, start: S
         message = "the base stores its parts as separate tensors, but the adapter changes the whole tensor at once"
         raise Unsupported(message, path=merging.base.root, tensor=name)
     else:
-        steps = [Inside(step, start) for step in steps]
+        steps = [SubBoxStep(step, start) for step in steps]
     if begin is not None:
         found.begins[new] = begin
     found.steps[new] += steps

@@ -11,8 +11,17 @@ from ckptkit.adapters.changes import Change, changes_of, is_saved_module, traine
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.experts import choose_layout, find_layout
 from ckptkit.adapters.find import Adapter
-from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
-from ckptkit.adapters.merged_blocks import ChangeStep, Directed, Merge, Rows, ScaledAddition
+from ckptkit.adapters.merged_blocks import (
+    ChangeStep,
+    DoraRescale,
+    ExpertsProduct,
+    LinearProduct,
+    Merge,
+    Product,
+    Rows,
+    ScaledAddition,
+    TransposedProduct,
+)
 from ckptkit.engine.recipes import Taken, working_dtype
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
@@ -209,7 +218,7 @@ class Merging:
             self.notes.append(note)
         return layout
 
-    def directed(self, source: Source, change: Change, own: str, product: Product) -> Directed:
+    def directed(self, source: Source, change: Change, own: str, product: Product) -> DoraRescale:
         """Return the step of DoRA, with what it needs at hand: all weights of each output."""
         assert change.magnitude is not None
         shape, is_turned = self.tensors[own].spec.shape, isinstance(product, TransposedProduct)
@@ -224,7 +233,9 @@ class Merging:
             message = f"the outputs of {spec} are its columns: DoRA would need the whole tensor in memory"
             raise Unsupported(message, path=source.adapter.layout.path, tensor=change.magnitude)
         self.reach[own] = columns_of(shape) if is_turned else rows_of(shape)
-        return Directed(product, Operand(source.number, change.magnitude, product.a.dtype), magnitude, int(is_turned))
+        return DoraRescale(
+            product, Operand(source.number, change.magnitude, product.a.dtype), magnitude, int(is_turned)
+        )
 
     def replace_rows(self, source: Source, own: str, name: str, module: str) -> None:
         """Replace the rows of an embedding that were trained."""

@@ -286,7 +286,7 @@ def left_in(
     there = children(folder or root)
     names = {path.name for path in there}
     for path in there:
-        if path in used or is_true_here_only(path.name):
+        if path in used or is_save_marker(path.name):
             continue
         name = str(path.relative_to(root))
         is_other = step_of(path) is not None and path not in components
@@ -309,7 +309,7 @@ def holds_steps(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and any(step_of(child) is not None for child in folders(path))
 
 
-def is_true_here_only(name: str) -> bool:
+def is_save_marker(name: str) -> bool:
     """Return whether a file of this name describes the save that it is in, and no copy or conversion of that."""
     return name == MANIFEST or trainers.is_commit(name)
 

@@ -13,13 +13,12 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.find_components import describe_left
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, kind_of_keys
 from ckptkit.checkpoints.optimizers.owners import ORDER, read_order
-from ckptkit.checks.differences import Diff, Difference, Reason
-from ckptkit.checks.entries import differing_entries
+from ckptkit.checks.differences import Diff, Difference, Reason, differing_entries
 from ckptkit.checks.renames import find_renames
 from ckptkit.engine.compare import Comparison, compare
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
 from ckptkit.formats import locate
-from ckptkit.io.progress import Progress, telling
+from ckptkit.io.progress import Progress, report_progress
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.dtypes import DType
@@ -65,7 +64,7 @@ def diff(
     """
     asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
-    terms = Terms(tolerance, allow_cast)
+    terms = CompareOptions(tolerance, allow_cast)
     one, two = Checkpoint.open(a), Checkpoint.open(b)
     order = None if optimizer_order is None else read_order(str(optimizer_order))
     if order is not None and {kind_of_keys(side.layout) for side in (one, two)} != {NAMES, IDS}:
@@ -124,7 +123,7 @@ def compare_tensors(
     progress: Progress | None,
 ) -> dict[Path, Diff]:
     """Return what `prove` does of the tensors alone."""
-    terms = Terms(allow_cast=allow_cast, is_conversion=True)
+    terms = CompareOptions(allow_cast=allow_cast, is_conversion=True)
     found: dict[Path, Diff] = {}
     pairs, shared = pair_parts(one, two)
     renamed = rename_sides([theirs for _, theirs in pairs], named)
@@ -162,7 +161,7 @@ def compare_configs(one: Checkpoint, two: Checkpoint) -> Diff:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class CompareOptions:
     """The terms on which two tensors count as the same: how close their numbers must be, and if dtypes may differ.
 
     Where dtypes may differ, the wider of two floats is converted to the other. Of a conversion it is the second that is
@@ -178,7 +177,7 @@ class Terms:
         return one == two or (self.allow_cast and one.can_become(two))
 
 
-def diff_sides(ours: Side, theirs: Side, terms: Terms, jobs: int | None, progress: Progress | None) -> Diff:
+def diff_sides(ours: Side, theirs: Side, terms: CompareOptions, jobs: int | None, progress: Progress | None) -> Diff:
     """Hold one directory or file against another."""
     renamed: dict[str, str] = {}
     if not terms.is_conversion:
@@ -238,7 +237,7 @@ def lacking(side: Side, other: Side, among: AbstractSet[str] | None = None) -> L
 
 
 def compare_values(
-    a: Layout, b: Layout, terms: Terms, jobs: int | None, progress: Progress | None
+    a: Layout, b: Layout, terms: CompareOptions, jobs: int | None, progress: Progress | None
 ) -> tuple[Comparison, list[str]]:
     """Compare the elements of each tensor that both have in one shape. Return remarks, too, on converted tensors."""
     remarks = []
@@ -251,7 +250,7 @@ def compare_values(
         if converted:
             remarks.append(f"{count(converted, 'tensor', 'was')} converted to be compared")
     a, b = locate(a), locate(b)
-    told = telling(progress, a.nbytes + b.nbytes)
+    told = report_progress(progress, a.nbytes + b.nbytes)
     return compare(a, b, tolerance=terms.tolerance, jobs=jobs, progress=told), remarks
 
 
@@ -271,7 +270,7 @@ def narrow(layout: Layout, others: Mapping[str, Spec]) -> Layout:
     return edits.cast_to(layout, narrower)
 
 
-def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: Terms) -> Reason | None:
+def reason_of(one: Spec, two: Spec, distance: Distance | None, terms: CompareOptions) -> Reason | None:
     """Return why two tensors are not the same, None if they are."""
     if one.shape != two.shape:
         return "shape"

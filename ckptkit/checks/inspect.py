@@ -1,7 +1,8 @@
-"""Describe a checkpoint from its metadata alone."""
+"""Describe a checkpoint from its metadata alone: its parts, and how much is the model, the optimizer and the rest."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.optimizers.keys import kind_of_keys
-from ckptkit.checks.groups import Group, bytes_by_dtype, group
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.formats import locate
 from ckptkit.io.path import is_remote
@@ -22,15 +22,75 @@ from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import find_config
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
-from ckptkit.models.names.weights import find_weights, has_weights
-from ckptkit.state.quantized.signs import may_be_quantized
+from ckptkit.models.names.weights import OF_ONE, find_weights, has_weights
+from ckptkit.state.quantized.config import may_be_quantized
 from ckptkit.summary import Summarized
 from ckptkit.trainers import is_epoch
 from ckptkit.words import count, format_bytes, format_count
 
 if TYPE_CHECKING:
-    from ckptkit.adapters.summary import InspectedAdapter
-    from ckptkit.state.quantized.summary import InspectedQuantized
+    from ckptkit.adapters.find import InspectedAdapter
+    from ckptkit.state.quantized.find import InspectedQuantized
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The entries of one kind: how many, their bytes, those of tensors by dtype, and the keys that they lie under."""
+
+    entries: int
+    nbytes: int
+    bytes_by_dtype: Mapping[str, int]
+    under: tuple[str, ...]
+
+
+def group(parts: Iterable[Layout], weights: Mapping[str, str]) -> dict[str, Group]:
+    """Return the entries of all parts by kind, the model's, the optimizer's and the rest, but for kinds without any.
+
+    `weights` are those of the first part that are the model's.
+    """
+    found: dict[str, list[tuple[Layout, list[str]]]] = {"model": [], "optimizer": [], "rest": []}
+    for i, part in enumerate(parts):
+        ours = set(weights.values()) if i == 0 else set()
+        names: dict[str, list[str]] = {kind: [] for kind in found}
+        for name in part.names:
+            names["model" if name in ours else "optimizer" if is_optimizer(part, name) else "rest"].append(name)
+        for kind, chosen in names.items():
+            if chosen:
+                found[kind].append((part, chosen))
+    return {kind: sum_up(parts) for kind, parts in found.items() if parts}
+
+
+def is_optimizer(layout: Layout, name: str) -> bool:
+    """Return True for an entry of an optimizer, by the way to it or by the directory that it lies in."""
+    return layout.root.name.startswith("optim") or any(str(step).startswith("optim") for step in layout.key(name)[:3])
+
+
+def sum_up(parts: Iterable[tuple[Layout, list[str]]]) -> Group:
+    """Sum up entries of several parts as one group."""
+    entries, nbytes = 0, 0
+    dtypes: Counter[str] = Counter()
+    under: dict[str, None] = {}
+    for layout, names in parts:
+        entries += len(names)
+        dtypes.update(bytes_by_dtype(layout, names))
+        nbytes += sum(layout.blobs[name].length for name in names if name in layout.blobs)
+        under |= {
+            str(key[0]).partition(OF_ONE)[0]: None
+            for name in names
+            if len(key := layout.key(name)) > 1 or name in layout.blobs
+        }
+    return Group(entries, nbytes + sum(dtypes.values()), dict(dtypes.most_common()), tuple(under))
+
+
+def bytes_by_dtype(layout: Layout, names: Iterable[str]) -> dict[str, int]:
+    """Return bytes of the tensors of each dtype, most first."""
+    found: Counter[str] = Counter()
+    for name in names:
+        if name in layout.tensors:
+            spec = layout.tensors[name].spec
+            found[spec.dtype.name] += spec.nbytes
+    return dict(found.most_common())
+
 
 Tie = tuple[str, ...]  # names of one tensor
 
@@ -136,7 +196,7 @@ class Inspected(Summarized):
             yield "1 parameter" if self.parameters == 1 else f"{format_count(self.parameters)} parameters"
 
     def _repr_html_(self) -> str:
-        from ckptkit.checks.notebook import html_of
+        from ckptkit.checks.open import html_of
 
         return html_of(self.layout)
 
@@ -195,7 +255,7 @@ def find_adapters(model: Component) -> tuple[InspectedAdapter, ...]:
     """Return the adapters of a model; () for almost all, which need none of what knows adapters."""
     if not (model.is_model and may_be_adapted(model.layout.tensors)):
         return ()
-    from ckptkit.adapters.summary import inspect_adapters
+    from ckptkit.adapters.find import inspect_adapters
 
     return inspect_adapters(model)
 
@@ -204,7 +264,7 @@ def find_quantized(model: Component) -> InspectedQuantized | None:
     """Return what is quantized of a model; None for almost all, which need none of what knows quantized weights."""
     if not (model.is_model and may_be_quantized(model.layout.specs)):
         return None
-    from ckptkit.state.quantized.summary import inspect_quantized
+    from ckptkit.state.quantized.find import inspect_quantized
 
     return inspect_quantized(model)
 

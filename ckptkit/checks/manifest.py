@@ -10,7 +10,7 @@ from ckptkit.checkpoints.manifest import NAME, Manifest
 from ckptkit.checkpoints.seal import files_in, replace_manifest, sum_files
 from ckptkit.checks.verify import Verified, require_sound, size_of, verify_part
 from ckptkit.errors import Occupied, Usage
-from ckptkit.io.progress import Progress, Told, telling
+from ckptkit.io.progress import Progress, Told, report_progress
 
 
 def make_manifest(
@@ -34,13 +34,13 @@ def make_manifest(
     if known and not overwrite:
         hint = "`ckptkit verify` compares the checkpoint with it; replace it with --overwrite"
         raise Occupied("the checkpoint already has a manifest", path=known[0] / NAME, hint=hint)
-    tell = telling(progress, sum(map(size_of, parts)))
-    found = [freeze(part, jobs, tell) for part in parts]
+    tell = report_progress(progress, sum(map(size_of, parts)))
+    found = [verify_and_record(part, jobs, tell) for part in parts]
     seen = {part.path / name for part in found for name in (*part.sums, *files_in(part.path))}
     return [replace(found[0], left_behind=tuple(checkpoint.left_behind(seen))), *found[1:]]
 
 
-def freeze(root: Path, jobs: int | None, progress: Told | None) -> Verified:
+def verify_and_record(root: Path, jobs: int | None, progress: Told | None) -> Verified:
     """Verify what is in a directory, and write its manifest."""
     found = verify_part(root, with_manifest=False, jobs=jobs, progress=progress)
     require_sound(

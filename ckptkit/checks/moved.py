@@ -13,7 +13,7 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.engine.compare import compare
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate
-from ckptkit.io.progress import Progress, telling
+from ckptkit.io.progress import Progress, report_progress
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.distance import Distance
 from ckptkit.layout.dtypes import DTYPES
@@ -175,7 +175,7 @@ def distances_of(
 ) -> Mapping[str, Distance]:
     """Measure the tensors of two models that are compared as they are stored, and those that are computed first."""
     (a, b), (c, d) = ([locate(side.stored(names)) for side in seen] for names in (stored, computed))
-    tell = telling(progress, sum(layout.nbytes for layout in (a, b, c, d)))
+    tell = report_progress(progress, sum(layout.nbytes for layout in (a, b, c, d)))
     distances = dict(compare(a, b, measure_all=True, jobs=jobs, progress=tell).distances)
     if not computed:
         return distances

@@ -1,4 +1,7 @@
-"""Open a checkpoint as a mapping from names to tensors that are read when they are asked for, and no more of them."""
+"""Open a checkpoint as a mapping from names to tensors, which are read when they are asked for.
+
+The mapping has the checkpoint as it is, or the model that `consolidate` would write.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,117 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.several_disks import Others
-from ckptkit.checks.notebook import describe, html_of
+from ckptkit.checks.tree import Branch, fold
+from ckptkit.conversion.build_model import build_model, choose_models
 from ckptkit.engine.read import SharedRuns, read
-from ckptkit.errors import CkptError
-from ckptkit.formats import locate
+from ckptkit.errors import CkptError, Mismatch
+from ckptkit.formats import locate, unpack
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Box
 from ckptkit.layout.edits import select
 from ckptkit.layout.plan import Recipe
 from ckptkit.layout.views import Index, View
+from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.markup import Markup, element
+from ckptkit.models.companions import CONFIG
+from ckptkit.state.model import Model
+from ckptkit.state.options import ConvertOptions
+from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+
+# Open a checkpoint as the Hugging Face model that `consolidate` would write of it, and write nothing.
+#
+# Loaders of models and engines for inference read it straight from the files of a training, tensor by tensor.
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model under the Hub's names: its small files by name, its config.json, and its tensors, read when asked for.
+
+    Tied tensors are there once, adapters are merged. `remarks` are what `consolidate` would say of the model.
+    """
+
+    path: Path
+    files: dict[str, bytes]
+    config: dict[str, Any]
+    tensors: LazyCheckpoint
+    remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, source: Source, *, base: str | Path | None = None) -> HubModel:
+        """Open the checkpoint at `source`, or the latest of the run there; config and tokenizer may come from `base`.
+
+        `base` is a directory, a URL or a Hub id; an adapter is merged into it. Finds every byte and reads no tensor.
+        Raises `Mismatch` without a config.json, and for tensors that it describes and that are missing or have another
+        shape.
+        """
+        options = ConvertOptions.of({"base": base}, to="hf")
+        checkpoint = Checkpoint.open(source).with_base(options.base)
+        model = model_of(checkpoint, options)
+        if model.companions.config is None:
+            hint = "pass base=MODEL, a directory or Hub id with the config.json of this model"
+            message = f"expected a {CONFIG} in the checkpoint or its run, found none"
+            raise Mismatch(message, path=checkpoint.path, hint=hint)
+        sources = tuple(locate(unpack(layout)) for layout in (model.layout, *model.others))
+        tensors = LazyCheckpoint(sources[0], sources, model.made_recipes())
+        return cls(checkpoint.path, model.companions.to_files(), dict(model.config), tensors, model.remarks)
+
+
+def model_of(checkpoint: Checkpoint, options: ConvertOptions) -> Model:
+    """Return the model in a checkpoint, as `consolidate` writes it; of an adapter the model that it is merged into."""
+    (part,), remarks = choose_models([checkpoint], options)
+    if may_be_adapted(part.layout.tensors):
+        from ckptkit.adapters.draft import open_adapters
+
+        options = replace(options, merge=open_adapters(part, options) is not None)
+    return build_model([part], options).say(*remarks)
+
+
+_MOST_LINES = 60
+_INDENT = 1.2  # em for each level
+
+
+def describe(layout: Layout) -> str:
+    """Return format, number of tensors, bytes and place."""
+    tensors = count(len(layout.tensors), "tensor")
+    return f"{layout.format} checkpoint, {tensors}, {format_bytes(layout.nbytes)}: {layout.root}"
+
+
+def html_of(layout: Layout) -> str:
+    """Return the same, and the tensors folded by module; of many, the first lines."""
+    lines = list(islice(fold(layout.specs), _MOST_LINES + 1))
+    more = "..." if len(lines) > _MOST_LINES else None
+    rows = [row_of(line) for line in lines[:_MOST_LINES]]
+    head = element(
+        "tr", *(element("th", name, style=cell("left")) for name in ("module or tensor", "", "tensors", "size"))
+    )
+    table = element("table", element("thead", head), element("tbody", *rows))
+    return element("div", element("div", describe(layout)), table, more)
+
+
+def row_of(line: Branch) -> Markup:
+    """Return a row of the table."""
+    return element(
+        "tr",
+        element("td", line.label, style=f"{cell('left')};padding-left:{_INDENT * line.depth + 0.5:.1f}em"),
+        element("td", str(line.spec or ""), style=cell("left")),
+        element("td", f"{line.tensors:,}", style=cell("right")),
+        element("td", format_bytes(line.nbytes), style=cell("right")),
+    )
+
+
+def cell(side: str) -> str:
+    """Return how a cell looks; colors are the page's."""
+    return f"text-align:{side}"
 
 
 def open(source: Source, also: Others = ()) -> LazyCheckpoint:  # noqa: A001 - `ckptkit.open` is its name

@@ -49,7 +49,7 @@ class OwnFiles:
         return known.tensors if known and known.has_tensors_of(self.path, self.reader.owns) else {}
 
     @property
-    def strangers(self) -> list[str]:
+    def unexpected_files(self) -> list[str]:
         """Return the files in the directory that look like parts of this checkpoint but do not belong to it."""
         names = set(names_in(self.root)) if self.path.is_dir() else set()
         known = {name.partition("/")[0] for name in (*self.needed, *self.recorded)}

@@ -16,7 +16,7 @@ from ckptkit.checks.tree import Branch, fold
 from ckptkit.engine.survey import survey
 from ckptkit.errors import Usage
 from ckptkit.formats import locate
-from ckptkit.io.progress import Progress, telling
+from ckptkit.io.progress import Progress, report_progress
 from ckptkit.layout import KeyPath, Layout, Spec, edits
 from ckptkit.layout.counting import Count
 from ckptkit.models.names.parameters import way_in_optimizer
@@ -156,7 +156,7 @@ def stats(
     layout = locate(edits.select(replace(whole, blobs={}), asked.admit))
     if not layout.tensors and (include or exclude):
         raise Usage("no tensor is left to measure", path=checkpoint.path, hint="check --include and --exclude")
-    found = survey(layout, jobs=jobs, progress=telling(progress, layout.nbytes))
+    found = survey(layout, jobs=jobs, progress=report_progress(progress, layout.nbytes))
     counters = find_counters(whole)
     specs = layout.specs.items()
     tensors = tuple(TensorStats.of(name, spec, found[name], in_total=name not in counters) for name, spec in specs)

@@ -21,12 +21,21 @@ from ckptkit.checkpoints.component import Component, find_unfinished
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.find_components import EXPORTED, LOST, LeftBehind
-from ckptkit.checkpoints.manifest import ByteRange, FileSum, Manifest, lost_since, read_manifest
+from ckptkit.checkpoints.manifest import (
+    ByteRange,
+    FileSum,
+    Manifest,
+    StoreSums,
+    ask_store,
+    lost_since,
+    read_manifest,
+    tell_proved,
+    tell_unproved,
+)
 from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.problems import Problems, fold_files
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import sum_files
-from ckptkit.checkpoints.store_sums import StoreSums, ask_store, tell_proved, tell_unproved
 from ckptkit.checks.masters import compare_copies, compare_masters
 from ckptkit.checks.own_files import OwnFiles, within
 from ckptkit.engine.scan import find_zeros, scan
@@ -35,7 +44,7 @@ from ckptkit.formats import detect_format, find_format, locate
 from ckptkit.io.crc32 import RESTORE, tell_damage
 from ckptkit.io.file import children, file_size, is_there
 from ckptkit.io.origin import Origin
-from ckptkit.io.progress import Progress, Told, telling
+from ckptkit.io.progress import Progress, Told, report_progress
 from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.models.companions import CONFIG
 from ckptkit.models.computation import describe_differences
@@ -137,7 +146,7 @@ def verify(
     if against is None and (map or rename):
         raise Usage("--map and --rename are for a comparison", hint="pass --against too")
     checkpoints = [checkpoint for source in sources for checkpoint in find_all(source)]
-    tell = telling(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
+    tell = report_progress(progress, sum(size_of(part) for one in checkpoints for part in places_of(one)))
     look = partial(verify_part, fast=fast, by_store=fast, jobs=jobs, progress=tell)
     wholes = [(checkpoint, verify_whole(checkpoint, look)) for checkpoint in checkpoints]
     wholes = [(checkpoint, with_inconsistencies(checkpoint, parts)) for checkpoint, parts in wholes]
@@ -197,7 +206,7 @@ def with_comparison(found: Verified, compared: Diff | None) -> Verified:
     """Return what was found, with what is not the same in another checkpoint as further problems."""
     if compared is None:
         return found
-    from ckptkit.checks.problems import problems_of
+    from ckptkit.checks.differences import problems_of
 
     open_keys = [one for one in compared.configs if not one.is_certain]
     notes = (f"{CONFIG}: {describe_differences(open_keys, str(compared.b))}",) if open_keys else ()
@@ -457,14 +466,14 @@ def compare_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems
             message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {found.crc32:08x}"
             problems.add(Corrupt(message, path=path, hint=RESTORE))
     if own.manifest and own.path.is_dir():
-        for name in own.strangers:
+        for name in own.unexpected_files:
             hint = "delete the file if it belongs to another checkpoint"
             problems.add(Corrupt("the manifest does not list this file", path=own.root / name, hint=hint))
 
 
 def summary(own: OwnFiles, sizes: Mapping[str, int], content: int) -> Verified:
     """Return what was looked at: files of these sizes, with `content` bytes of tensors and entries; none compared."""
-    extra = [] if own.manifest else own.strangers
+    extra = [] if own.manifest else own.unexpected_files
     return Verified(
         own.path,
         own.reader.name,

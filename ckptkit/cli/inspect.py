@@ -17,11 +17,10 @@ from ckptkit.io.path import to_path
 from ckptkit.words import count, format_bytes, format_count
 
 if TYPE_CHECKING:
-    from ckptkit.adapters.summary import InspectedAdapter
-    from ckptkit.checks.groups import Group
-    from ckptkit.checks.inspect import Inspected
+    from ckptkit.adapters.find import InspectedAdapter
+    from ckptkit.checks.inspect import Group, Inspected
     from ckptkit.layout import StoredTensor
-    from ckptkit.state.quantized.summary import InspectedQuantized
+    from ckptkit.state.quantized.find import InspectedQuantized
 
 _MOST_KEYS = 8
 

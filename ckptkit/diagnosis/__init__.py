@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.damage import find_torch_version
 from ckptkit.diagnosis.exports import find_config_dtype, find_empty_adapter, find_index
 from ckptkit.diagnosis.finding import Finding
@@ -14,8 +14,7 @@ from ckptkit.diagnosis.names import find_names, find_wrappers
 from ckptkit.diagnosis.optimizer import find_groups, find_missing_states
 from ckptkit.diagnosis.other_checkpoint import compare_with_checkpoint
 from ckptkit.diagnosis.ranks import find_ranks
-from ckptkit.diagnosis.shapes import find_shapes, find_ties
-from ckptkit.diagnosis.unserved import find_unserved
+from ckptkit.diagnosis.shapes import find_shapes, find_ties, find_unserved
 from ckptkit.diagnosis.weights import (
     find_adapters,
     find_declared_quantized,
@@ -26,7 +25,7 @@ from ckptkit.diagnosis.weights import (
     find_tokens,
 )
 
-Finder = Callable[[Case], Iterator[Finding]]
+Finder = Callable[[LoadTarget], Iterator[Finding]]
 
 # of a checkpoint that can be read, in the order in which they are said
 KINDS: tuple[Finder, ...] = (

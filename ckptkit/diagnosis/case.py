@@ -29,7 +29,7 @@ Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True)
-class Case:
+class LoadTarget:
     """A checkpoint, the model that it is to be loaded into, another one that loads, and the ranks that load it.
 
     What is not given is None. The checkpoint has the parts that can be read, the model's among them.
@@ -65,11 +65,11 @@ class Case:
         return without_extra_state(self.weights.layout)[0].shapes if self.weights else {}
 
     @cached_property
-    def misfits(self) -> Misfits | None:
+    def misfits(self) -> KeyMismatch | None:
         """Return the tensors that the model misses or does not know, None where no model says which it has."""
         if self.model is None or self.form is None or not self.is_plain:
             return None
-        return Misfits.of(self.plain_shapes, self.form, self.model)
+        return KeyMismatch.of(self.plain_shapes, self.form, self.model)
 
     @cached_property
     def renames(self) -> Mapping[str, str]:
@@ -119,7 +119,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Misfits:
+class KeyMismatch:
     """The tensors that a model calls for and that are missing, and those that it does not call for."""
 
     missing: Shapes
@@ -129,7 +129,7 @@ class Misfits:
     rows: int | None  # of the model's vocabulary
 
     @classmethod
-    def of(cls, shapes: Shapes, form: Form, model: TargetModel) -> Misfits:
+    def of(cls, shapes: Shapes, form: Form, model: TargetModel) -> KeyMismatch:
         """Hold tensors against a form of the model. What lies beside its own weights is no misfit."""
         missing = {name: form.shapes[name] for name in form.shapes if name in form.needed and name not in shapes}
         extra = {name: shape for name, shape in shapes.items() if name not in form.shapes and name not in model.specs}

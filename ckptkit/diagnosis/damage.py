@@ -9,9 +9,8 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint, named_in
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.problems import Problems
-from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import export, rewrite
+from ckptkit.diagnosis.case import LoadTarget
+from ckptkit.diagnosis.finding import Finding, export, rewrite
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
 from ckptkit.io.path import is_remote, spelled_like
 
@@ -91,7 +90,7 @@ def name_in(root: Path, path: Path) -> str:
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else str(path)
 
 
-def find_torch_version(case: Case) -> Iterator[Finding]:
+def find_torch_version(case: LoadTarget) -> Iterator[Finding]:
     """Yield that metadata are those of a later torch, if the one that is installed here fails on them."""
     here = installed()
     for part in case.checkpoint.components:

@@ -15,13 +15,11 @@ from ckptkit.checkpoints.one_of_several import find_doubt, find_parts
 from ckptkit.checkpoints.optimizers.masters import REMAINDERS, remainders_in
 from ckptkit.checks.verify import verify_part
 from ckptkit.diagnosis import KINDS
-from ckptkit.diagnosis.case import Case, TargetModel
-from ckptkit.diagnosis.choose_fixes import choose_fixes
+from ckptkit.diagnosis.case import LoadTarget, TargetModel
+from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix, run_fix
 from ckptkit.diagnosis.damage import find_damage, look_for_damage
-from ckptkit.diagnosis.dry_run_fix import dry_run_fix, run_fix
 from ckptkit.diagnosis.exports import find_broken_export
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import Fix
+from ckptkit.diagnosis.finding import Finding, Fix
 from ckptkit.diagnosis.optimizer import list_missing_states
 from ckptkit.diagnosis.shapes import compared_ties
 from ckptkit.errors import CkptError, Usage, and_more
@@ -127,7 +125,7 @@ def open_case(
     model: str | Path | None = None,
     like: Source | None = None,
     world_size: int | None = None,
-) -> tuple[Case | None, list[Finding]]:
+) -> tuple[LoadTarget | None, list[Finding]]:
     """Open all that a checkpoint is compared with; None if its model cannot be read.
 
     Returns what is damaged too.
@@ -142,7 +140,7 @@ def open_case(
         return None, findings
     whole = replace(checkpoint, components=tuple(part for part in checkpoint.components if part.path not in damage))
     other = None if like is None else Checkpoint.open(like)
-    return Case(whole, open_model(whole, model), other, world_size), findings
+    return LoadTarget(whole, open_model(whole, model), other, world_size), findings
 
 
 def check_part(path: Path) -> Sequence[CkptError]:
@@ -160,7 +158,7 @@ def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel 
     return TargetModel.of(str(own.found_in / CONFIG), own.config, {}, asked=False)
 
 
-def notes_on(case: Case | None) -> Iterator[str]:
+def notes_on(case: LoadTarget | None) -> Iterator[str]:
     """Yield what was not looked at, and what happens on purpose."""
     if case is None:
         yield "nothing else was checked"

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.diagnosis.choose_fixes import choose_fixes
+from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix
 from ckptkit.diagnosis.doctor import open_case
-from ckptkit.diagnosis.dry_run_fix import dry_run_fix
 from ckptkit.diagnosis.explanations import MatchedMessage
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.messages import MESSAGES, Message

@@ -6,13 +6,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.damage import find_torch_version
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import export, reshard, resize, rewrite
-from ckptkit.diagnosis.names import find_names, find_wrappers, may_be_trained, raw_names
+from ckptkit.diagnosis.finding import Finding, export, reshard, resize, rewrite
+from ckptkit.diagnosis.names import find_names, find_wrappers, may_be_trained, raw_names, say_renamed
 from ckptkit.diagnosis.optimizer import find_missing_states, list_missing_states, optimizers_in
-from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.diagnosis.shapes import find_shapes
 from ckptkit.layout import Layout
 from ckptkit.layout.renames import by_rule, find_prefix_rule, rules_for
@@ -20,7 +18,7 @@ from ckptkit.models.known_types import HEAD
 from ckptkit.models.names import HUB
 from ckptkit.models.vocabulary import rows_of
 
-Look = Callable[["MatchedMessage", Case], Iterator[Finding]]
+Look = Callable[["MatchedMessage", LoadTarget], Iterator[Finding]]
 _QUOTED = re.compile(r'"([^"]+)"')
 _GROUPS = "param_groups."  # lies beside the states of an optimizer
 _MOST_ENDS = 3  # entries that a finding lists
@@ -39,7 +37,7 @@ class MatchedMessage:
     text: str
 
 
-def find_keys(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+def find_keys(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield what a model looked for by `load_state_dict`, by the names that the checkpoint has for it, if any."""
     wanted = _QUOTED.findall(matched.parts[0])
     given = [name for found in _UNEXPECTED.findall(matched.text) for name in _QUOTED.findall(found)]
@@ -49,7 +47,7 @@ def find_keys(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
         pairs |= {name: own for name, own in raw.items() if own in wanted and name != own}
     found = set(pairs.values())
     if pairs:
-        yield from said_otherwise(case, pairs, raw)
+        yield from renamed_tensors(case, pairs, raw)
     elif case.checkpoint.family is not None and case.checkpoint.companions.config is not None:
         message = f"the checkpoint uses {case.checkpoint.family.name}'s names, and the model uses other names"
         yield Finding("family", wanted[0], message, rewrite(case.checkpoint, names=HUB), tuple(wanted))
@@ -63,13 +61,13 @@ def find_keys(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     yield from (missing(case, name) for name in wanted if name not in found and name not in raw)
 
 
-def said_otherwise(case: Case, pairs: Mapping[str, str], raw: Mapping[str, str]) -> Iterator[Finding]:
+def renamed_tensors(case: LoadTarget, pairs: Mapping[str, str], raw: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the tensors that the model calls otherwise, with the rule that renames them."""
     rules = rules_for({old: new for old, new in pairs.items() if old in raw}, raw.keys()) if raw else None
     yield from say_renamed(case.checkpoint, pairs, rules, "the model")
 
 
-def missing(case: Case, name: str) -> Finding:
+def missing(case: LoadTarget, name: str) -> Finding:
     """Return the finding that a tensor is not in the checkpoint."""
     if name.endswith(HEAD):
         message = "the checkpoint does not contain it: perhaps it was tied to the embedding and not saved"
@@ -77,7 +75,7 @@ def missing(case: Case, name: str) -> Finding:
     return Finding("missing", name, "the checkpoint does not contain it")
 
 
-def find_unexpected(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+def find_unexpected(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield what a model does not call for, unless names are all that is wrong."""
     if "Missing key(s) in state_dict" not in matched.text:
         for name in _QUOTED.findall(matched.parts[0]):
@@ -85,7 +83,7 @@ def find_unexpected(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
             yield Finding("unexpected", name, "the checkpoint contains it, but the model does not have it", fix)
 
 
-def find_key(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+def find_key(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield why a key is not in the shards: a state that was never made, other names, another key above it."""
     name = matched.parts[0].rstrip(".")
     states = [one for one in find_missing_states(case) if one.tensor and name.startswith(f"{one.tensor}.")]
@@ -124,7 +122,7 @@ def find_by_end(name: str, layout: Layout) -> str:
     return f"{shown} or {more} more" if more > 0 else shown
 
 
-def find_kind(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+def find_kind(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield an entry that is a tensor in the checkpoint, and none where it is to be loaded."""
     name = matched.parts[0].strip()
     if name in case.layout.tensors:
@@ -138,7 +136,7 @@ def is_end(one: str, other: str) -> bool:
     return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
-def find_size(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+def find_size(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield that a tensor has another shape: `parts` are what the checkpoint has, what the model has, and the name."""
     here, there = (tuple(map(int, _SIZE.findall(part))) for part in matched.parts[:2])
     name = matched.parts[2].strip().rstrip(".")
@@ -157,17 +155,17 @@ def find_size(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
         )
 
 
-def find_size_by_name(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+def find_size_by_name(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     name, here, there = matched.parts
     yield from find_size(MatchedMessage((here, there, name), matched.text), case)
 
 
-def find_states(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - all are of interest, not just the first
+def find_states(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - all are of interest, not just the first
     """Yield the parameters that an optimizer has no state of, in one file as in shards."""
     yield from list_missing_states(case)
 
 
-def find_groups(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the message has no numbers
+def find_groups(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the message has no numbers
     """Yield the groups that the optimizer in the checkpoint has."""
     for optimizer in optimizers_in(case.layout):
         sizes = ", ".join(str(len(group)) for group in optimizer.groups)
@@ -175,14 +173,14 @@ def find_groups(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # no
         yield Finding("groups", optimizer.name, message)
 
 
-def find_ranks(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+def find_ranks(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield that a checkpoint is for as many ranks as saved it: `parts` are these, and the ranks now."""
     before, now = (int(found[0]) if (found := _SIZE.findall(part)) else 0 for part in matched.parts[:2])
     fix = resize(case.checkpoint, now) if now else None
     yield Finding("world_size", None, f"{before} ranks saved the checkpoint, and {now} ranks load it", fix)
 
 
-def find_file(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+def find_file(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield why a file is not there: one that is called by another number of ranks."""
     world = _WORLD.search(matched.parts[0])
     ranks = case.layout.world_size
@@ -191,17 +189,17 @@ def find_file(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
         yield Finding("world_size", None, message, reshard(case.checkpoint, int(world[1])))
 
 
-def find_parameter(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+def find_parameter(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield why a parameter of the model is not in the file: `parts` are its name."""
     yield from find_key(MatchedMessage((matched.parts[0],), matched.text), case)
 
 
-def find_misfits(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the names are cut short, or not said
+def find_misfits(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the names are cut short, or not said
     for kind in (find_wrappers, find_names, find_shapes):
         yield from kind(case)
 
 
-def find_model(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
+def find_model(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield the command that makes a model of a training checkpoint, if that could be read."""
     if found := _OPERAND.search(matched.text):
         yield Finding("corrupt", None, f"torch.save did not write this file{_NO_FILE.get(found[1], '')}")
@@ -211,5 +209,5 @@ def find_model(matched: MatchedMessage, case: Case) -> Iterator[Finding]:
     )
 
 
-def find_version(matched: MatchedMessage, case: Case) -> Iterator[Finding]:  # noqa: ARG001 - the message has only a number
+def find_version(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the message has only a number
     yield from find_torch_version(case)

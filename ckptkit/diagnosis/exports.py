@@ -13,9 +13,8 @@ from pathlib import Path
 from ckptkit.adapters.empty import find_empty
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.diagnosis.case import Case, Misfits, TargetModel
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import Fix, beside, export, is_model, rewrite
+from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, TargetModel
+from ckptkit.diagnosis.finding import Finding, Fix, beside, export, is_model, rewrite
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.formats.hf.format import INDEX
 from ckptkit.formats.hf.headers import HeaderFiles, read_headers
@@ -92,7 +91,7 @@ def read_export(part: Component) -> BrokenExport | None:
         return None
     model = TargetModel.of(CONFIG, config or {}, {})
     shapes = found.layout.shapes
-    misfits = Misfits.of(shapes, closest(model.forms, shapes.keys()), model) if model.forms else None
+    misfits = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model) if model.forms else None
     if misfits is None:
         return BrokenExport(found, index) if found.is_series else None
     return BrokenExport(found, index) if (found.is_series and not misfits.missing) or not misfits else None
@@ -114,7 +113,7 @@ def repaired(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, components=(replace(part, salvaged=broken.found.layout),))
 
 
-def find_index(case: Case) -> Iterator[Finding]:
+def find_index(case: LoadTarget) -> Iterator[Finding]:
     """Yield that several numbered files have no index, which transformers needs."""
     part = case.checkpoint.model_component
     files = part.layout.paths
@@ -128,7 +127,7 @@ def find_index(case: Case) -> Iterator[Finding]:
         yield Finding("index", None, message, export(case.checkpoint))
 
 
-def find_config_dtype(case: Case) -> Iterator[Finding]:
+def find_config_dtype(case: LoadTarget) -> Iterator[Finding]:
     """Yield that config.json names a dtype that torch does not have, such as an empty one."""
     own = case.checkpoint.companions
     config = own.config or {}
@@ -139,7 +138,7 @@ def find_config_dtype(case: Case) -> Iterator[Finding]:
             yield Finding("config_dtype", None, message, export(case.checkpoint))
 
 
-def find_empty_adapter(case: Case) -> Iterator[Finding]:
+def find_empty_adapter(case: LoadTarget) -> Iterator[Finding]:
     """Yield that an adapter has no elements; the states beside it have its weights."""
     checkpoint = case.checkpoint
     saved = checkpoint.exported or checkpoint.model_component
@@ -157,17 +156,17 @@ def find_empty_adapter(case: Case) -> Iterator[Finding]:
 class NamedExperts:
     """The finding, and the tensors that are still missing or unexpected once each expert has the name of the model."""
 
-    misfits: Misfits
+    misfits: KeyMismatch
     finding: Finding
 
 
-def find_named_experts(case: Case, model: TargetModel, misfits: Misfits) -> NamedExperts | None:
+def find_named_experts(case: LoadTarget, model: TargetModel, misfits: KeyMismatch) -> NamedExperts | None:
     """Return the tensors of experts whose number is at the end of the name; None if that does not explain the names."""
     pattern = re.compile(_EXPERT[0])
     if not any(pattern.search(name) for name in misfits.extra):
         return None
     shapes = {pattern.sub(_EXPERT[1], name): shape for name, shape in case.plain_shapes.items()}
-    found = Misfits.of(shapes, closest(model.forms, shapes.keys()), model)
+    found = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model)
     names = tuple(name for name in misfits.extra if pattern.search(name))
     if len(shapes) != len(case.plain_shapes) or any(pattern.sub(_EXPERT[1], name) in found.extra for name in names):
         return None

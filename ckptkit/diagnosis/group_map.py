@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.diagnosis.case import Case
+from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.layout import KeyPath, Layout
-from ckptkit.models.names.group_map import GROUP_MAP, parameter_of
+from ckptkit.models.names.parameters import GROUP_MAP, parameter_of
 
 _STATE = "state"
 
 
-def find_unlisted(case: Case) -> Iterator[Finding]:
+def find_unlisted(case: LoadTarget) -> Iterator[Finding]:
     """Yield the parameters that have a state and no entry in the map of groups, and those that have only an entry."""
     for above, listed in parameters_under(case.layout, GROUP_MAP).items():
         known = parameters_under(case.layout, _STATE).get(above, {})

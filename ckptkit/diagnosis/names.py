@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
-from ckptkit.diagnosis.case import Case, Misfits, Shapes, TargetModel
+from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, Shapes, TargetModel
 from ckptkit.diagnosis.exports import find_named_experts
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import Fix, Value, convert, export, is_model, rewrite
-from ckptkit.diagnosis.renamed import say_renamed
+from ckptkit.diagnosis.finding import Finding, Fix, Value, convert, export, is_model, rewrite
 from ckptkit.diagnosis.shapes import is_another_model, pairs_of
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
-from ckptkit.layout.renames import few_globs, rules_for
+from ckptkit.layout.renames import by_change, few_globs, rules_for
 from ckptkit.layout.wrappers import WRAPPERS
 from ckptkit.models.expected import closest
 from ckptkit.models.fit import abridge
@@ -28,11 +27,24 @@ from ckptkit.models.vocabulary import rows_of, vocabulary_of
 from ckptkit.state.names import ask_names
 from ckptkit.words import count
 
+
+def say_renamed(
+    checkpoint: Checkpoint, pairs: Mapping[str, str], rules: Sequence[str] | None, whose: str, base: str | None = None
+) -> Iterator[Finding]:
+    """Yield the tensors that `whose` names differ for, the new names by the old in `pairs`: a finding for each change.
+
+    `rules` are those that rename them all, None if no few do.
+    """
+    fix = rewrite(checkpoint, rename=tuple(rules), base=base) if rules else None
+    for line, members in by_change(pairs):
+        yield Finding("renamed", line.old, f"{whose} uses the name `{line.new}`", fix, members)
+
+
 _IN_MEMORY = "transformers"  # the family of names that its models have there
 _MOST_GLOBS = 8
 
 
-def find_wrappers(case: Case) -> Iterator[Finding]:
+def find_wrappers(case: LoadTarget) -> Iterator[Finding]:
     """Yield the words of wrappers in names, where a model without them is to be loaded."""
     if case.weights is None or not (case.is_asked or is_model(case.checkpoint)):
         return
@@ -47,7 +59,7 @@ def find_wrappers(case: Case) -> Iterator[Finding]:
             yield Finding("wrapper", names[0], message, without_word(case, word), names)
 
 
-def raw_names(case: Case) -> dict[str, str]:
+def raw_names(case: LoadTarget) -> dict[str, str]:
     """Return by the names that the model's tensors have below its key those without wrappers."""
     weights = case.weights
     if weights is None:
@@ -57,7 +69,7 @@ def raw_names(case: Case) -> dict[str, str]:
     return {".".join(map(str, key[len(prefix) :])): own for own, key in keys.items()}
 
 
-def without_word(case: Case, word: str) -> Fix:
+def without_word(case: LoadTarget, word: str) -> Fix:
     """Return the command that takes a word out of all names; a model alone is made without such words anyway."""
     if is_model(case.checkpoint):
         base = case.model.name if case.model and case.model.asked else None
@@ -65,7 +77,7 @@ def without_word(case: Case, word: str) -> Fix:
     return rewrite(case.checkpoint, rename=(rf"(^|\.){re.escape(word)}\.=>\1",))
 
 
-def find_names(case: Case) -> Iterator[Finding]:
+def find_names(case: LoadTarget) -> Iterator[Finding]:
     """Yield the tensors that the model calls for and that are missing, and those that it does not call for.
 
     With the rule, family or prefix that fixes it, where there is one.
@@ -76,12 +88,12 @@ def find_names(case: Case) -> Iterator[Finding]:
     if not misfits:
         yield from find_names_on_disk(case, model)
         return
-    turned = None if misfits.is_small else turn_to_hub(case, model)
+    turned = None if misfits.is_small else translate_to_hub(case, model)
     if turned is not None:
         if not model.asked:
             return  # the names are its trainer's, which loads it
         yield turned.finding
-        misfits = Misfits.of(turned.shapes, closest(model.forms, turned.shapes.keys()), model)
+        misfits = KeyMismatch.of(turned.shapes, closest(model.forms, turned.shapes.keys()), model)
     experts = find_named_experts(case, model, misfits)
     if experts is not None:
         yield experts.finding
@@ -100,14 +112,14 @@ def find_names(case: Case) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
+class HubView:
     """The tensors of a checkpoint by the names of the Hub, and what there is to say of it."""
 
     shapes: Shapes
     finding: Finding
 
 
-def turn_to_hub(case: Case, model: TargetModel) -> Turned | None:
+def translate_to_hub(case: LoadTarget, model: TargetModel) -> HubView | None:
     """Return the tensors by the Hub's names, if they have another family's and it is known how these turn."""
     shapes = named_as_on_hub(case, model, None)
     rows = vocabulary_of(model.config)
@@ -127,10 +139,10 @@ def turn_to_hub(case: Case, model: TargetModel) -> Turned | None:
         fix = export(case.checkpoint, **options, base=model.name)
     else:
         fix = convert(case.checkpoint, names=HUB, **options, base=model.name)
-    return Turned(shapes, Finding("family", names[0] if names else None, message, fix, names))
+    return HubView(shapes, Finding("family", names[0] if names else None, message, fix, names))
 
 
-def find_names_on_disk(case: Case, model: TargetModel) -> Iterator[Finding]:
+def find_names_on_disk(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     """Yield that shards have the names of files, where a model in memory has others since transformers 5."""
     memory = model.forms[-1]
     names = tuple(name for name in case.plain_shapes if name not in memory.shapes)
@@ -141,7 +153,7 @@ def find_names_on_disk(case: Case, model: TargetModel) -> Iterator[Finding]:
     yield Finding("family", names[0], message, fix, names)
 
 
-def named_as_on_hub(case: Case, model: TargetModel, rows: int | None) -> Shapes | None:
+def named_as_on_hub(case: LoadTarget, model: TargetModel, rows: int | None) -> Shapes | None:
     """Return the shapes of the tensors by the Hub's names, None where they cannot be turned, or need not be."""
     assert case.weights is not None
     try:
@@ -151,16 +163,16 @@ def named_as_on_hub(case: Case, model: TargetModel, rows: int | None) -> Shapes 
     return found.layout.shapes
 
 
-def padded_rows(case: Case) -> int:
+def padded_rows(case: LoadTarget) -> int:
     assert case.weights is not None
     return max(rows_of(case.weights.layout.tensors).values(), default=0)
 
 
-def has_optimizer(case: Case) -> bool:
+def has_optimizer(case: LoadTarget) -> bool:
     return bool(case.layout.blobs) or (case.weights is not None and bool(case.weights.left_out))
 
 
-def find_renamed(case: Case, pairs: Mapping[str, str]) -> Iterator[Finding]:
+def find_renamed(case: LoadTarget, pairs: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the tensors that are called otherwise, a finding for each rule."""
     if not pairs or case.model is None:
         return
@@ -168,7 +180,7 @@ def find_renamed(case: Case, pairs: Mapping[str, str]) -> Iterator[Finding]:
     yield from say_renamed(case.checkpoint, pairs, rules_for(pairs, case.shapes.keys()), case.model.name, base)
 
 
-def another_model(case: Case, model: TargetModel, wanted: int) -> Finding:
+def another_model(case: LoadTarget, model: TargetModel, wanted: int) -> Finding:
     """Return the finding that nothing of a model is there."""
     there = abridge(sorted(case.shapes, key=len))
     message = (
@@ -185,7 +197,7 @@ def missing_one(model: TargetModel, name: str) -> Finding:
     return Finding("missing", name, message)
 
 
-def find_unexpected(case: Case, model: TargetModel, extra: list[str]) -> Iterator[Finding]:
+def find_unexpected(case: LoadTarget, model: TargetModel, extra: list[str]) -> Iterator[Finding]:
     """Yield the tensors that a model does not call for. Never proposes to drop one that may have been trained."""
     assert case.weights is not None
     message = f"{model.name} does not have this tensor: `load_state_dict` refuses it, other loaders skip it"
@@ -204,13 +216,13 @@ def find_unexpected(case: Case, model: TargetModel, extra: list[str]) -> Iterato
     yield from (Finding("unexpected", name, message, fix) for name in extra)
 
 
-def may_be_trained(case: Case, name: str) -> bool:
+def may_be_trained(case: LoadTarget, name: str) -> bool:
     """Return whether a tensor may have been trained: it has floats, and no name of a buffer."""
     spec = case.weights.layout.specs.get(name) if case.weights else None
     return spec is None or (spec.dtype.kind == "float" and not is_buffer(name))
 
 
-def trained_class_of(case: Case, model: TargetModel) -> str | None:
+def trained_class_of(case: LoadTarget, model: TargetModel) -> str | None:
     """Return the class that has the heads of a checkpoint where the model's class does not; None if there is none."""
     if case.form is None or not model.config:
         return None

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers
 from ckptkit.checkpoints.optimizers.missing_states import States, find_states, flattened
-from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import Fix, reshard, rewrite
+from ckptkit.diagnosis.case import LoadTarget
+from ckptkit.diagnosis.finding import Finding, Fix, reshard, rewrite
 from ckptkit.errors import Corrupt
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.words import count
@@ -17,7 +16,7 @@ from ckptkit.words import count
 _MISNAMED = ("prefixed_state", "prefixed_weight", "unknown_parameter")
 
 
-def find_missing_states(case: Case) -> Iterator[Finding]:
+def find_missing_states(case: LoadTarget) -> Iterator[Finding]:
     """Yield the parameters without a state, of an optimizer in shards, whose loader asks for a state of each.
 
     Of one in a file of torch.save a note is made: whether its loader asks for all depends on which it is.
@@ -26,7 +25,7 @@ def find_missing_states(case: Case) -> Iterator[Finding]:
         yield from list_missing_states(case)
 
 
-def list_missing_states(case: Case) -> Iterator[Finding]:
+def list_missing_states(case: LoadTarget) -> Iterator[Finding]:
     """Yield the parameters without a state, however the optimizer is saved."""
     is_sharded = case.checkpoint.model_component.reader.is_sharded
     words = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
@@ -39,14 +38,14 @@ def list_missing_states(case: Case) -> Iterator[Finding]:
             yield Finding("optimizer_state", spell(states.above, name), message, complete(case))
 
 
-def is_misnamed(case: Case, states: States) -> bool:
+def is_misnamed(case: LoadTarget, states: States) -> bool:
     """Return whether the optimizer has states under unknown names: they may be those that parameters lack."""
     above = f"{'.'.join(map(str, states.above))}.state."
     is_unknown = any(one.code in _MISNAMED and f"{one.tensor}".startswith(above) for one in case.inconsistencies)
     return is_unknown or bool(states.strays)
 
 
-def complete(case: Case) -> Fix:
+def complete(case: LoadTarget) -> Fix:
     """Return the command that gives every parameter a state."""
     is_sharded = case.checkpoint.model_component.reader.is_sharded
     ranks = (case.world_size or case.layout.world_size) if is_sharded else None
@@ -73,7 +72,7 @@ def spell(above: KeyPath, name: str) -> str:
     return ".".join([*map(str, above), "state", name])
 
 
-def find_groups(case: Case) -> Iterator[Finding]:
+def find_groups(case: LoadTarget) -> Iterator[Finding]:
     """Yield the optimizers that list their parameters in other groups, or by numbers where the other has names."""
     if case.like is None:
         return

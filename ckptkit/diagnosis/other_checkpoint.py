@@ -7,11 +7,10 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checks.renames import shapes_of
-from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import Fix, rewrite
+from ckptkit.diagnosis.case import LoadTarget
+from ckptkit.diagnosis.finding import Finding, Fix, rewrite
+from ckptkit.diagnosis.names import say_renamed
 from ckptkit.diagnosis.optimizer import named_states, without_state
-from ckptkit.diagnosis.renamed import say_renamed
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DType
@@ -23,7 +22,7 @@ from ckptkit.trainers import owner_of_key
 _MOST_RULES = 8
 
 
-def compare_with_checkpoint(case: Case) -> Iterator[Finding]:
+def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
     """Yield what another checkpoint has and this one has not, or by another name, or in another shape or dtype."""
     if case.like is None:
         return
@@ -47,7 +46,7 @@ def sides(one: Checkpoint, two: Checkpoint) -> list[tuple[Side, Side]]:
     return [match(ours.layout, theirs.layout)[:2] for ours, theirs in pairs]
 
 
-def find_key(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+def find_key(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield that the model lies under another key, where both have one or none."""
     if ours.wrapper == theirs.wrapper or any(get_format(side.layout.format).is_model_only for side in (ours, theirs)):
         return
@@ -57,7 +56,7 @@ def find_key(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Find
     yield Finding("key", None, f"expected the model {there} as in {other}, found it {here}", fix)
 
 
-def find_lacking(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+def find_lacking(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield what the other has and this one lacks, and weights that only this one has."""
     said = said_elsewhere(ours.layout, theirs.layout) if case.checkpoint.model_component.reader.is_sharded else set()
     missing = {
@@ -83,7 +82,7 @@ def find_lacking(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[
             yield Finding("unexpected", name, f"{other} does not have it: `load_state_dict` refuses it")
 
 
-def find_kinds(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+def find_kinds(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield what is a tensor in shards here and none in the other, such as a rate. The other way round torch loads."""
     is_sharded = case.checkpoint.model_component.reader.is_sharded
     for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
@@ -94,14 +93,14 @@ def find_kinds(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Fi
         yield Finding("kind", name, message)
 
 
-def find_renamed(case: Case, other: Path, pairs: Mapping[str, str], ours: Side) -> Iterator[Finding]:
+def find_renamed(case: LoadTarget, other: Path, pairs: Mapping[str, str], ours: Side) -> Iterator[Finding]:
     """Yield what the other calls otherwise, a finding for each rule. Those for the model change its optimizer too."""
     own = {old: new for old, new in pairs.items() if old in ours.weights}
     rules = rules_for(own, ours.weights) if own else None
     yield from say_renamed(case.checkpoint, pairs, rules, str(other))
 
 
-def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield the tensors that have another shape or dtype in the other."""
     specs = theirs.layout.specs
     pairs = {name: (spec, specs[name]) for name, spec in ours.layout.specs.items() if specs.get(name, spec) != spec}
@@ -118,7 +117,7 @@ def find_specs(case: Case, other: Path, ours: Side, theirs: Side) -> Iterator[Fi
         yield Finding("dtype", names[0], message, fix, tuple(names))
 
 
-def fix_dtypes(case: Case, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
+def fix_dtypes(case: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
     """Return the command that gives tensors the dtypes that the other has; None if some cannot become that."""
     of_weights = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
     is_simple = len(of_weights) == 1 and any(name in ours.weights for name in pairs)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import reshard, resize
+from ckptkit.diagnosis.case import LoadTarget
+from ckptkit.diagnosis.finding import Finding, reshard, resize
 from ckptkit.io.file import names_in
 from ckptkit.trainers import is_optional_state, owner_of_file, owner_of_key
 from ckptkit.words import count
 
 
-def find_ranks(case: Case) -> Iterator[Finding]:
+def find_ranks(case: LoadTarget) -> Iterator[Finding]:
     """Yield what another number of ranks cannot load, or what each of them would look for in vain."""
     wanted = case.world_size
     if wanted is None:
@@ -27,7 +26,7 @@ def find_ranks(case: Case) -> Iterator[Finding]:
             yield Finding("rank_state", group, message, reshard(case.checkpoint, wanted), tuple(owners))
 
 
-def find_files(case: Case, wanted: int) -> Iterator[Finding]:
+def find_files(case: LoadTarget, wanted: int) -> Iterator[Finding]:
     """Yield the files that are one rank's each, if there are not as many as shall load them."""
     reader = case.checkpoint.model_component.reader
     ranks = case.layout.world_size or case.checkpoint.world_size
@@ -48,7 +47,7 @@ def find_files(case: Case, wanted: int) -> Iterator[Finding]:
         yield Finding("rank_state", min(owners), message, fix, tuple(sorted(owners)))
 
 
-def states_of_ranks(case: Case) -> dict[str, dict[str, int]]:
+def states_of_ranks(case: LoadTarget) -> dict[str, dict[str, int]]:
     """Return the entries that are of single ranks, with these, by the first step of the way to them."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for name in case.layout.names:

@@ -1,27 +1,79 @@
-"""Find tensors that do not fit a model: another shape, a padded vocabulary, a head that differs from its tie."""
+"""Find tensors that do not fit a model.
+
+Another shape, a padded vocabulary, a head that differs from its tie, a tower without tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
-from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import export, rewrite
-from ckptkit.diagnosis.unserved import LAYER
+from ckptkit.diagnosis.case import LoadTarget, TargetModel
+from ckptkit.diagnosis.finding import Finding, Fix, export, is_model, rewrite
 from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
+from ckptkit.layout.renames import few_globs
 from ckptkit.models.computation import find_differences
 from ckptkit.models.fit import check_equal, ties_of
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.vocabulary import vocabulary_in
 from ckptkit.words import count
 
+_TOWERS = {
+    "vision_config": re.compile(r"vis(ion|ual)|image|vit\b|clip|\bvpm\b"),  # vpm and apm: MiniCPM-V, MiniCPM-o
+    "audio_config": re.compile(r"audio|speech|\bapm\b"),
+}
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
+_MOST_GLOBS = 3
+
+
+def find_unserved(case: LoadTarget) -> Iterator[Finding]:
+    """Yield the towers and layers that the config of a model for use declares and that have no tensors."""
+    model = case.model
+    is_for_use = case.is_asked or is_model(case.checkpoint)
+    if model is None or not (case.shapes and is_for_use) or case.adapted or case.misfits is not None:
+        return  # where the model's tensors are known, those that are missing are findings of their own
+    yield from find_towers(case, model)
+    yield from find_layers(case, model)
+
+
+def find_towers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
+    """Yield the towers for images and sounds that have a config but no tensors."""
+    for key, words in _TOWERS.items():
+        if isinstance(model.config.get(key), Mapping) and not any(words.search(name) for name in case.shapes):
+            fix = from_base(case, model, filter(words.search, model.specs))
+            yield Finding("layers", None, f"{model.name} declares `{key}`, but no tensor belongs to such a tower", fix)
+
+
+def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
+    """Yield that fewer layers have tensors than the config declares."""
+    inner = model.config.get("text_config")
+    count = (inner if isinstance(inner, Mapping) else model.config).get("num_hidden_layers")
+    numbers = {int(number) for name in case.shapes if not is_of_tower(name) for number in LAYER.findall(name)}
+    missing = [number for number in range(count) if number not in numbers] if isinstance(count, int) else []
+    if numbers and missing:
+        found = f"found no tensors for {len(missing)} of them, such as layer {missing[0]}"
+        yield Finding("layers", None, f"expected {count} layers (num_hidden_layers of {model.name}), {found}")
+
+
+def from_base(case: LoadTarget, model: TargetModel, wanted: Iterable[str]) -> Fix | None:
+    """Return the command that copies the wanted tensors from the model that you name; None if it does not have them."""
+    names = [name for name in wanted if name not in case.shapes]
+    globs = few_globs(names, model.specs.keys() - set(names), _MOST_GLOBS)
+    return export(case.checkpoint, from_base=globs, base=model.name) if globs else None
+
+
+def is_of_tower(name: str) -> bool:
+    """Return whether a tensor belongs to a tower for images or sounds, whose layers are numbered too."""
+    return any(words.search(name) for words in _TOWERS.values())
+
+
 Pairs = Mapping[str, tuple[Shape, Shape]]
 
 
-def find_shapes(case: Case) -> Iterator[Finding]:
+def find_shapes(case: LoadTarget) -> Iterator[Finding]:
     """Yield the tensors that have another shape than the model calls for."""
     if case.model is None or case.form is None or case.weights is None or not case.is_plain:
         return
@@ -45,7 +97,7 @@ def find_shapes(case: Case) -> Iterator[Finding]:
         yield Finding("shape", name, f"expected {list(wanted)} as in {case.model.name}, found {list(shape)}")
 
 
-def pairs_of(case: Case) -> dict[str, tuple[Shape, Shape]]:
+def pairs_of(case: LoadTarget) -> dict[str, tuple[Shape, Shape]]:
     """Return the tensors that have another shape than the model calls for, with both shapes."""
     if case.form is None or not case.is_plain:
         return {}
@@ -53,12 +105,12 @@ def pairs_of(case: Case) -> dict[str, tuple[Shape, Shape]]:
     return {name: (shape, there[name]) for name, shape in case.shapes.items() if there[name] != shape}
 
 
-def is_another_model(case: Case, pairs: Pairs) -> bool:
+def is_another_model(case: LoadTarget, pairs: Pairs) -> bool:
     """Return whether most tensors have another shape, so that no single one is at fault."""
     return 2 * len(pairs) > len(case.shapes)
 
 
-def conclude(case: Case, pairs: Pairs) -> Finding:
+def conclude(case: LoadTarget, pairs: Pairs) -> Finding:
     """Return the finding that a model is another one, with the sizes of both."""
     assert case.model is not None
     assert case.form is not None
@@ -82,7 +134,7 @@ def describe_sizes(shapes: Mapping[str, Shape]) -> str:
     return f"{count(len(layers), 'layer')}{width}" if layers else f"{count(len(shapes), 'tensor')}{width}"
 
 
-def find_other_model(case: Case, pairs: Pairs) -> Iterator[Finding]:
+def find_other_model(case: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
     """Yield that the model computes something else, or has other sizes, than the checkpoint's own config says."""
     own = case.checkpoint.companions
     if not case.is_asked or own.config is None or case.model is None or not case.model.config:
@@ -99,7 +151,7 @@ def find_other_model(case: Case, pairs: Pairs) -> Iterator[Finding]:
         yield Finding("config", None, message)
 
 
-def find_ties(case: Case) -> Iterator[Finding]:
+def find_ties(case: LoadTarget) -> Iterator[Finding]:
     """Yield the tensors that the config ties to others: loaders take the other's numbers for both.
 
     Shards that lack one are no model's whole state dict, which has both names. Reads both tensors, where a disk is.
@@ -122,7 +174,7 @@ def find_ties(case: Case) -> Iterator[Finding]:
             yield Finding("tie", name, message)
 
 
-def compared_ties(case: Case) -> dict[str, str]:
+def compared_ties(case: LoadTarget) -> dict[str, str]:
     """Return the tensors that the config ties to others, both of which are here and on a disk: doctor reads them."""
     model, weights = case.model, case.weights
     if model is None or weights is None or not case.is_plain or is_remote(weights.layout.root):

@@ -8,9 +8,8 @@ from ckptkit.adapters.changes import check
 from ckptkit.adapters.config import find_adapter_config
 from ckptkit.adapters.empty import find_empty
 from ckptkit.checkpoints.base_weights import BaseWeights
-from ckptkit.diagnosis.case import Case
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.fix import Fix, beside, export, is_model
+from ckptkit.diagnosis.case import LoadTarget
+from ckptkit.diagnosis.finding import Finding, Fix, beside, export, is_model
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout.renames import globs_for
 from ckptkit.models.known_types import find_embedding
@@ -24,7 +23,7 @@ _QUANTIZATION = "quantization_config"
 _EXTRA_STATE = "_extra_state"
 
 
-def find_model(case: Case) -> Iterator[Finding]:
+def find_model(case: LoadTarget) -> Iterator[Finding]:
     """Yield that it cannot be told which tensors are the model, where one is asked for."""
     if not case.is_asked or case.model is None:
         return
@@ -37,7 +36,7 @@ def find_model(case: Case) -> Iterator[Finding]:
         yield Finding("no_model", None, error.message)
 
 
-def find_adapters(case: Case) -> Iterator[Finding]:
+def find_adapters(case: LoadTarget) -> Iterator[Finding]:
     """Yield that there is an adapter, and the command that merges it into its base."""
     if case.adapted is None:
         return
@@ -64,7 +63,7 @@ def find_adapters(case: Case) -> Iterator[Finding]:
     yield Finding("adapter", names[0], message, fix, names)
 
 
-def misfit_of(case: Case) -> Mismatch | Unsupported | None:
+def misfit_of(case: LoadTarget) -> Mismatch | Unsupported | None:
     """Return why an adapter could not be merged into any base: its matrices, or its config, contradict each other."""
     if case.adapted is None or case.weights is None or find_empty(case.weights.layout):
         return None
@@ -80,7 +79,7 @@ def misfit_of(case: Case) -> Mismatch | Unsupported | None:
     return None
 
 
-def find_quantized(case: Case) -> Iterator[Finding]:
+def find_quantized(case: LoadTarget) -> Iterator[Finding]:
     """Yield that weights are quantized, if the config that they are loaded by does not say so."""
     if case.model is None or case.quantization is None or case.model.config.get(_QUANTIZATION):
         return
@@ -91,7 +90,7 @@ def find_quantized(case: Case) -> Iterator[Finding]:
     yield Finding("quantized", None, message, export(case.checkpoint, dtype=("bf16",), base=base))
 
 
-def find_declared_quantized(case: Case) -> Iterator[Finding]:
+def find_declared_quantized(case: LoadTarget) -> Iterator[Finding]:
     """Yield that the config by which a model is loaded calls weights quantized that are plain."""
     asked = case.model if case.is_asked else None
     config = asked.config if asked else case.checkpoint.companions.config
@@ -104,7 +103,7 @@ def find_declared_quantized(case: Case) -> Iterator[Finding]:
         yield Finding("config_quantized", None, message, export(case.checkpoint, base=asked.name if asked else None))
 
 
-def find_tokens(case: Case) -> Iterator[Finding]:
+def find_tokens(case: LoadTarget) -> Iterator[Finding]:
     """Yield that the tokenizer of a model for use has tokens that its embedding has no rows for."""
     companions = case.checkpoint.companions
     embedding = find_embedding(case.shapes)
@@ -113,7 +112,7 @@ def find_tokens(case: Case) -> Iterator[Finding]:
             yield Finding("tokens", None, words.partition(";")[0])
 
 
-def find_extra_state(case: Case) -> Iterator[Finding]:
+def find_extra_state(case: LoadTarget) -> Iterator[Finding]:
     """Yield the `_extra_state` of modules, where a model is to be loaded that is not of their kind."""
     if not case.is_asked or case.model is None:
         return
@@ -124,7 +123,7 @@ def find_extra_state(case: Case) -> Iterator[Finding]:
         yield Finding("extra_state", names[0], message, export(case.checkpoint, base=case.model.name), names)
 
 
-def find_predictors(case: Case) -> Iterator[Finding]:
+def find_predictors(case: LoadTarget) -> Iterator[Finding]:
     """Yield MTP layers that the config.json of a model declares and that have no tensors."""
     if not is_model(case.checkpoint) or case.weights is None:
         return

@@ -13,20 +13,17 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.engine.blocks import Block
+from ckptkit.engine.blocks import STEP_BYTES, Block, Gatherer
 from ckptkit.engine.check_sources import Sources, place_of
-from ckptkit.engine.gather import STEP_BYTES, Gatherer
-from ckptkit.engine.journal import Journal
-from ckptkit.engine.ledger import Ledger, place_in_run
+from ckptkit.engine.ledger import Journal, Ledger, place_in_run
 from ckptkit.engine.shares import WHOLE, Share, units_of
-from ckptkit.engine.visit import Pieces, Worker, visit
-from ckptkit.engine.workers import Step, work
+from ckptkit.engine.visit import Pieces, Step, Worker, visit, work
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.io.assembly import AssembledFiles
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.disk import early_sync
 from ckptkit.layout import Chunk, FileOffset, ReadRun
-from ckptkit.layout.blocks import span_of
+from ckptkit.layout.box import span_of
 from ckptkit.layout.plan import Plan, Recipe
 
 Progress = Callable[[int], None]

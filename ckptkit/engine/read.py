@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from threading import Lock
 
-from ckptkit.engine.blocks import Block
+from ckptkit.engine.blocks import BLOCK_BYTES, Block
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import apply_recipe, scrub
-from ckptkit.engine.gather import BLOCK_BYTES
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Worker, visit
 from ckptkit.layout import Chunk, Layout, StoredTensor

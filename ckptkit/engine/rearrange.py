@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.layout import Chunk, ReadRun
-from ckptkit.layout.blocks import halve, row_major, span_of
-from ckptkit.layout.box import Box
+from ckptkit.layout.box import Box, halve, row_major, span_of
 from ckptkit.layout.casting import cast
 from ckptkit.layout.dtypes import DType
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
-from ckptkit.engine.blocks import Block, blocks_of
-from ckptkit.engine.gather import BLOCK_BYTES
+from ckptkit.engine.blocks import BLOCK_BYTES, Block, blocks_of
 from ckptkit.layout import Blob, Chunk, Layout
 from ckptkit.layout.plan import Plan, data_of
 

@@ -130,7 +130,7 @@ FORMATS = PluginTable(
 )
 
 # the `module:function` that decompresses the items in an envelope of each name
-UNPACKERS = {"stream.zstd/1": "ckptkit.formats.archives.zstd:unpack", "zarr": "ckptkit.plugins.orbax.unpack:unpack"}
+UNPACKERS = {"stream.zstd/1": "ckptkit.formats.archives.zstd:unpack", "zarr": "ckptkit.plugins.orbax.arrays:unpack"}
 
 
 @cache

@@ -24,8 +24,7 @@ from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable, marks_in
 from ckptkit.checks.own_files import OwnFiles
 from ckptkit.checks.verify import compare_extents, compare_files, look_inside, sizes_of
-from ckptkit.engine.copy_files import copy_files
-from ckptkit.engine.scan import Scanned
+from ckptkit.engine.scan import Scanned, copy_files
 from ckptkit.errors import Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_os_errors
 from ckptkit.io import pieces
 from ckptkit.io.allocation import check_room, create_file, make_folder, missing_bytes
@@ -37,7 +36,7 @@ from ckptkit.io.local import is_strange_link
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote, refresh, to_path
 from ckptkit.io.pieces import LocalPieces, PieceSink, is_large
-from ckptkit.io.progress import Progress, Told, telling
+from ckptkit.io.progress import Progress, Told, report_progress
 from ckptkit.io.staging import Stage
 from ckptkit.layout import Extent
 from ckptkit.models.names.weights import names_of_training
@@ -163,7 +162,7 @@ def cp(
     if contents.is_file and path.suffix != target.suffix:
         hint = f"name the copy like `{target}{path.suffix}`"
         raise Usage(f"the source is a file that ends in `{path.suffix}`", path=path, hint=hint)
-    tell = telling(progress, sum(contents.sizes.values()))
+    tell = report_progress(progress, sum(contents.sizes.values()))
     send = partial(transfer, contents, jobs=jobs, progress=tell, origin=origin)
     if dry_run:
         check_free(target, overwrite=overwrite, is_file=contents.is_file)

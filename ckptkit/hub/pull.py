@@ -23,13 +23,12 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import detect_format
-from ckptkit.hub.client import parse_place
-from ckptkit.hub.digests import differences, sum_all
-from ckptkit.hub.transfers import Bars, Follow, for_each, no_bar
+from ckptkit.hub.push import parse_place
+from ckptkit.hub.transfers import Bars, Follow, differences, for_each, no_bar, sum_all
 from ckptkit.io.allocation import check_room, missing_bytes
 from ckptkit.io.file import check_name
 from ckptkit.io.path import to_local
-from ckptkit.io.progress import Told, telling
+from ckptkit.io.progress import Told, report_progress
 from ckptkit.io.staging import WORK, Stage
 from ckptkit.io.stores.hub import our_headers
 from ckptkit.io.stores.hub_calls import HubFile, HubRepository, look_up, silent
@@ -97,9 +96,9 @@ def pull(
             check_room(stage.dst, missing_bytes(stage.path, sizes))
             here = sum(min(size, bytes_in(stage.path / file)) for file, size in sizes.items())
             with bars("downloading") as progress:
-                fetch(found, files, stage, jobs, telling(progress, sum(sizes.values())))
+                fetch(found, files, stage, jobs, report_progress(progress, sum(sizes.values())))
             with bars("verifying") as progress:
-                check(stage.path, files, jobs, telling(progress, sum(sizes.values())))
+                check(stage.path, files, jobs, report_progress(progress, sum(sizes.values())))
             part = next((part.path for part in Checkpoint.at(stage.path).components), stage.path)
             reader = detect_format(part)
             stage.commit()

@@ -5,6 +5,7 @@ Large files are sent first, which changes no branch; the next attempt does not s
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,13 +18,11 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from ckptkit.checkpoints.checkpoint import Source, path_of
 from ckptkit.checks.verify import require_sound, size_of, verify_part
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.hub.client import parse_place
-from ckptkit.hub.digests import Content, differences, sum_all
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.selection import Selection, select_files
-from ckptkit.hub.transfers import Bars, Follow, FollowedReader, for_each, no_bar
+from ckptkit.hub.transfers import Bars, Content, Follow, FollowedReader, differences, for_each, no_bar, sum_all
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import Told, telling
+from ckptkit.io.progress import Told, report_progress
 from ckptkit.io.stores.hub import connect
 from ckptkit.io.stores.hub_calls import (
     HubRepository,
@@ -38,6 +37,22 @@ from ckptkit.io.stores.hub_errors import MAIN, page_of, translate_hub_errors
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
 from ckptkit.words import count, format_bytes
+
+_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+
+
+def parse_place(place: str, revision: str | None = None) -> tuple[str, str]:
+    """Return repository and revision of `org/model`, `org/model@revision` or `hf://org/model`."""
+    repo_id, _, named = place.removeprefix("hf://").partition("@")
+    if not _ID.fullmatch(repo_id):
+        raise Usage(
+            f"expected a repository like org/model, found `{place}`",
+            hint="write it like org/model, or org/model@revision",
+        )
+    if named and revision not in (None, named):
+        raise Usage(f"`{place}` names one revision and --revision another")
+    return repo_id, named or revision or MAIN
+
 
 _DAMAGED = "push it again; if that does not help, remove the file on the Hub first"
 
@@ -129,7 +144,7 @@ def push(
         if not yes:
             return plan
         with bars("verifying") as progress:
-            sums = examine(selection, jobs, telling(progress, size_of(selection.root) + plan.nbytes))
+            sums = examine(selection, jobs, report_progress(progress, size_of(selection.root) + plan.nbytes))
         if basis is None:
             basis = create_repository(name, private=not public)
             head = basis if at == MAIN else None
@@ -185,7 +200,7 @@ def send(
     changed = differences(selection.contents, sums, basis.files)
     commit = basis.commit
     with bars("uploading") as progress:
-        told = telling(progress, sum(plan.files[name] for name in changed))
+        told = report_progress(progress, sum(plan.files[name] for name in changed))
         additions = upload(plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, told)
         if not has_branch:
             create_branch(plan.repo_id, plan.revision, basis.commit)

@@ -14,9 +14,9 @@ from ckptkit.checks.inspect import inspect
 from ckptkit.checks.own_files import OwnFiles
 from ckptkit.errors import Usage
 from ckptkit.formats import FormatReader
-from ckptkit.hub.digests import Content, size_of
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
+from ckptkit.hub.transfers import Content, size_of
 from ckptkit.io.file import children
 from ckptkit.io.local import is_strange_link
 from ckptkit.layout import Layout

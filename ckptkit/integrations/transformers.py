@@ -24,8 +24,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.checks.hub_model import HubModel
-from ckptkit.checks.open import LazyTensor
+from ckptkit.checks.open import HubModel, LazyTensor
 from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported, and_more
 from ckptkit.formats.safetensors_headers import SPELLINGS
 from ckptkit.layout.views import Index

@@ -25,7 +25,7 @@ PieceKey = tuple[str, int]  # a file's name and a piece's number
 
 
 @dataclass(slots=True)
-class Gap:
+class PendingBytes:
     """Data of `nbytes` that is still to come, and where in the same file its CRC-32 stands, in 4 bytes each."""
 
     nbytes: int
@@ -50,7 +50,7 @@ class Assembly:
         self,
         room: Path,
         sizes: Mapping[str, int],
-        gaps: Mapping[tuple[str, int], Gap],
+        gaps: Mapping[tuple[str, int], PendingBytes],
         taker: PieceTaker,
         only: Iterable[PieceKey] | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class Assembly:
         for piece in sorted(whole, key=attrgetter("start")):
             self._send(piece)
 
-    def fill_in(self, name: str, gap: Gap, crc: int) -> None:
+    def fill_in(self, name: str, gap: PendingBytes, crc: int) -> None:
         """Write the CRC-32 of a gap where it stands."""
         for at in gap.crc_at:
             self.write(name, memoryview(crc.to_bytes(4, "little")), at)

@@ -9,7 +9,7 @@ Progress = Callable[[int, int], None]  # (bytes just done, bytes in all)
 Told = Callable[[int], None]  # (bytes just done)
 
 
-def telling(progress: Progress | None, total: int) -> Told | None:
+def report_progress(progress: Progress | None, total: int) -> Told | None:
     """Return a function that tells `progress`, if there is one, of bytes just done and of how many there are in all."""
     return progress and partial(tell, progress, total)
 

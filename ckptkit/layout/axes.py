@@ -13,8 +13,7 @@ from math import prod
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Chunk, Spec, Splits, StoredTensor
-from ckptkit.layout.blocks import row_major
-from ckptkit.layout.box import Box, Shape, intersect
+from ckptkit.layout.box import Box, Shape, intersect, row_major
 
 
 def boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Box, int]]:

@@ -47,7 +47,7 @@ def match(
         raise Unsupported(message, hint=_HINT)
     if len(groups) * total > _MOST_STEPS:
         raise Unsupported(f"{count(len(groups), 'group')} of parameters: their shapes alone do not tell them apart")
-    numbers = deal(groups, sizes, parameters, may_hold or (lambda _index, _key: True))
+    numbers = assign_uniquely(groups, sizes, parameters, may_hold or (lambda _index, _key: True))
     return dict(zip(numbers, parameters, strict=True))
 
 
@@ -162,7 +162,9 @@ class Way(NamedTuple):
     met_at: Any
 
 
-def deal(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold) -> list[int]:
+def assign_uniquely(
+    groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold
+) -> list[int]:
     """Return the number of each parameter, by the one way to deal them out to the groups in order.
 
     Raises `Unsupported` if there is none, or another.

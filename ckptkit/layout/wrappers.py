@@ -1,4 +1,4 @@
-"""Know the prefixes that wrappers put into the names of parameters, and take them off.
+"""Know the prefixes that wrappers put into parameter names, and match the names that an optimizer records.
 
 A wrapper keeps the module that it wraps as an attribute, whose name then stands before those of that module's
 parameters. Any module of a model may be wrapped, so a prefix may stand anywhere in a name, and more than once.
@@ -6,8 +6,109 @@ parameters. Any module of a model may be wrapped, so a prefix may stand anywhere
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.layout.matching import KEEP_NUMBERS, Size, as_text
+
+# Match the names that an optimizer records beside the numbers of its parameters with the parameters of a model.
+#
+# Source: torch/optim/optimizer.py since 2.6. An optimizer that was given `named_parameters()` has a list `param_names`
+# in each group, beside `params`. The names are those of the module that gave the parameters: it may have been wrapped
+# since, or be a part of the model, so a prefix may be missing or too many, for all names the same.
+PARAM_NAMES = "param_names"
+
+
+def read_recorded(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict[Any, str]:
+    """Return the name that is recorded for each number; {} if no group has a list of names.
+
+    `groups` have the numbers, `lists` the value of `param_names` of each group, None where there is none. Raises
+    `Unsupported` for lists that do not name each number once.
+    """
+    if all(names is None for names in lists):
+        return {}
+    recorded: dict[Any, str] = {}
+    for i, (group, names) in enumerate(zip(groups, lists, strict=True)):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            message = f"`{PARAM_NAMES}` of group {i}: expected a list of names, found a {type(names).__name__}"
+            raise Unsupported(message, hint=KEEP_NUMBERS)
+        if len(names) != len(group):
+            message = f"`{PARAM_NAMES}` of group {i}: expected {len(group)} names, found {len(names)}"
+            raise Unsupported(message, hint=KEEP_NUMBERS)
+        recorded |= dict(zip(group, names, strict=True))
+    twice = [name for name, times in Counter(recorded.values()).items() if times > 1]
+    if twice:
+        message = f"`{PARAM_NAMES}`: expected {len(recorded)} different names, found {len(set(recorded.values()))}"
+        raise Unsupported(message, tensor=twice[0], hint=KEEP_NUMBERS)
+    return recorded
+
+
+def match_recorded(
+    recorded: Mapping[int, str],
+    sizes: Mapping[int, Size],
+    parameters: Mapping[str, Size],
+    lister: str = f"`{PARAM_NAMES}`",
+) -> dict[int, str]:
+    """Return the parameter that each number means, by the name that `lister` records for it.
+
+    `sizes` are those of the states, where one shows it. Raises `Mismatch` for a name that the model does not have, and
+    for a state of another size.
+    """
+    own = own_names(parameters)
+    wanted = {number: own_name(name, own) for number, name in recorded.items()}
+    unknown = [name for name in wanted.values() if name not in own]
+    if unknown:
+        message = f"{lister} lists it, but the model does not have it ({len(unknown)} of {len(wanted)} names"
+        raise Mismatch(f"{message} are unknown)", tensor=unknown[0], hint=KEEP_NUMBERS)
+    found = {number: own[name] for number, name in wanted.items()}
+    for wrong in find_unequal(found, sizes, parameters):
+        message = f"{lister} gives this name to parameter {wrong}: expected a state of shape "
+        message += f"{as_text(parameters[found[wrong]])}, found {as_text(sizes[wrong])}"
+        raise Mismatch(message, tensor=found[wrong], hint=KEEP_NUMBERS)
+    return found
+
+
+def match_with_prefix(
+    recorded: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]
+) -> list[dict[int, str]]:
+    """Return each way to give the numbers parameters of their sizes, if one prefix joins all names or leaves them."""
+    own = own_names(parameters)
+    ways = with_other_prefix({number: own_name(name, own) for number, name in recorded.items()}, own)
+    return [found for found in ways if not find_unequal(found, sizes, parameters)]
+
+
+def is_record_of(value: Any, names: Sequence[str]) -> bool:
+    """Return whether the value of `param_names` has these names, but for the prefixes of wrappers."""
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return is_list and list(map(bare, value)) == list(map(bare, names))
+
+
+def bare(name: str) -> str:
+    """Return a name without the prefixes of wrappers."""
+    return unwrapped(name).removeprefix(DDP.text)
+
+
+def own_names(parameters: Iterable[str]) -> dict[str, str]:
+    """Return the names of parameters by what they are without the prefixes of wrappers."""
+    return {name: raw for raw, name in without_ddp({raw: unwrapped(raw) for raw in parameters}).items()}
+
+
+def find_unequal(found: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]) -> list[int]:
+    """Return the numbers of states that have another size than their parameter."""
+    return [number for number, name in found.items() if sizes.get(number, parameters[name]) != parameters[name]]
+
+
+def with_other_prefix(wanted: Mapping[int, str], own: Mapping[str, str]) -> Iterator[dict[int, str]]:
+    """Yield the parameters that the numbers mean if one prefix is added to all names, or removed from all."""
+    first = next(iter(wanted.values()), "")
+    for prefix in [name.removesuffix(first) for name in own if name.endswith(f".{first}")]:
+        if all(prefix + name in own for name in wanted.values()):
+            yield {number: own[prefix + name] for number, name in wanted.items()}
+    for prefix in [first[: dot + 1] for dot, letter in enumerate(first) if letter == "."]:
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in own for name in wanted.values()):
+            yield {number: own[name.removeprefix(prefix)] for number, name in wanted.items()}
 
 
 class WrapperPrefix(NamedTuple):

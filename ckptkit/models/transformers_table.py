@@ -18,7 +18,7 @@ from ckptkit.words import natural
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class TransformedTensors:
     """Tensors under new names, and the old names that each came from."""
 
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Made:
 
 
 @dataclass(slots=True)
-class Together:
+class TransformGroup:
     """Tensors that one transform takes together: by the pattern that each matched, in order."""
 
     transform: Any
@@ -61,12 +61,12 @@ def every_transform(meta: MetaModel, *, add_legacy: bool) -> list[Any]:
         return list(get_model_conversion_mapping(meta.model, add_legacy=add_legacy))
 
 
-def to_disk(meta: MetaModel, transforms: Sequence[Any], tensors: Mapping[str, Any]) -> Made:
+def to_disk(meta: MetaModel, transforms: Sequence[Any], tensors: Mapping[str, Any]) -> TransformedTensors:
     """Return tensors that are in memory as `save_pretrained` would write them."""
     reverse = [transform.reverse_transform() for transform in reversed(transforms)]
     converters, renamings = kinds_of(reverse)
-    made = Made()
-    groups: dict[str, Together] = {}
+    made = TransformedTensors()
+    groups: dict[str, TransformGroup] = {}
     for name in sorted(tensors, key=natural):
         key, pattern = convert_name(name, converters)
         if pattern is None:
@@ -80,11 +80,11 @@ def to_disk(meta: MetaModel, transforms: Sequence[Any], tensors: Mapping[str, An
     return made
 
 
-def to_memory(meta: MetaModel, tensors: Mapping[str, Any]) -> Made:
+def to_memory(meta: MetaModel, tensors: Mapping[str, Any]) -> TransformedTensors:
     """Return tensors that are on disk as `from_pretrained` would have them in memory."""
     converters, renamings = kinds_of(every_transform(meta, add_legacy=True))
-    made = Made()
-    groups: dict[str, Together] = {}
+    made = TransformedTensors()
+    groups: dict[str, TransformGroup] = {}
     for name in sorted(tensors, key=natural):
         key, pattern = convert_name(rename(name, renamings)[0], converters)
         if key not in meta.shapes and name in meta.shapes:
@@ -124,15 +124,15 @@ def convert_name(name: str, converters: Iterable[Any]) -> tuple[str, str | None]
     return name, None
 
 
-def collect(groups: dict[str, Together], converters: Iterable[Any], key: str, pattern: str, name: str) -> None:
+def collect(groups: dict[str, TransformGroup], converters: Iterable[Any], key: str, pattern: str, name: str) -> None:
     """Add a tensor to those that become one, or several, of which the first is called `key`."""
     if key not in groups:
         own = [converter for converter in converters if pattern in converter.source_patterns]
-        groups[key] = Together(deepcopy(own[-1]))
+        groups[key] = TransformGroup(deepcopy(own[-1]))
     groups[key].found.setdefault(pattern, []).append(name)
 
 
-def convert(meta: MetaModel, key: str, group: Together, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def convert(meta: MetaModel, key: str, group: TransformGroup, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield what a transform makes of the tensors that it takes together.
 
     Raises `Mismatch` if one is missing or has a shape that it cannot have, `Unsupported` for a step that is not known.
@@ -160,7 +160,7 @@ def convert(meta: MetaModel, key: str, group: Together, tensors: Mapping[str, An
         yield name, value[0] if isinstance(value, list) else value
 
 
-def put(made: Made, name: str, tensor: Any, origins: tuple[str, ...]) -> None:
+def put(made: TransformedTensors, name: str, tensor: Any, origins: tuple[str, ...]) -> None:
     """Add a tensor under its new name. Raises `Mismatch` if another has it."""
     if name in made.tensors:
         clash = f"`{made.came_from[name][0]}` and `{origins[0]}` would both get this name"

@@ -8,9 +8,8 @@ one matrix, `attn.qkv`; before version 0.5 it was `attn.attn` and had them by gr
 from __future__ import annotations
 
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.moe import LAYER, experts_of
 from ckptkit.models.names.rule import Rule, with_bias
-from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
 from ckptkit.models.names.steps import Chain, Concatenated, Grouped, Reversed, TensorStep
 
 _OWN = "transformer.h.{layer}."

@@ -8,9 +8,8 @@ norms are greater by one there than on the Hub: these would have to be computed,
 from __future__ import annotations
 
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.moe import LAYER, experts_of
 from ckptkit.models.names.rule import Rule, with_bias
-from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
 from ckptkit.models.names.steps import FlatFront, SwappedAxes
 
 _BEFORE = ("llama", "qwen2", "qwen3")

@@ -7,9 +7,8 @@ keys are in pairs but for Qwen and Phi. Gemma 2's norms beside the feed forward 
 from __future__ import annotations
 
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.moe import LAYER
 from ckptkit.models.names.rule import Rule, with_bias
-from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.sizes import LAYER, Sizes
 from ckptkit.models.names.steps import Concatenated, Reversed, Rotary
 
 _IN_PAIRS = ("llama", "mistral", "gemma", "gemma2")

@@ -44,7 +44,7 @@ class Demotion(NamedTuple):
     deletes: tuple[str, ...]
 
 
-def foresee(checkpoint: Path) -> Demotion:
+def plan_demotion(checkpoint: Path) -> Demotion:
     """Return what `demote` would do, to the byte. Writes nothing.
 
     Raises a `CkptError` where `demote` would, as far as that is known without reading tensors: also if more would be
@@ -88,7 +88,7 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
     Returns how many tensors stayed in more than 16 bits, as loaders keep them so. Raises a `CkptError`, and leaves the
     checkpoint as it was, if anything does not fit or what was written is not what is read.
     """
-    foresee(checkpoint)
+    plan_demotion(checkpoint)
     stage = Stage(checkpoint, overwrite=True)
     try:
         model = stage.open().path / _MODEL

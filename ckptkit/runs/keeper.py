@@ -14,7 +14,14 @@ from ckptkit.io.path import known_store, to_live_path
 from ckptkit.io.stores import LOCAL
 
 
-class WatchPost(Protocol):
+def require_complete(path: Path) -> None:
+    """Raise `NotACheckpoint` if a path is no complete checkpoint."""
+    if not (path.is_dir() and Checkpoint.at(path).is_complete):
+        hint = f"run `ckptkit verify {path}` to see its problems, or `ckptkit ls {path.parent}` to list the others"
+        raise NotACheckpoint("no complete checkpoint", path=path, hint=hint)
+
+
+class WatchLease(Protocol):
     """What a watch of a run needs: a `lock` that its commands inherit, and the directory `folder` for its journal."""
 
     @property
@@ -25,13 +32,13 @@ class WatchPost(Protocol):
     def folder(self) -> Path:
         """Return the directory."""
 
-    def hold(self, checkpoint: Path) -> None:
+    def protect(self, checkpoint: Path) -> None:
         """Protect a checkpoint from now on. It may be gone already.
 
         Raises `Occupied` while another process is deleting checkpoints where only one process may.
         """
 
-    def let_go(self) -> None:
+    def unprotect(self) -> None:
         """Protect no checkpoint any more."""
 
     def clock_ns(self) -> int:
@@ -41,7 +48,7 @@ class WatchPost(Protocol):
         """Raise `NotACheckpoint` if the run is no longer where the watch found it."""
 
 
-class Keeper(Protocol):
+class RunBackend(Protocol):
     """Who marks and deletes checkpoints of the run in directory `root`."""
 
     @property
@@ -79,14 +86,14 @@ class Keeper(Protocol):
     def unpin(self, checkpoint: Path) -> None:
         """Take back a pin. Nothing changes if the checkpoint is not pinned."""
 
-    def watching(self, key: str, longest: float) -> AbstractContextManager[WatchPost]:
+    def watching(self, key: str, longest: float) -> AbstractContextManager[WatchLease]:
         """Be the only watch with this key, which handles a checkpoint for `longest` seconds at most.
 
         Raises `Occupied` if another watch has the key.
         """
 
 
-def keeper_of(root: Path) -> Keeper:
+def keeper_of(root: Path) -> RunBackend:
     """Return who keeps the run in directory `root`. Raises `Usage` for a store in which ckptkit deletes nothing."""
     keeper = LOCAL.keeper
     for place in roots_of(root):
@@ -97,7 +104,7 @@ def keeper_of(root: Path) -> Keeper:
         if keeper != LOCAL.keeper and isinstance(root, JoinedPath):
             hint = "name local directories, or one place on s3://"
             raise Usage("several directories of one run must be local", path=place, hint=hint)
-    return cast(Keeper, load(keeper)(root))
+    return cast(RunBackend, load(keeper)(root))
 
 
 def run_of(source: Source) -> Path:
@@ -118,5 +125,5 @@ def refuse_checkpoint(path: Path) -> None:
 
 
 def find_holds(checkpoint: Path) -> tuple[str, ...]:
-    """Return what keeps a checkpoint now, whatever the rules say; see `Keeper.holds`."""
+    """Return what keeps a checkpoint now, whatever the rules say; see `RunBackend.holds`."""
     return keeper_of(checkpoint.parent).holds(checkpoint)

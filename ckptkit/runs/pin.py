@@ -8,8 +8,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.verify import require_sound, verify_part
 from ckptkit.errors import Usage
 from ckptkit.io.file import absent
-from ckptkit.runs.complete import require_complete
-from ckptkit.runs.keeper import keeper_of, run_of
+from ckptkit.runs.keeper import keeper_of, require_complete, run_of
 from ckptkit.runs.pins import is_pinned
 from ckptkit.trainers import step_of
 

@@ -28,9 +28,9 @@ from ckptkit.formats import of_no_format
 from ckptkit.io.file import folders
 from ckptkit.io.joined import roots_of
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import Progress, Told, telling
-from ckptkit.runs.demote import demote, foresee
-from ckptkit.runs.keeper import Keeper, find_holds, keeper_of, refuse_checkpoint, run_of
+from ckptkit.io.progress import Progress, Told, report_progress
+from ckptkit.runs.demote import demote, plan_demotion
+from ckptkit.runs.keeper import RunBackend, find_holds, keeper_of, refuse_checkpoint, run_of
 from ckptkit.runs.ls import describe, measure
 from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, check_metric, decide, read_metrics
 from ckptkit.summary import Summarized
@@ -126,7 +126,7 @@ def prune(
         return apply_plan(plan, keeper, jobs, progress) if yes else plan
 
 
-def make_plan(keeper: Keeper, policy: Policy, *, demote: bool) -> Pruned:
+def make_plan(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
     """Return what becomes of every directory in a run. A checkpoint that is being replaced just now stays."""
     root, unfinished = keeper.root, keeper.unfinished()
     paths = [path for path in folders(root) if not path.name.startswith(".") and path not in unfinished]
@@ -144,7 +144,7 @@ def make_plan(keeper: Keeper, policy: Policy, *, demote: bool) -> Pruned:
         saved = verdict.saved
         entry = PruneEntry(saved.path, saved.step, measure(saved.path)[0], ", ".join(verdict.reasons))
         if not verdict.is_kept:
-            entry = judge(saved, entry, keeper, demote=demote)
+            entry = decide_entry(saved, entry, keeper, demote=demote)
         (go if entry.freed_bytes else keep).append(entry)
     gone = (*go, *(clear_entry(path, reason) for path, reason in unfinished.items()))
     return Pruned(tuple(keep), () if demote else gone, tuple(other), deleted=False, demote=gone if demote else ())
@@ -156,7 +156,7 @@ def clear_entry(path: Path, reason: str) -> PruneEntry:
     return PruneEntry(path, Checkpoint.at(path).own_step, nbytes, reason, nbytes)
 
 
-def judge(saved: SavedCheckpoint, entry: PruneEntry, keeper: Keeper, *, demote: bool) -> PruneEntry:
+def decide_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, *, demote: bool) -> PruneEntry:
     """Return what becomes of a checkpoint that no rule keeps: it stays if there is nothing to free, and says why."""
     if work := keeper.work_on(saved.path):
         return replace(entry, reason=work)
@@ -165,7 +165,7 @@ def judge(saved: SavedCheckpoint, entry: PruneEntry, keeper: Keeper, *, demote: 
     if saved.is_weights_only:
         return replace(entry, reason="only weights already")
     try:
-        demotion = foresee(saved.path)
+        demotion = plan_demotion(saved.path)
     except (Mismatch, NotACheckpoint, Unsupported, Usage) as error:
         return replace(entry, reason=f"cannot be demoted: {error.message}")
     freed = entry.nbytes - demotion.nbytes
@@ -175,12 +175,12 @@ def judge(saved: SavedCheckpoint, entry: PruneEntry, keeper: Keeper, *, demote: 
     return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 
 
-def apply_plan(plan: Pruned, keeper: Keeper, jobs: int | None, progress: Progress | None) -> Pruned:
+def apply_plan(plan: Pruned, keeper: RunBackend, jobs: int | None, progress: Progress | None) -> Pruned:
     """Do what a plan says, the oldest first. A checkpoint that was pinned or held meanwhile stays."""
     kept: list[PruneEntry] = []
     deleted: list[PruneEntry] = []
     demoted: list[PruneEntry] = []
-    tell = telling(progress, sum(2 * (entry.nbytes - entry.freed_bytes) for entry in plan.demote))
+    tell = report_progress(progress, sum(2 * (entry.nbytes - entry.freed_bytes) for entry in plan.demote))
     for entry in reversed((*plan.delete, *plan.demote)):
         is_deleted = entry in plan.delete
         if held := keeper.delete(entry.path) if is_deleted else find_holds(entry.path):

@@ -44,13 +44,13 @@ def claiming(root: Path, key: str) -> Iterator[int]:
             hint = "wait for it to end, or for the command that it had begun when it was killed"
             raise Occupied("another watch with the same commands handles this run", path=root, hint=hint) from error
     try:
-        let_go(lock)
+        unprotect(lock)
         yield lock
     finally:
         release(lock, path)
 
 
-def hold(lock: int, checkpoint: Path) -> None:
+def protect(lock: int, checkpoint: Path) -> None:
     """Protect a checkpoint from now on, by the lock of a watch. It may be gone already.
 
     Raises `Occupied` while another process is deleting checkpoints of the run.
@@ -59,7 +59,7 @@ def hold(lock: int, checkpoint: Path) -> None:
         write_name(lock, checkpoint.name)
 
 
-def let_go(lock: int) -> None:
+def unprotect(lock: int) -> None:
     """Protect no checkpoint any more by the lock of a watch."""
     write_name(lock, "")
 

@@ -17,8 +17,8 @@ from ckptkit.io.origin import Origin
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.wrappers import own_name
-from ckptkit.models.names.group_map import GROUP_MAP
 from ckptkit.models.names.parameters import (
+    GROUP_MAP,
     is_list_of_names,
     is_list_of_parameters,
     parameters_in,
@@ -26,9 +26,8 @@ from ckptkit.models.names.parameters import (
     way_in_optimizer,
 )
 from ckptkit.models.names.weights import Weights, find_weights
-from ckptkit.state.completion import Completed, complete_optimizers
 from ckptkit.state.draft import Conversion, Draft, Entries
-from ckptkit.state.optimizers import by_name, nest_optimizers
+from ckptkit.state.optimizers import Completed, by_name, complete_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.parts import with_other_files, without_copy
 

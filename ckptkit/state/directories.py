@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.find_components import is_left, is_true_here_only
+from ckptkit.checkpoints.find_components import is_left, is_save_marker
 from ckptkit.checkpoints.replaceable import require_no_checkpoint, states_only_at
 from ckptkit.errors import Occupied, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import FORMATS, FormatWriter, format_of_file, get_format
@@ -127,7 +127,7 @@ def walk(folder: Path, taken: frozenset[Path], *, hidden: bool = False) -> Itera
     names = {path.name for path in there}
     inside = [path for path in there if path not in taken and (hidden or not is_left(path.name, names))]
     below = [path for path in inside if path.is_dir() and not path.is_symlink()]
-    yield from (path for path in inside if path not in below and not is_true_here_only(path.name))
+    yield from (path for path in inside if path not in below and not is_save_marker(path.name))
     for path in below:
         yield from walk(path, taken, hidden=hidden or is_kept(path.name, names))
 

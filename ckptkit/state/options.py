@@ -18,7 +18,7 @@ from ckptkit.io.progress import Progress
 from ckptkit.models.names import FAMILIES, HUB, KEEP, check_names, get_family
 from ckptkit.models.names.custom import read_table
 from ckptkit.models.names.family import Family
-from ckptkit.settings import About, settings_of
+from ckptkit.settings import Help, settings_of
 from ckptkit.state.selection import LIKE, Edits
 from ckptkit.words import parse_bytes
 
@@ -66,81 +66,81 @@ class ConvertOptions:
 
     to: str
     world_size: Annotated[
-        int | None, About("Number of ranks to write DCP for; by default as in the source.", "N", least=1)
+        int | None, Help("Number of ranks to write DCP for; by default as in the source.", "N", least=1)
     ] = None
-    under: Annotated[str, About("Put everything under this key, such as model.", "KEY")] = ""
+    under: Annotated[str, Help("Put everything under this key, such as model.", "KEY")] = ""
     optimizer_keys: Annotated[
-        str | None, About("Write the optimizer's parameters by name (names) or by number (ids).", "names|ids")
+        str | None, Help("Write the optimizer's parameters by name (names) or by number (ids).", "names|ids")
     ] = None
     optimizer_order: Annotated[
         str | None,
-        About(
+        Help(
             "How the optimizer orders its parameters: model, or a file with their names, one a line; "
             "ckptkit cannot check it.",
             "model|FILE",
         ),
     ] = None
     complete_optimizer: Annotated[
-        bool, About("Write zeros as the state of parameters that never received a gradient.")
+        bool, Help("Write zeros as the state of parameters that never received a gradient.")
     ] = False
     weights: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
     only_sharded: bool = False
     dtype: Annotated[
         tuple[str, ...],
-        About(
+        Help(
             "Dtype of weights: keep, bf16, fp16, fp32, fp64, or like:MODEL (the dtypes of MODEL); "
             "'GLOB=DTYPE' for matches; repeatable.",
             "DTYPE",
         ),
     ] = ()
-    max_shard_size: Annotated[int, About("Largest safetensors file, like 5GB or 512MiB.", "SIZE")] = DEFAULT_SHARD_SIZE
-    base: Annotated[str | None, About("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
+    max_shard_size: Annotated[int, Help("Largest safetensors file, like 5GB or 512MiB.", "SIZE")] = DEFAULT_SHARD_SIZE
+    base: Annotated[str | None, Help("Take config and tokenizer from this directory or Hub id.", "MODEL")] = None
     from_base: Annotated[
         tuple[str, ...],
-        About("Also copy the tensors of --base that match and that SRC does not have; repeatable.", "GLOB"),
+        Help("Also copy the tensors of --base that match and that SRC does not have; repeatable.", "GLOB"),
     ] = ()
-    text_only: Annotated[bool, About("Write only the text model of a vision-language model, with its own config.")] = (
+    text_only: Annotated[bool, Help("Write only the text model of a vision-language model, with its own config.")] = (
         False
     )
     quantize: Annotated[
         str | None,
-        About(
+        Help(
             "Quantize weights of linear layers to 8 bits, with scales for blocks or rows.",
             "fp8-block|fp8-channel|fp8-block-ue8m0",
         ),
     ] = None
     exclude_quantize: Annotated[
-        tuple[str, ...], About("With --quantize: do not quantize matching weights; repeatable.", "GLOB")
+        tuple[str, ...], Help("With --quantize: do not quantize matching weights; repeatable.", "GLOB")
     ] = ()
-    merge: Annotated[bool, About("Merge the adapter into its base: the base in the checkpoint, or --base.")] = False
-    adapter_config: Annotated[
-        str | None, About("The adapter_config.json, if it is not beside the adapter.", "FILE")
-    ] = None
+    merge: Annotated[bool, Help("Merge the adapter into its base: the base in the checkpoint, or --base.")] = False
+    adapter_config: Annotated[str | None, Help("The adapter_config.json, if it is not beside the adapter.", "FILE")] = (
+        None
+    )
     experts_layout: Annotated[
         str | None,
-        About("With merge or --experts: the layout of lora_B of fused experts, if no file records it.", "peft|blocks"),
+        Help("With merge or --experts: the layout of lora_B of fused experts, if no file records it.", "peft|blocks"),
     ] = None
     experts: Annotated[
         str | None,
-        About("Write the matrices of experts of an adapter in this form.", "flat|per-expert|3d"),
+        Help("Write the matrices of experts of an adapter in this form.", "flat|per-expert|3d"),
     ] = None
-    include: Annotated[tuple[str, ...], About("Use only matching entries; repeatable.", "GLOB")] = ()
-    exclude: Annotated[tuple[str, ...], About("Skip matching entries; repeatable.", "GLOB")] = ()
+    include: Annotated[tuple[str, ...], Help("Use only matching entries; repeatable.", "GLOB")] = ()
+    exclude: Annotated[tuple[str, ...], Help("Skip matching entries; repeatable.", "GLOB")] = ()
     rename: Annotated[
-        tuple[str, ...], About("Rename parameters, also in the optimizer; repeatable.", "'REGEX=>TEXT'")
+        tuple[str, ...], Help("Rename parameters, also in the optimizer; repeatable.", "'REGEX=>TEXT'")
     ] = ()
-    allow_unmatched: Annotated[bool, About("Allow globs and regexes that match nothing.")] = False
+    allow_unmatched: Annotated[bool, Help("Allow globs and regexes that match nothing.")] = False
     names: Annotated[
-        str | None, About("Names to write: hub, keep (the source's names), or a family of names.", "FAMILY")
+        str | None, Help("Names to write: hub, keep (the source's names), or a family of names.", "FAMILY")
     ] = None
-    map: Annotated[str | None, About("Your own table of names, used before the built-in ones.", "TOML")] = None
+    map: Annotated[str | None, Help("Your own table of names, used before the built-in ones.", "TOML")] = None
     vocab_size: Annotated[
-        int | None, About("Rows of embedding and head: add zero rows, or drop the last rows.", "N", least=1)
+        int | None, Help("Rows of embedding and head: add zero rows, or drop the last rows.", "N", least=1)
     ] = None
     weights_from: Annotated[
         str | None,
-        About(
+        Help(
             "Which copy of the weights: master (fp32, also from the optimizer's masters or "
             "remainders), or module (16 bits).",
             "master|module",
@@ -148,31 +148,30 @@ class ConvertOptions:
     ] = None
     strict: Annotated[
         bool,
-        About(
+        Help(
             "Fail if config.json is missing or does not describe a tensor, or if unknown tensors or "
             "files would be lost."
         ),
     ] = False
     salvage: Annotated[
         bool,
-        About("Write the undamaged tensors of a damaged checkpoint, list the lost ones, and warn if any are lost."),
+        Help("Write the undamaged tensors of a damaged checkpoint, list the lost ones, and warn if any are lost."),
     ] = False
-    fill_from: Annotated[str | None, About("With --salvage: take lost tensors from another checkpoint.", "OTHER")] = (
-        None
-    )
+    fill_from: Annotated[str | None, Help("With --salvage: take lost tensors from another checkpoint.", "OTHER")] = None
     overwrite: Annotated[
-        bool, About("Replace an existing output, if it is one checkpoint and contains nothing else.")
+        bool, Help("Replace an existing output, if it is one checkpoint and contains nothing else.")
     ] = False
-    dry_run: Annotated[bool, About("Show what ckptkit would do, and write nothing.")] = field(
+    dry_run: Annotated[bool, Help("Show what ckptkit would do, and write nothing.")] = field(
         default=False, metadata=_OF_THIS_PROCESS
     )
     jobs: Annotated[
-        int | None, About("Threads; by default one per core but at most 8, and 16 for a remote source.", "N", least=1)
+        int | None,
+        Help("Threads; by default one per core but at most 8, and 16 for a remote source.", "N", least=1),
     ] = field(default=None, metadata=_OF_THIS_PROCESS)
-    part: Annotated[str | None, About("Write part I of N; after all parts, run `ckptkit finalize OUT`.", "I/N")] = (
-        field(default=None, metadata=_OF_THIS_PROCESS)
+    part: Annotated[str | None, Help("Write part I of N; after all parts, run `ckptkit finalize OUT`.", "I/N")] = field(
+        default=None, metadata=_OF_THIS_PROCESS
     )
-    sync: Annotated[bool, About("Do not wait for the disk: faster, not safe from power loss.")] = field(
+    sync: Annotated[bool, Help("Do not wait for the disk: faster, not safe from power loss.")] = field(
         default=True, metadata=_OF_THIS_PROCESS
     )
     progress: Progress | None = field(default=None, metadata=_OF_THIS_PROCESS)

@@ -23,13 +23,12 @@ from ckptkit.models.names.parameters import parameters_in, rename_parameters
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.tokens import check_tokens
 from ckptkit.models.vocabulary import vocabulary_of, with_vocabulary
-from ckptkit.state.completion import Completed, complete_optimizers
 from ckptkit.state.directories import entry_at, files_beside, own_files
 from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, with_bytes_in
 from ckptkit.state.names import ask_names, names_of_weights
-from ckptkit.state.optimizers import Rekeying, key_optimizers, nest_optimizers
+from ckptkit.state.optimizers import Completed, Rekeying, complete_optimizers, key_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.signs import may_be_quantized
+from ckptkit.state.quantized.config import may_be_quantized
 from ckptkit.state.rank_state import drop_files_of_ranks, drop_state_of_ranks, reasons_of_ranks
 from ckptkit.state.steps import WITH_FILES, names_of_base, require_files
 from ckptkit.trainers import say_opaque

@@ -6,30 +6,83 @@ Several processes may share the work. Each does the steps up to `copy`; one of t
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptkit.engine.copy import check_complete, copy
-from ckptkit.engine.journal import Journal
-from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.shares import WHOLE, Share
-from ckptkit.errors import Corrupt, Occupied
+from ckptkit.engine.whole_files import compare_archives
+from ckptkit.errors import Corrupt, IOFailure, Occupied, ignore
+from ckptkit.formats import locate
+from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.io.allocation import check_room, missing_bytes
 from ckptkit.io.disk import sync_tree
 from ckptkit.io.file import file_size, is_there
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import telling
+from ckptkit.io.progress import report_progress
 from ckptkit.io.staging import Stage
+from ckptkit.layout import Layout
 from ckptkit.layout.plan import Plan
 from ckptkit.state.draft import Conversion
 from ckptkit.state.made_files import create, seal, write_copied_files, write_made
-from ckptkit.state.one_save import require_one_save
 from ckptkit.state.options import RANK, parse_part
 from ckptkit.state.report import Written
-from ckptkit.state.torchrun import rank_and_ranks, wait_for_ranks
+
+# Let the ranks of one `torchrun` tell the first of them that they are done, by the store that they all have.
+#
+# What lies on the disk could not tell it: that may be of an earlier job, which died.
+_ARRIVED = "ckptkit/arrived"
+_PAUSE = 0.1  # seconds between two looks at how many have arrived
+_LONGEST = timedelta(days=30)  # that a rank works longer than another
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """Return the rank that the environment says this process is, and how many there are."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def wait_for_ranks() -> None:
+    """Arrive as the rank that the environment says this is; as rank 0, also wait until all have arrived.
+
+    See https://docs.pytorch.org/docs/stable/distributed.html#environment-variable-initialization.
+    """
+    from torch.distributed import DistError, rendezvous
+
+    try:
+        store, rank, ranks = next(rendezvous("env://", timeout=_LONGEST))
+        store.add(_ARRIVED, 1)
+        while rank == 0 and store.add(_ARRIVED, 0) < ranks:
+            time.sleep(_PAUSE)
+    except DistError as error:
+        raise IOFailure(
+            f"the ranks cannot reach each other: {error}", hint="run single parts with --part instead"
+        ) from error
+
+
+def require_one_save(layout: Layout) -> None:
+    """Compare each file of archives with the CRC-32 in its manifest. Reads the ends of the archives, and no tensors.
+
+    An archive that is damaged is not compared here: what a conversion reads of it is compared with its own CRC-32.
+
+    Raises `Corrupt` for a file that another save, or another rank, wrote.
+    """
+    archives = {
+        name: tensor
+        for name, tensor in layout.tensors.items()
+        if any(chunk.wrapper == ENVELOPE and chunk.path in layout.file_sums for chunk in tensor.chunks)
+    }
+    if not archives or is_remote(layout.root):
+        return
+    compare_archives(locate(replace(layout, tensors=archives, blobs={}), ignore))
+
 
 Alone = Callable[[Conversion], Written]
 InPart = Callable[[Conversion, Share], Written]
@@ -208,7 +261,7 @@ def copy_share(
     """Copy a share of each plan."""
     options = conversion.options
     total = sum(plan.whole_nbytes for plan in plans) // share.count
-    progress = telling(options.progress, total) if options.progress else None
+    progress = report_progress(options.progress, total) if options.progress else None
     pairs = zip(plans, journals, strict=True)
     return [
         copy(plan, share, journal, jobs=options.jobs, progress=progress, sync=options.sync) for plan, journal in pairs

@@ -77,7 +77,7 @@ class Edits:
         for rule in self.dtype:
             glob, dtype = rule.rpartition("=")[0], rule.rpartition("=")[2]
             has_glob = parse_cast(rule)[0] is not None
-            became = became_of(glob, made_of) if has_glob else []
+            became = output_names_for(glob, made_of) if has_glob else []
             rules += [f"{escape(name)}={dtype}" for name in became] or [rule]
             if has_glob and not became:
                 remarks.append(f"--dtype '{glob}' matches names in the output, but none in the source")
@@ -197,7 +197,7 @@ class Like:
         return wanted
 
 
-def became_of(glob: str, made_of: Mapping[str, Collection[str]]) -> list[str]:
+def output_names_for(glob: str, made_of: Mapping[str, Collection[str]]) -> list[str]:
     """Return the names in the output that are made of tensors whose names in the source a glob matches."""
     return [name for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)]
 

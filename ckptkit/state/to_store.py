@@ -23,18 +23,18 @@ from ckptkit.checkpoints.replaceable import marks_in
 from ckptkit.engine.blocks import Block, blocks
 from ckptkit.engine.check_sources import Sources, place_of
 from ckptkit.engine.copy import check_complete, copy, copy_unit
-from ckptkit.engine.copy_files import JOBS
 from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.scan import JOBS
 from ckptkit.engine.shares import WHOLE, Share
 from ckptkit.errors import Occupied, Unsupported
 from ckptkit.io.allocation import create_file, make_folder
-from ckptkit.io.assembly import AssembledFiles, Assembly, Gap, PieceKey
+from ckptkit.io.assembly import AssembledFiles, Assembly, PendingBytes, PieceKey
 from ckptkit.io.crc32 import combine, crc32
 from ckptkit.io.destination import Destination, keeping, open_destination
 from ckptkit.io.file import file_size, opening, read_at
 from ckptkit.io.path import refresh
 from ckptkit.io.pieces import FilePiece, cut_file, is_large, new_piece
-from ckptkit.io.progress import telling
+from ckptkit.io.progress import report_progress
 from ckptkit.layout import FileOffset
 from ckptkit.layout.plan import Plan
 from ckptkit.state.draft import Conversion
@@ -177,11 +177,11 @@ class OutputUpload:
 
     def assemble(self, only: Iterable[PieceKey] | None = None) -> Assembly:
         """Return the pieces of all files to be put together, or `only` some of them."""
-        gaps: dict[FileOffset, Gap] = {}
+        gaps: dict[FileOffset, PendingBytes] = {}
         for draft, plan in zip(self.conversion.drafts, self.plans, strict=True):
-            own: dict[FileOffset, Gap] = {}
+            own: dict[FileOffset, PendingBytes] = {}
             for target in plan.targets:
-                own[place_of(target.chunk)] = Gap(target.chunk.bytes[1])
+                own[place_of(target.chunk)] = PendingBytes(target.chunk.bytes[1])
             for place, at in draft.writer.checksum_places(plan.dst):
                 if place in own:
                     own[place].crc_at.append(at)
@@ -202,7 +202,7 @@ class OutputUpload:
         """Copy a share of each plan into the pieces."""
         options = self.conversion.options
         total = sum(plan.whole_nbytes for plan in self.plans) // share.count
-        progress = telling(options.progress, total) if options.progress else None
+        progress = report_progress(options.progress, total) if options.progress else None
         return [
             copy(plan, share, jobs=self.jobs, progress=progress, output=assembly.at(draft.place))
             for draft, plan in zip(self.conversion.drafts, self.plans, strict=True)

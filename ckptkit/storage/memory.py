@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ckptkit.engine.gather import BLOCK_BYTES
+from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Box
 from ckptkit.layout.dtypes import DTYPES, DType

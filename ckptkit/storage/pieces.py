@@ -8,12 +8,11 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from ckptkit.engine.gather import BLOCK_BYTES
+from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.io.crc32 import part_sum
 from ckptkit.io.file import OpenFiles
 from ckptkit.layout import Chunk, FileOffset, StoredTensor
-from ckptkit.layout.blocks import cut, row_major
-from ckptkit.layout.box import Box, BoxIndex
+from ckptkit.layout.box import Box, BoxIndex, cut, row_major
 from ckptkit.storage.memory import make_buffer, part_of, take
 
 

@@ -47,8 +47,7 @@ from ckptkit.models.names.naming import name_training
 from ckptkit.state.names import NameOptions, ask_names
 from ckptkit.storage.entries import read_value
 from ckptkit.storage.memory import as_bytes, find_dtype, is_memory, make_buffer, part_of, put
-from ckptkit.storage.terms import ERROR, IGNORE, WARN, LoadTerms, PlannerEntries
-from ckptkit.storage.ties import find_tied, require_equal
+from ckptkit.storage.terms import ERROR, IGNORE, WARN, LoadTerms, PlannerEntries, find_tied, require_equal
 from ckptkit.summary import as_call
 
 

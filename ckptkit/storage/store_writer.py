@@ -25,9 +25,9 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, Manifest
 from ckptkit.checkpoints.replaceable import marks_in
-from ckptkit.engine.gather import BLOCK_BYTES
+from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, Occupied, Usage, warn
-from ckptkit.formats.dcp.rank_files import (
+from ckptkit.formats.dcp.write_metadata import (
     METADATA,
     ShardItem,
     describe_files,
@@ -43,8 +43,7 @@ from ckptkit.io.destination import Destination, FileStream, open_destination, re
 from ckptkit.io.file import destination_exists
 from ckptkit.io.path import RemotePath, is_remote, refresh
 from ckptkit.layout import Blob, Layout
-from ckptkit.layout.blocks import cut
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import cut, whole
 from ckptkit.storage.memory import make_buffer, part_of, take
 from ckptkit.storage.plans import describe_item, plan_layout, require_collectives, resolve_tensor, without_gaps
 from ckptkit.storage.small_files import SmallFile, to_bytes

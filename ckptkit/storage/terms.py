@@ -1,4 +1,6 @@
-"""What a load may miss or convert: missing entries and other dtypes are errors, unless they are allowed.
+"""What a load may miss or convert.
+
+Missing entries and other dtypes are errors, unless they are allowed. Tied tensors must be equal.
 
 torch's planner ends with the first name that is missing, or with `allow_partial_load` leaves out all that are without
 a word; and it never looks at dtypes: values are cast to those of the tensors that they are read into.
@@ -14,16 +16,64 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.optimizers.missing_states import FIRST_ZERO
 from ckptkit.errors import Mismatch, Usage, and_more, warn
 from ckptkit.layout import KeyPath, Spec
-from ckptkit.storage.ties import local_parts
+from ckptkit.layout.box import whole
+from ckptkit.storage.memory import part_of
 from ckptkit.words import count
+
+
+def find_tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return each name that is not the first of its tensor, with the first."""
+    first: dict[object, str] = {}
+    named = {name: first.setdefault(identify(tensor), name) for name, tensor in tensors.items()}
+    return {name: one for name, one in named.items() if name != one}
+
+
+def identify(tensor: Tensor) -> object:
+    """Return what tied tensors have in common: where their elements lie, and in which order."""
+    local = local_part(tensor)
+    return local.data_ptr(), tensor.dtype, tensor.shape, local.stride()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the shards of a tensor that this rank has."""
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [local_part(tensor)]
+
+
+def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: Path) -> None:
+    """Raise `Mismatch` unless what was loaded for a name is to the last bit what was for the one that it is tied to."""
+    for name, one in tied.items():
+        mine, other = (plain_bits(local_part(tensors[which])) for which in (name, one))
+        if not torch.equal(mine, other):
+            raise Mismatch(
+                f"the model ties it to `{one}`, but the checkpoint's bytes differ",
+                path=path,
+                tensor=name,
+                hint="if they were trained separately, build the model with a head of its own",
+            )
+
+
+def plain_bits(tensor: Tensor) -> Tensor:
+    """Return all elements of a tensor as bits, which compare as such."""
+    return part_of(tensor, whole(tuple(tensor.shape)))
+
 
 ERROR, KEEP, ZERO, ALLOW, WARN, IGNORE = "error", "keep", "zero", "allow", "warn", "ignore"
 _MOST = 8  # names in a message

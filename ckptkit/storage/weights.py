@@ -23,8 +23,7 @@ from ckptkit.models.names.sizes import Sizes
 from ckptkit.state.names import ask_names
 from ckptkit.storage.ranks import Ranks, find_cause
 from ckptkit.storage.reader import LayoutReader
-from ckptkit.storage.terms import ERROR, IGNORE, LoadTerms
-from ckptkit.storage.ties import find_tied, identify, require_equal
+from ckptkit.storage.terms import ERROR, IGNORE, LoadTerms, find_tied, identify, require_equal
 from ckptkit.words import count
 
 

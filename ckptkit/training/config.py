@@ -18,7 +18,7 @@ from ckptkit.errors import Usage, translate_os_errors
 from ckptkit.io.file import read_small
 from ckptkit.io.path import is_remote, refresh, to_path
 from ckptkit.runs.retention import Best
-from ckptkit.settings import About, Setting, settings_of
+from ckptkit.settings import Help, Setting, settings_of
 from ckptkit.training.models.config import require_at_least
 from ckptkit.training.places import require_storable
 
@@ -40,20 +40,20 @@ class TrainConfig:
     run: Path
     # the model
     model: Annotated[
-        str, About("A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id.", "MODEL")
+        str, Help("A size (tiny, 3m, 60m, 1b, 3b, 8b, 70b), config.json, model directory or Hub id.", "MODEL")
     ] = "tiny"
     untied: Annotated[bool, "Do not share embedding and output weights, if the model is a size such as 8b."] = False
     weights: Annotated[Path | None, "Start from the weights of this checkpoint; any format."] = None
-    freeze: Annotated[tuple[str, ...], About("Do not train parameters that match this glob; repeatable.", "GLOB")] = ()
+    freeze: Annotated[tuple[str, ...], Help("Do not train parameters that match this glob; repeatable.", "GLOB")] = ()
     lora_rank: Annotated[int | None, "Train LoRA adapters of this rank instead of the model."] = None
     lora_alpha: Annotated[int, "Scale adapters by alpha / rank."] = LORA_ALPHA
     lora_targets: Annotated[
-        tuple[str, ...], About("Linear layers to adapt; repeatable; by default all in the blocks.", "NAME")
+        tuple[str, ...], Help("Linear layers to adapt; repeatable; by default all in the blocks.", "NAME")
     ] = ()
     # the data
     data: Annotated[Path | None, "Text, JSONL or token files; by default the Python library's sources."] = None
     tokenizer: Annotated[
-        str | None, About("A Hugging Face tokenizer; by default the model's own, or bytes.", "MODEL")
+        str | None, Help("A Hugging Face tokenizer; by default the model's own, or bytes.", "MODEL")
     ] = None
     sequence_length: Annotated[int, "Tokens per sequence."] = 256
     batch_size: Annotated[int, "Sequences per step, over all ranks."] = 8
@@ -92,7 +92,7 @@ class TrainConfig:
     keep_last: Annotated[int | None, "Keep the last N checkpoints; without any --keep option, all."] = None
     keep_every: Annotated[int | None, "Keep checkpoints whose step is a multiple of N."] = None
     keep_best: Annotated[
-        str | None, About("Keep the best checkpoints by their metric, loss.", "METRIC[:min|max][:N]")
+        str | None, Help("Keep the best checkpoints by their metric, loss.", "METRIC[:min|max][:N]")
     ] = None
     resume: Annotated[str | None, "Continue from a checkpoint; auto: from the latest, if there is one."] = None
     tensorboard: Annotated[bool, "Also write the metrics for TensorBoard."] = False

@@ -29,7 +29,7 @@ class Note:
 def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
     """Train as one of the ranks; rank 0 reports the `StepMetrics` of each step, and a `Note` now and then."""
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
-        asked = Asked(signal.SIGTERM, signal.SIGINT)
+        asked = DeferredSignal(signal.SIGTERM, signal.SIGINT)
         tell = report if place.rank == 0 else lambda _: None
         trainer, run = start(config, mesh, lambda text: tell(Note(text)))
         if trainer.progress.step:
@@ -43,7 +43,7 @@ def train(config: TrainConfig, place: RankPlace, report: Report) -> None:
             tell(Note("stopped on request, after a save: continue with `--resume auto`", ended_early=True))
 
 
-def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: Asked) -> Iterator[StepMetrics]:
+def advance(config: TrainConfig, trainer: Trainer, run: Run, asked: DeferredSignal) -> Iterator[StepMetrics]:
     """Take step after step to the last, or until a rank is asked to end; save a checkpoint where one is due."""
     stop = False
     while trainer.progress.step < config.steps and not stop:
@@ -59,7 +59,7 @@ def is_due(config: TrainConfig, step: int) -> bool:
     return step == config.steps or bool(config.save_every and step % config.save_every == 0)
 
 
-class Asked:
+class DeferredSignal:
     """Signals that are remembered, so that the current step is finished and saved first; but for ignored ones."""
 
     def __init__(self, *numbers: signal.Signals) -> None:

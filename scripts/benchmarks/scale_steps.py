@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.engine.shares import Share
-from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, deal, end_of
+from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, end_of, items_per_rank
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Chunk, Layout, NewFile, Patch, Spec, StoredTensor
@@ -40,7 +40,7 @@ WIDTHS = {"hidden": 16384, "inner": 53248, "keys": 8 * 128, "vocabulary": 128256
 def make(root: Path, layers: int, ranks: int) -> None:
     """Write the checkpoint that so many ranks would have saved."""
     wanted = llama(layers)
-    write(root, wanted, deal(wanted, ranks))
+    write(root, wanted, items_per_rank(wanted, ranks))
 
 
 def write(root: Path, wanted: Layout, dealt: list[list[ShardItem]]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import CkptError
-from ckptkit.models.names.moe import SEPARATE, experts_of
+from ckptkit.models.names.sizes import SEPARATE, experts_of
 from tests.adapters.test_experts import BLOCKS, COUNT, FIXED, in_blocks, of_experts, record
 from tests.adapters.test_merge import ADAPTER, EXPERTS, MODEL, SAID, Made, assert_merged, edit, tiny_mixtral
 

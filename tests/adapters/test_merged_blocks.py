@@ -13,8 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckptkit.adapters.low_rank import ExpertsProduct, LinearProduct, Product, TransposedProduct
-from ckptkit.adapters.merged_blocks import ChangeStep, Directed, Merge, Rows, ScaledAddition
+from ckptkit.adapters.merged_blocks import (
+    ChangeStep,
+    DoraRescale,
+    ExpertsProduct,
+    LinearProduct,
+    Merge,
+    Product,
+    Rows,
+    ScaledAddition,
+    TransposedProduct,
+)
 from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import Box, whole
@@ -140,7 +149,7 @@ def test_directions_are_those_of_whole_tensors(data: st.DataObject) -> None:
         whole_sum = w + np.float32(1.75) * change
         lengths = np.linalg.norm(whole_sum, axis=1 - axis, keepdims=True)
         expected = m.reshape(lengths.shape) / lengths * whole_sum
-        step = Directed(product(kind, a, b), operand("m"), m.shape, axis)
+        step = DoraRescale(product(kind, a, b), operand("m"), m.shape, axis)
 
         def reach(box: Box, axis: int = axis, shape: tuple[int, ...] = w.shape) -> Box:
             return whole(shape) if axis else Box((box.start[0], 0), (box.size[0], shape[1]))

@@ -33,7 +33,7 @@ def rank_of(name: str) -> int:
     return 0
 
 
-def share_out(source: Path, home: Path, name: str = "ckpt-500") -> list[Path]:
+def split_into_files(source: Path, home: Path, name: str = "ckpt-500") -> list[Path]:
     """Copy a checkpoint to two directories: what ranks above 0 wrote to one, and all else to another."""
     places = [home / f"node-{i}" / name for i in range(2)]
     for place in places:
@@ -58,7 +58,7 @@ CASES: list[tuple[Producer, str]] = [
 @pytest.mark.parametrize(("producer", "place"), CASES, ids=lambda case: getattr(case, "__name__", case))
 def test_it_is_the_whole(producer: Producer, place: str, produce: Produce, tmp_path: Path) -> None:
     source = produce(producer).root / place
-    first, second = share_out(source, tmp_path)
+    first, second = split_into_files(source, tmp_path)
     for one, other in ((first, second), (second, first)):
         found = Checkpoint.open(one, also=[other])
         assert ckptkit.diff(found, source).is_equal
@@ -83,7 +83,7 @@ def same_files(one: Path, other: Path) -> bool:
 
 
 def test_what_a_missing_rank_is_said(produce: Produce, tmp_path: Path) -> None:
-    first, second = share_out(produce(producers.fsdp2).root, tmp_path)
+    first, second = split_into_files(produce(producers.fsdp2).root, tmp_path)
     for place in (first, second):
         with pytest.raises(Corrupt) as caught:
             _ = Checkpoint.open(place).layout
@@ -92,7 +92,7 @@ def test_what_a_missing_rank_is_said(produce: Produce, tmp_path: Path) -> None:
 
 def test_shares_of_the_work(produce: Produce, tmp_path: Path) -> None:
     source = produce(producers.fsdp2).root
-    first, second = share_out(source, tmp_path)
+    first, second = split_into_files(source, tmp_path)
     ckptkit.reshard(source, tmp_path / "whole", to=2)
     for part in ("1/2", "2/2"):
         ckptkit.reshard(Checkpoint.open(first, second), tmp_path / "joined", to=2, part=part)
@@ -103,7 +103,7 @@ def test_shares_of_the_work(produce: Produce, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_from_python(produce: Produce, tmp_path: Path) -> None:
     made = produce(producers.fsdp2)
-    first, second = share_out(made.root, tmp_path)
+    first, second = split_into_files(made.root, tmp_path)
     opened = ckptkit.open(second, also=first)
     assert all(torch.equal(opened[name].torch(), one) for name, one in made.truth.items() if name in opened)
     model = {name: torch.ones_like(one) for name, one in of_a_model(made.truth).items()}
@@ -117,7 +117,7 @@ def run(*words: object) -> Any:
 
 def test_on_the_command_line(produce: Produce, tmp_path: Path) -> None:
     source = produce(producers.fsdp2).root
-    first, second = share_out(source, tmp_path)
+    first, second = split_into_files(source, tmp_path)
     also = ("--also", second)
     assert run("verify", first, *also).exit_code == 0
     assert run("inspect", first, *also, "--chunks").exit_code == 0
@@ -133,7 +133,7 @@ def test_on_the_command_line(produce: Produce, tmp_path: Path) -> None:
 
 def test_a_copy_is_one_directory(produce: Produce, tmp_path: Path) -> None:
     source = produce(producers.fsdp2).root
-    first, second = share_out(source, tmp_path)
+    first, second = split_into_files(source, tmp_path)
     copied = run("cp", first.parent, tmp_path / "whole", "--also", second.parent)  # two runs
     assert copied.exit_code == 0, copied.output
     assert {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()} == {
@@ -148,7 +148,7 @@ def test_a_copy_is_one_directory(produce: Produce, tmp_path: Path) -> None:
 
 def test_a_run_on_two_disks(produce: Produce, tmp_path: Path) -> None:
     source = produce(producers.fsdp2).root
-    (_, there), (first, second) = (share_out(source, tmp_path, f"ckpt-{step}") for step in (400, 500))
+    (_, there), (first, second) = (split_into_files(source, tmp_path, f"ckpt-{step}") for step in (400, 500))
     (listed, latest) = ckptkit.ls(join_places(first.parent, second.parent)).checkpoints
     assert (listed.nbytes, latest.path.name, latest.world_size) == (size(source), "ckpt-500", 3)
     assert run("report", first.parent, "--also", second.parent, "--fast").exit_code == 0
@@ -167,7 +167,7 @@ def test_a_run_on_two_disks(produce: Produce, tmp_path: Path) -> None:
 
 def test_what_is_not_whole_on_all_disks_is_not_pruned(produce: Produce, tmp_path: Path) -> None:
     source = produce(producers.fsdp2).root
-    (_, there), (first, _) = (share_out(source, tmp_path, f"ckpt-{step}") for step in (400, 500))
+    (_, there), (first, _) = (split_into_files(source, tmp_path, f"ckpt-{step}") for step in (400, 500))
     (there / "__1_0.distcp").unlink()
     done = ckptkit.prune(join_places(first.parent, there.parent), keep_last=1, yes=True)
     assert [entry.path.name for entry in done.other] == ["ckpt-400"]
@@ -184,7 +184,7 @@ def test_one_source_only(tmp_path: Path) -> None:
 
 
 def test_a_manifest_is_of_all(produce: Produce, tmp_path: Path) -> None:
-    first, second = share_out(produce(producers.fsdp2).root, tmp_path)
+    first, second = split_into_files(produce(producers.fsdp2).root, tmp_path)
     assert run("manifest", second, "--also", first).exit_code == 0
     assert (second / "ckptkit.json").exists()
     (verified,) = ckptkit.verify(Checkpoint.open(first, second))
@@ -204,14 +204,14 @@ def test_a_manifest_is_of_all(produce: Produce, tmp_path: Path) -> None:
 
 def test_the_same_twice_is_no_harm(produce: Produce, tmp_path: Path) -> None:
     source = produce(producers.fsdp2).root
-    first, second = share_out(source, tmp_path)
+    first, second = split_into_files(source, tmp_path)
     shutil.copytree(source, tmp_path / "all")
     found = Checkpoint.open(first, [second, tmp_path / "all", first])
     assert ckptkit.diff(found, source).is_equal
 
 
 def test_other_steps_by_name(produce: Produce, tmp_path: Path) -> None:
-    first, second = share_out(produce(producers.fsdp2).root, tmp_path)
+    first, second = split_into_files(produce(producers.fsdp2).root, tmp_path)
     other = second.rename(second.with_name("ckpt-400"))
     with pytest.raises(Corrupt, match=r"expected step 500 .*, found step 400"):
         Checkpoint.open(first, other)
@@ -223,7 +223,7 @@ def test_other_steps_by_name(produce: Produce, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_other_saves_by_what_both_have(name: str, produce: Produce, tmp_path: Path) -> None:
-    first, second = share_out(produce(producers.fsdp2).root, tmp_path)
+    first, second = split_into_files(produce(producers.fsdp2).root, tmp_path)
     content = bytearray((first / name).read_bytes())
     content[-1 if name == ".metadata" else 700] ^= 1
     (second / name).write_bytes(content)
@@ -241,7 +241,7 @@ def test_other_saves_by_what_both_have(name: str, produce: Produce, tmp_path: Pa
 
 def test_files_of_another_number_of_ranks(produce: Produce, tmp_path: Path) -> None:
     source = produce(produced_unused.unused).root / "ranks"
-    first, second = share_out(source, tmp_path)
+    first, second = split_into_files(source, tmp_path)
     ckptkit.reshard(source, tmp_path / "four", to=4)
     shutil.copy(tmp_path / "four" / "model_world_size_4_rank_1.pt", second)
     with pytest.raises(Corrupt, match="files of runs with 2 and 4 ranks"):
@@ -249,14 +249,14 @@ def test_files_of_another_number_of_ranks(produce: Produce, tmp_path: Path) -> N
 
 
 def test_what_is_no_directory(produce: Produce, tmp_path: Path) -> None:
-    first, _ = share_out(produce(producers.fsdp2).root, tmp_path)
+    first, _ = split_into_files(produce(producers.fsdp2).root, tmp_path)
     for other in (tmp_path / "absent", first / ".metadata"):
         with pytest.raises(Usage):
             join_places(first, [other])
 
 
 def test_no_result_takes_the_place_of_one_of_them(produce: Produce, tmp_path: Path) -> None:
-    first, second = share_out(produce(producers.fsdp2).root, tmp_path)
+    first, second = split_into_files(produce(producers.fsdp2).root, tmp_path)
     found = Checkpoint.open(first, second)
     for place in (first, second, second.parent):
         with pytest.raises(Unsafe):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.checks.notebook import html_of
+from ckptkit.checks.open import html_of
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.dtypes import DTYPES

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from ckptkit.cli.commands import COMMANDS, app, make_command
-from ckptkit.cli.guesses import _COMMANDS, OPTION_SYNONYMS, SYNONYMS, hint_on_command
+from ckptkit.cli.commands import _COMMANDS, COMMANDS, OPTION_SYNONYMS, SYNONYMS, app, hint_on_command, make_command
 from ckptkit.errors import Usage
 from ckptkit.settings import Setting, settings_of
 from ckptkit.state.options import ConvertOptions

@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit import Checkpoint, Finding
 from ckptkit.diagnosis.choose_fixes import Trial, choose_fixes, join_all
-from ckptkit.diagnosis.fix import Fix
+from ckptkit.diagnosis.finding import Fix
 from ckptkit.errors import CkptError, Incomplete, Mismatch, SeveralModels, Unsupported
 from tests.conftest import Produce
 from tests.producers import fsdp2

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.copy import Copied, check_complete, copy
-from ckptkit.engine.journal import Journal
-from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.shares import Share, narrow
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import Corrupt, Unsafe

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.engine.journal import Journal
-from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.ledger import Journal, Ledger
 
 
 def a_ledger(number: int) -> Ledger:

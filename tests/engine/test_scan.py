@@ -8,7 +8,7 @@ from zlib import crc32
 
 import pytest
 
-from ckptkit.engine.gather import BLOCK_BYTES
+from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.engine.scan import find_zeros, scan, sum_file
 from ckptkit.errors import CkptError
 from ckptkit.layout import Extent

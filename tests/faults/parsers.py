@@ -18,25 +18,22 @@ from typing import Any
 
 from ckptkit import trainers
 from ckptkit.checkpoints import manifest
-from ckptkit.engine.journal import Journal
-from ckptkit.engine.ledger import Ledger
+from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.errors import CkptError
 from ckptkit.formats import find_format
-from ckptkit.formats.archives import legacy, read_archive, zip_entries
-from ckptkit.formats.archives.flatten import flatten
+from ckptkit.formats.archives import state_files, zip_entries
+from ckptkit.formats.archives.flatten import flatten, unflatten
 from ckptkit.formats.archives.state_files import StateFile
-from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.dcp.format import Dcp
 from ckptkit.formats.hf.format import HuggingFace
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pt.format import Pt
 from ckptkit.models import companions, known_types
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, read_experts
-from ckptkit.plugins.deepspeed.gathering import Gathering
 from ckptkit.plugins.deepspeed.model_states import read_model_states
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.partitions import read_partition
-from ckptkit.plugins.deepspeed.unpartitioned import put_unpartitioned
+from ckptkit.plugins.deepspeed.unpartitioned import Gathering, put_unpartitioned
 from ckptkit.plugins.deepspeed.zero import parameters_of
 from ckptkit.runs import retention
 from tests.faults.zips import be_archive
@@ -90,7 +87,7 @@ def parse_pickle(data: bytes, _: Path) -> object:
 
 def parse_archive(data: bytes, _: Path) -> object:
     """An archive with one tensor."""
-    return read_archive.open_archive(reading(data), len(data))
+    return zip_entries.open_archive(reading(data), len(data))
 
 
 def parse_contents(data: bytes, _: Path) -> object:
@@ -101,7 +98,7 @@ def parse_contents(data: bytes, _: Path) -> object:
 
 def parse_legacy(data: bytes, _: Path) -> object:
     """A file of torch.save as it was before archives."""
-    state, entries = legacy.read_legacy(reading(data), len(data))
+    state, entries = state_files.read_legacy(reading(data), len(data))
     return flatten(state, entries, "state.pt")
 
 

@@ -62,7 +62,7 @@ class Scene:
         self._clear()
         return self._made(self.words(OLD))
 
-    def rehearse(self) -> None:
+    def load_noop_patch(self) -> None:
         """Find out what it comes to when nothing goes wrong, for all that follows."""
         _ = self.old, self.new, self.third
 

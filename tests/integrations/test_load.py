@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ckptkit.checks.hub_model import HubModel
+from ckptkit.checks.open import HubModel
 from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert
 from ckptkit.errors import Corrupt, Mismatch, Unsupported

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.engine.workers import Step, work
+from ckptkit.engine.visit import Step, work
 from ckptkit.errors import Corrupt, IOFailure
 from ckptkit.io import pieces
-from ckptkit.io.assembly import Assembly, Gap
+from ckptkit.io.assembly import Assembly, PendingBytes
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.pieces import FilePiece, OrderedWriter, cut_file
 
@@ -154,14 +154,14 @@ def test_files_with_known_bytes_are_put_together_in_order(
     """Each run is so many known bytes and then so many that come, behind which their CRC-32 may stand."""
     folder = tmp_path_factory.mktemp("room")
     known, whole = bytearray(), bytearray()
-    gaps: dict[tuple[str, int], Gap] = {}
+    gaps: dict[tuple[str, int], PendingBytes] = {}
     for before, nbytes, has_sum in runs:
         filler = Random(len(whole)).randbytes(before)
         data = Random(-len(whole)).randbytes(nbytes)
         known += filler + bytes(nbytes)
         whole += filler
         if nbytes:
-            gaps["x", len(whole)] = Gap(nbytes, [len(whole) + nbytes] if has_sum else [])
+            gaps["x", len(whole)] = PendingBytes(nbytes, [len(whole) + nbytes] if has_sum else [])
         whole += data
         if nbytes and has_sum:
             known += bytes(4)
@@ -208,7 +208,7 @@ def test_all_threads_send_at_the_same_time(tmp_path: Path) -> None:
 
     (tmp_path / "x").write_bytes(bytes(size))
     whole, taker = memoryview(bytes(range(size))), Meeting(0)
-    assembly = Assembly(tmp_path, {"x": size}, {("x", 0): Gap(size)}, taker)
+    assembly = Assembly(tmp_path, {"x": size}, {("x", 0): PendingBytes(size)}, taker)
     output = assembly.at("")
 
     @contextmanager

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ckptkit.layout.blocks import cut, halve, row_major, span_of
-from ckptkit.layout.box import whole
+from ckptkit.layout.box import cut, halve, row_major, span_of, whole
 from tests.strategies import boxes_in, cells, shapes, solid_shapes
 
 

@@ -204,7 +204,7 @@ def run_and_die(after: int, how: str, arguments: Sequence[str]) -> subprocess.Co
     """`ckptkit` with these arguments in a process that gets a signal when it has finished `after` units."""
     code = (
         "import os, signal, sys\n"
-        "from ckptkit.engine.journal import Journal\n"
+        "from ckptkit.engine.ledger import Journal\n"
         "from ckptkit.cli import main\n"
         "note, left = Journal.note, [int(sys.argv.pop(1))]\n"
         "number = signal.Signals[sys.argv.pop(1)]\n"

@@ -19,7 +19,7 @@ from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout, edits
 from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import check_numbers
-from ckptkit.layout.recorded_names import is_record_of, read_recorded
+from ckptkit.layout.wrappers import is_record_of, read_recorded
 from ckptkit.models.names.parameters import is_list_of_names, is_list_of_parameters
 
 NAMES, IDS = "names", "ids"

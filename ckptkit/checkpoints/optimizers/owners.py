@@ -40,7 +40,7 @@ from ckptkit.errors import CkptError, Mismatch, SeveralModels, Unsupported, Usag
 from ckptkit.layout import KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import KEEP_NUMBERS, match_by_size, match_trained
-from ckptkit.layout.recorded_names import PARAM_NAMES, bare, match_recorded, match_with_prefix
+from ckptkit.layout.wrappers import PARAM_NAMES, bare, match_recorded, match_with_prefix
 from ckptkit.models.companions import find_config
 from ckptkit.models.names.weights import find_model_key, names_of_training
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
 
-from ckptkit.cli.pictures.cuts import Rectangle
-from ckptkit.cli.pictures.shards import Owner, Row, ShardMap
+from ckptkit.cli.pictures.shards import Owner, Rectangle, Row, ShardMap
 
 _FILLS = "░▒"  # by turns, so that cuts show without color
 _BLOCKS = " ▏▎▍▌▋▊▉█"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.conversion.salvaging.copies import absolute, elsewhere, fits
-from ckptkit.conversion.salvaging.faults import Faults
+from ckptkit.conversion.salvaging.copies import Faults, absolute, elsewhere, fits
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Blob, Layout, StoredTensor

@@ -18,10 +18,9 @@ from ckptkit.checkpoints.account import (
     read_account,
 )
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.salvaging.faults import Faults, filled_tensors, lost_entries, lost_tensors
+from ckptkit.conversion.salvaging.copies import Faults, filled_tensors, lost_entries, lost_tensors
 from ckptkit.conversion.salvaging.fill import fill
-from ckptkit.conversion.salvaging.repair import Look, repair
-from ckptkit.conversion.salvaging.survey import survey
+from ckptkit.conversion.salvaging.repair import Look, repair, survey
 from ckptkit.engine.scan import sum_file
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsupported
 from ckptkit.io.file import file_size, read_small
@@ -64,7 +63,7 @@ class Salvage:
         kept = sum(len(draft.wanted.tensors) for draft in conversion.drafts)
         if not kept:
             raise nothing_left(self.checkpoint.path, lost)
-        weights = self.weigh(conversion)
+        weights = self.count_lost_weights(conversion)
         if weights.are_all_lost:
             raise no_weights_left(self.checkpoint, lost, weights)
         copied_files, unread = self.readable(conversion.copied_files)
@@ -82,7 +81,7 @@ class Salvage:
             salvaged=found,
         )
 
-    def weigh(self, conversion: Conversion) -> SalvagedWeights:
+    def count_lost_weights(self, conversion: Conversion) -> SalvagedWeights:
         """Return which of the weights that go into the output are lost, and which come from another checkpoint."""
         drafts = [one for one in conversion.drafts if one.place == self.checkpoint.model_component.place]
         own, filled, lost = (dict[str, int]() for _ in range(3))

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from struct import Struct
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, refuse
-from ckptkit.formats.archives.read_archive import Located, open_archive
-from ckptkit.formats.archives.zip_entries import GLANCE, ReadAt, ZipEntry, check_contents
+from ckptkit.formats.archives.zip_entries import GLANCE, Located, ReadAt, ZipEntry, check_contents, open_archive
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles, ReadAhead, read_at
 from ckptkit.io.ranges import Range, read_ahead

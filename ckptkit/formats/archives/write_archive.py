@@ -9,13 +9,100 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from struct import Struct
+from typing import Any
 
-from ckptkit.errors import Unsupported
-from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
+from ckptkit.errors import CkptError, Corrupt, Unsupported
+from ckptkit.formats.archives.values import reading
+from ckptkit.formats.archives.zip_entries import ReadAt, ZipEntry, check_byte_order, read_directory, read_entry
+from ckptkit.formats.pickles import inert_pickle
+from ckptkit.formats.pickles.inert_pickle import ANY_NAME, Global, PersistentId, Record
 from ckptkit.formats.pickles.tensor_calls import STORAGES
 from ckptkit.io.crc32 import crc32
-from ckptkit.layout import Patch, Spec
-from ckptkit.layout.blocks import row_major
+from ckptkit.layout import Blob, Layout, Patch, Spec, StoredTensor
+from ckptkit.layout.box import row_major
+
+# Number the storages of a torch.save file to be made, as its tensors come.
+#
+# The bytes of most are still to come. Those of tensors that lie inside an entry that is no tensor are read here, with
+# it.
+_ENTRY_LIMIT = 1 << 28  # bytes of all entries that are no tensors; they are held in memory
+
+
+class Storages:
+    """The values that `wanted` has by name, and the `contents` that they need: bytes, or how many will come."""
+
+    def __init__(self, wanted: Layout) -> None:
+        self.wanted = wanted
+        self.contents: dict[str, int | bytes] = {}
+        self._keys: dict[StoredTensor | tuple[str, StoredTensor], str] = {}
+        self._room = _ENTRY_LIMIT
+
+    def value(self, name: str) -> Any:
+        """Return the tensor or other entry of this name, as `write_pickle.dump` takes it."""
+        try:
+            if name in self.wanted.tensors:
+                return self._tensor(name, self.wanted.tensors[name])
+            return self._entry(self.wanted.blobs[name])
+        except CkptError as error:
+            raise error.blame(tensor=name) from None
+
+    def _tensor(self, name: str, stored: StoredTensor) -> Record:
+        """Return a tensor with a storage of its own; tied ones, which have the same chunks, share it.
+
+        Single numbers never do: the steps of two parameters may be read from one place, but count by themselves.
+        """
+        kept = stored if stored.spec.shape else (name, stored)
+        key = self._keys.get(kept)
+        if key is None:
+            key = self.add(stored.spec.nbytes)
+            if stored.chunks:
+                self._keys[kept] = key
+        return describe_tensor(stored.spec, key)
+
+    def add(self, content: int | bytes) -> str:
+        """Return the key of a new storage, with its bytes or how many will come."""
+        key = str(len(self.contents))
+        self.contents[key] = content
+        return key
+
+    def _entry(self, blob: Blob) -> Any:
+        """Return a value from its pickle, or from its archive of torch.save together with the storages in it."""
+        if blob.content is not None:
+            return inert_pickle.load(blob.content, ANY_NAME)[0]
+        if blob.wrapper:
+            raise Unsupported(f"stored through the transform `{blob.wrapper}`")
+        try:
+            self._spend(blob.length)
+            read, length = reading(self.wanted.root, blob)
+            entries = read_directory(read, length)
+            check_byte_order(read, entries)
+            value, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=length), ANY_NAME)
+            self._bring(value, read, entries)
+        except CkptError as error:
+            raise error.blame(path=self.wanted.root / blob.path) from None
+        return value
+
+    def _bring(self, value: Any, read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
+        """Make a value refer to storages of ours, with the bytes of those in its archive."""
+        keys: dict[str, str] = {}
+        for part in inert_pickle.walk(value):
+            if not isinstance(part, PersistentId):
+                continue
+            match part.value:
+                case ("storage", kind, str(key), *rest):
+                    if key not in keys:
+                        content = read_entry(read, entries, f"data/{key}", limit=self._room)
+                        self._spend(len(content))
+                        keys[key] = self.add(content)
+                    part.value = ("storage", kind, keys[key], *rest)
+                case _:
+                    raise Corrupt("data.pkl refers to an object that is not a storage")
+
+    def _spend(self, nbytes: int) -> None:
+        self._room -= nbytes
+        if self._room < 0:
+            raise Unsupported(f"the entries that are not tensors need more than {_ENTRY_LIMIT} bytes")
+
 
 _local = Struct("<4sHHHHHIIIHH")  # signature .. name length, extra length
 _central = Struct("<4sHHHHHHIIIHHHHHII")
@@ -29,7 +116,7 @@ _TYPED = {name: storage for storage, name in STORAGES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
+class StorageSlot:
     """The place of a storage's bytes in the archive, and each place of their CRC-32, in 4 bytes."""
 
     offset: int
@@ -38,15 +125,17 @@ class Hole:
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class ZipTemplate:
     """An archive of `nbytes` bytes: those that are known, and the holes, by the keys of their storages."""
 
     nbytes: int
     parts: tuple[Patch, ...]
-    holes: Mapping[str, Hole]
+    holes: Mapping[str, StorageSlot]
 
 
-def make_envelope(pickle: bytes, storages: Mapping[str, int | bytes], *, instead_of: bytes | None = None) -> Envelope:
+def make_envelope(
+    pickle: bytes, storages: Mapping[str, int | bytes], *, instead_of: bytes | None = None
+) -> ZipTemplate:
     """Return the archive of an object pickled as `pickle`; of each storage, the bytes or how many will come.
 
     With `instead_of` that pickle lies where the first belongs and is not listed, and `pickle` lies at the end: so an
@@ -91,7 +180,7 @@ class _Making:
 
     def __init__(self) -> None:
         self.parts: list[Patch] = []
-        self.holes: dict[str, Hole] = {}
+        self.holes: dict[str, StorageSlot] = {}
         self.known = bytearray()  # the bytes since the last hole
         self.start = 0  # and where they begin
         self.directory = bytearray()
@@ -114,7 +203,7 @@ class _Making:
         else:
             self.known += content
         if isinstance(content, int):
-            self.holes[name] = Hole(offset, length, (self.at + 4, len(self.directory) + 16))  # in the directory
+            self.holes[name] = StorageSlot(offset, length, (self.at + 4, len(self.directory) + 16))  # in the directory
         size = Struct("<QQ" if length >= _ALL_ONES else "<II")
         self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
         self.directory += self.describe(path, checksum, length, header)
@@ -147,7 +236,7 @@ class _Making:
         fields = (0, 0, _FLAGS, 0, 0, 0, checksum, size, size, len(path), len(extra), 0, 0, 0, 0, place)
         return _central.pack(b"PK\x01\x02", *fields) + path + extra
 
-    def envelope(self) -> Envelope:
+    def envelope(self) -> ZipTemplate:
         """Return the archive, with its directory at the end; a reader finds the directory from there."""
         at, count, size = self.at, self.count, len(self.directory)
         end = at + size
@@ -158,7 +247,7 @@ class _Making:
         self.known += _end.pack(b"PK\x05\x06", 0, 0, few, few, min(size, _ALL_ONES), near, 0)
         self.parts.append((self.start, bytes(self.known)))
         holes = {
-            name.removeprefix("data/"): Hole(hole.offset, hole.length, (hole.crc_at[0], at + hole.crc_at[1]))
+            name.removeprefix("data/"): StorageSlot(hole.offset, hole.length, (hole.crc_at[0], at + hole.crc_at[1]))
             for name, hole in self.holes.items()
         }
-        return Envelope(self.at, tuple(self.parts), holes)
+        return ZipTemplate(self.at, tuple(self.parts), holes)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from heapq import heapreplace
 
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats.archives.write_archive import Envelope, describe_tensor, make_envelope
+from ckptkit.formats.archives.write_archive import ZipTemplate, describe_tensor, make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Layout, Patch, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape, whole
@@ -30,10 +30,10 @@ class ShardItem:
     box: Box | None
     offset: int
     nbytes: int
-    envelope: Envelope | None
+    envelope: ZipTemplate | None
 
 
-def deal(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
+def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
     """Return the items of each rank's file, in the order in which they lie there: first blobs, as torch does it.
 
     Blobs and scalars go to rank 0. A tensor that lies in one chunk where others are sharded stays whole, on the rank
@@ -58,7 +58,7 @@ def deal(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
     return files
 
 
-def append(file: list[ShardItem], name: str, box: Box | None, nbytes: int, envelope: Envelope | None) -> None:
+def append(file: list[ShardItem], name: str, box: Box | None, nbytes: int, envelope: ZipTemplate | None) -> None:
     offset = file[-1].offset + file[-1].nbytes if file else 0
     file.append(ShardItem(name, box, offset, nbytes if envelope is None else envelope.nbytes, envelope))
 
@@ -81,7 +81,7 @@ def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
     return shards
 
 
-def wrap_blob(name: str, blob: Blob) -> Envelope | None:
+def wrap_blob(name: str, blob: Blob) -> ZipTemplate | None:
     """Return the archive of a blob that is only a value so far. Raises `Unsupported` for one that is transformed."""
     if blob.wrapper is not None:
         hint = "save the checkpoint again without `_extensions`, or drop the entry with --exclude"
@@ -89,7 +89,7 @@ def wrap_blob(name: str, blob: Blob) -> Envelope | None:
     return None if blob.content is None else make_envelope(blob.content, {})
 
 
-def wrap_chunk(name: str, tensor: StoredTensor, box: Box) -> Envelope:
+def wrap_chunk(name: str, tensor: StoredTensor, box: Box) -> ZipTemplate:
     """Return the archive around the bytes of a tensor's box."""
     try:
         return wrap(Spec(tensor.spec.dtype, box.size))
@@ -98,7 +98,7 @@ def wrap_chunk(name: str, tensor: StoredTensor, box: Box) -> Envelope:
 
 
 @lru_cache(maxsize=4096)
-def wrap(spec: Spec) -> Envelope:
+def wrap(spec: Spec) -> ZipTemplate:
     """Return the archive around a tensor; the same for all of one shape and dtype."""
     return make_envelope(dump(describe_tensor(spec, _ONLY)), {_ONLY: spec.nbytes})
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptkit.formats.dcp.read_metadata import METADATA, name_data
-from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, crc_at, deal, end_of
+from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, crc_at, end_of, items_per_rank
 from ckptkit.formats.dcp.write_metadata import record
 from ckptkit.layout import FileOffset, Layout, NewFile, Patch, Spec, WriterOptions
 
@@ -37,4 +37,4 @@ def checksum_places(made: Layout) -> Iterator[tuple[FileOffset, int]]:
 
 
 def items_by_file(wanted: Layout, options: WriterOptions) -> dict[str, list[ShardItem]]:
-    return {name_data(rank, 0): items for rank, items in enumerate(deal(wanted, options.world_size))}
+    return {name_data(rank, 0): items for rank, items in enumerate(items_per_rank(wanted, options.world_size))}

@@ -108,7 +108,7 @@ class HuggingFace(FormatWriter):
             check_writable(name, spec)
         if options.file is not None:
             return (new_file(options.file, specs, wanted.texts),)
-        shares = share_out(specs, options)
+        shares = split_into_files(specs, options)
         files = [
             new_file(file, {name: specs[name] for name in members}, wanted.texts) for file, members in shares.items()
         ]
@@ -350,7 +350,7 @@ def split(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
     return shards
 
 
-def share_out(specs: Mapping[str, Spec], options: WriterOptions) -> dict[str, list[str]]:
+def split_into_files(specs: Mapping[str, Spec], options: WriterOptions) -> dict[str, list[str]]:
     """Return the names of the tensors in each file: as they are shared out elsewhere, or by size."""
     if options.places is None:
         shards = split(specs, options.max_shard_size)

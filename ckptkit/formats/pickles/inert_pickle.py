@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, Final
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.pickles.opcodes import Harmless, TableReader
+from ckptkit.formats.pickles.opcodes import SanitizedPickle, TableReader
 
 TABLES_FROM = 1 << 20  # bytes of a pickle: the patterns of tables take milliseconds to compile
 _BUFFER = 1 << 16  # bytes of the pickle that are rewritten ahead of the unpickler
@@ -178,7 +178,7 @@ def columns(instances: Sequence[FlatInstance], names: Sequence[str]) -> list[Seq
     return [[some.get(name) for some in attributes] for name in names]
 
 
-class NotAlike(Exception):
+class NotTabular(Exception):
     """Instances are not what a table can hold: the pickle is to be read without tables."""
 
 
@@ -202,9 +202,9 @@ class InstanceTable:
 
 
 def require_pairs(key: object, value: object) -> None:
-    """Raise `NotAlike` unless what was put into a dict is a table of its keys and values, and None."""
+    """Raise `NotTabular` unless what was put into a dict is a table of its keys and values, and None."""
     if not (isinstance(key, InstanceTable) and key.has_pairs and value is None):
-        raise NotAlike
+        raise NotTabular
 
 
 class Dict(dict[Any, Any]):
@@ -264,7 +264,7 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
         from ckptkit.formats.pickles.tables import Tables, has_long_runs  # only large checkpoints need them
 
         if has_long_runs(data, at):
-            with suppress(NotAlike, *_MALFORMED):
+            with suppress(NotTabular, *_MALFORMED):
                 return _load(data, names, at, is_flat=True, tables=Tables(data, at))
     try:
         return _load(data, names, at, is_flat=is_flat)
@@ -273,14 +273,14 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
 
 
 def _load(data: bytes, names: Names, at: int, *, is_flat: bool, tables: TableReader | None = None) -> tuple[Any, int]:
-    harmless = Harmless(data, at, is_flat=is_flat, tables=tables)
+    harmless = SanitizedPickle(data, at, is_flat=is_flat, tables=tables)
     return _Unpickler(harmless, names, is_flat=is_flat, tables=tables).load(), harmless.end
 
 
 class _Unpickler(pickle.Unpickler):
     """The unpickler, with all that it could import or refer to replaced."""
 
-    def __init__(self, harmless: Harmless, names: Names, *, is_flat: bool, tables: TableReader | None) -> None:
+    def __init__(self, harmless: SanitizedPickle, names: Names, *, is_flat: bool, tables: TableReader | None) -> None:
         super().__init__(io.BufferedReader(harmless, _BUFFER), encoding="utf-8")
         self._tables = tables
         self._names = names
@@ -325,7 +325,7 @@ class _Unpickler(pickle.Unpickler):
             case (int(number), Global(), *_) if self._tables:  # what a pickle itself refers to is alone in a tuple
                 sides = self._tables.name_it(number, pid[1:], _tuple_itself)
                 if sides is None:
-                    raise NotAlike
+                    raise NotTabular
                 return InstanceTable(sides)
             case _:
                 return PersistentId(*pid)

@@ -63,7 +63,7 @@ class TableReader(Protocol):
         """Return the columns of a table by name, of each side; None if what was fetched is not what a table needs."""
 
 
-class Harmless(RawIOBase):
+class SanitizedPickle(RawIOBase):
     """A pickle that says the same as the one at byte `at` of `data`, but harmlessly: rewritten while it is read.
 
     With `is_flat` the dict that is an object's state is none: its keys and values in turn are appended to the object.
@@ -112,7 +112,7 @@ class Harmless(RawIOBase):
                 tables.pass_on(start, at)
             if data[at : at + 1] == _STOP:
                 break
-            instead, end = exchange(data, at)
+            instead, end = replacement_opcode(data, at)
             if instead is not None:
                 if done < at or instead:
                     yield data[done:at] + instead
@@ -122,7 +122,7 @@ class Harmless(RawIOBase):
         yield data[done : at + 1]
 
 
-def exchange(data: bytes, at: int) -> tuple[bytes | None, int]:
+def replacement_opcode(data: bytes, at: int) -> tuple[bytes | None, int]:
     """Return what is to stand in the place of the opcode at byte `at`, None if it may stay, and the offset past it."""
     opcode = data[at : at + 1]
     instead = _CALLS.get(opcode)
@@ -157,7 +157,7 @@ def past_end(data: bytes, start: int, length: int) -> int:
 @cache
 def harmless() -> re.Pattern[bytes]:
     """Return the pattern of a run of opcodes that may stay."""
-    return re.compile(b"%b*+" % staying(_ALWAYS + _NOT_IN_STATES, WITH_OPERANDS), re.DOTALL)
+    return re.compile(b"%b*+" % allowed_opcodes(_ALWAYS + _NOT_IN_STATES, WITH_OPERANDS), re.DOTALL)
 
 
 @cache
@@ -166,10 +166,10 @@ def flat_instances() -> re.Pattern[bytes]:
 
     The third group is of the rest. The texts are those that protocol 4 writes.
     """
-    before, items = staying(_ALWAYS + _NOT_IN_STATES, _OPERANDS), staying(_ALWAYS, _OPERANDS)
+    before, items = allowed_opcodes(_ALWAYS + _NOT_IN_STATES, _OPERANDS), allowed_opcodes(_ALWAYS, _OPERANDS)
     return re.compile(rb"(%b*+)\}(\x94?\(%b*+)ub|(.).*" % (before, items), re.DOTALL)
 
 
-def staying(single: bytes, others: bytes) -> bytes:
+def allowed_opcodes(single: bytes, others: bytes) -> bytes:
     """Return the pattern of opcodes that may stay: these of one byte, and those with operands."""
     return rb"(?:[%b]++|q.|r..\0\0|%b)" % (single, others)

@@ -303,16 +303,16 @@ def fetched_places(data: bytes, at: int) -> list[int]:
     """
     found: set[bytes] = set()
     highest = min(len(data) >> 24, 255)  # byte of a place
-    fetch = fetch_but((), highest)
+    fetch = memo_get_pattern((), highest)
     for start in range(at, len(data), _WINDOW):
         some = fetch.findall(data, start, start + _WINDOW + 4)
         found.update(some)
         if len(some) > _MOST_FETCHES:
-            fetch = fetch_but([one for one, _ in Counter(some).most_common(_FREQUENT)], highest)
+            fetch = memo_get_pattern([one for one, _ in Counter(some).most_common(_FREQUENT)], highest)
     return sorted(place for place in (int.from_bytes(one, "little") for one in found) if place < len(data))
 
 
-def fetch_but(places: Sequence[bytes], highest: int) -> re.Pattern[bytes]:
+def memo_get_pattern(places: Sequence[bytes], highest: int) -> re.Pattern[bytes]:
     """Return the pattern of LONG_BINGET with a group for the place, whose last byte is not above `highest`.
 
     None of these places is found.

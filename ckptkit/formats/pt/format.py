@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import CkptError, Report, Unsupported, refuse
-from ckptkit.formats.archives.flatten import flatten
+from ckptkit.formats.archives.flatten import flatten, unflatten
 from ckptkit.formats.archives.state_files import (
     HEAD,
     entries_of,
@@ -22,9 +22,7 @@ from ckptkit.formats.archives.state_files import (
     places_in,
     read_state_file,
 )
-from ckptkit.formats.archives.storages import Storages
-from ckptkit.formats.archives.unflatten import unflatten
-from ckptkit.formats.archives.write_archive import make_envelope
+from ckptkit.formats.archives.write_archive import Storages, make_envelope
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.formats.rank_names import find_set, not_joined

@@ -13,8 +13,7 @@ from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk
 from ckptkit.formats.ranks.names import MODEL, WITH_WORLD, Naming, find_files
 from ckptkit.formats.shards.dtensors import Placed, is_dtensor
-from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
-from ckptkit.formats.shards.sharded_tensors import ShardedTensor
+from ckptkit.formats.shards.sharded_tensors import RankFile, ShardedTensor, read_rank_file
 from ckptkit.formats.shards.write_dtensors import RankMesh
 from ckptkit.io.file import names_in
 from ckptkit.layout import Layout

@@ -32,8 +32,7 @@ from ckptkit.formats.ranks.names import (
 from ckptkit.formats.ranks.optimizer import join_optimizer
 from ckptkit.formats.ranks.write_files import arrange_files, seal_files
 from ckptkit.formats.shards.join import join_files
-from ckptkit.formats.shards.rank_tensor import RankFile, read_rank_file
-from ckptkit.formats.shards.sharded_tensors import ShardedTensor
+from ckptkit.formats.shards.sharded_tensors import RankFile, ShardedTensor, read_rank_file
 from ckptkit.io.file import names_in, read_small
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, StoredTensor, WriterOptions, check_cover
 from ckptkit.layout.gc_pause import collector_paused

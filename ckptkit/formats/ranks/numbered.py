@@ -15,12 +15,12 @@ from typing import Any
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.formats.archives.values import lists_of
 from ckptkit.formats.shards.dtensors import Placed
-from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor
+from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.layout.matching import is_counted_through, match_by_size_if_certain, match_if_certain
-from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, read_recorded
+from ckptkit.layout.wrappers import PARAM_NAMES, match_recorded, read_recorded
 
 _STEP = "step"  # a moment that is one number, whatever the parameter's shape
 AT = 2  # where in a key path the parameter is: `("optimizer", "state", "3", "exp_avg")`

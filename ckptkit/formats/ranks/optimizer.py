@@ -13,12 +13,11 @@ from ckptkit.formats.archives.values import numbers_of, with_value
 from ckptkit.formats.ranks import numbered
 from ckptkit.formats.ranks.numbered import AT, Parameter, is_moment, piece_of
 from ckptkit.formats.shards.join import join_files
-from ckptkit.formats.shards.rank_tensor import RankFile
+from ckptkit.formats.shards.sharded_tensors import RankFile
 from ckptkit.layout import KeyPath, StoredTensor
 from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.layout.matching import is_counted_through, match_if_certain
-from ckptkit.layout.recorded_names import PARAM_NAMES
-from ckptkit.layout.wrappers import is_flat_name, unwrapped
+from ckptkit.layout.wrappers import PARAM_NAMES, is_flat_name, unwrapped
 
 # Name the states of an optimizer over FSDP1's flat parameters, one for each wrapped module.
 #
@@ -44,7 +43,7 @@ def match_units(
     """
     if len(groups) != 1 or not is_counted_through(groups):
         return None
-    supposed = [units_of_names(recorded, parameters)] if recorded else suppositions(parameters)
+    supposed = [units_of_names(recorded, parameters)] if recorded else candidate_wrappings(parameters)
     fitting: list[list[Unit]] = []
     for units in supposed:
         if units not in fitting and fits(units, groups, totals, world):
@@ -69,7 +68,7 @@ def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter])
     return [unit_of(inside[prefix]) for prefix in prefixes]
 
 
-def suppositions(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]:
+def candidate_wrappings(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]:
     """Yield the units that there would be if nothing had been wrapped but the root, or the members of a list too."""
     yield [unit_of(parameters)]
     lists = dict.fromkeys(match[1] for p in parameters for match in [_MEMBER.match(p.name)] if match)

@@ -15,25 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported
+from ckptkit.formats.archives.flatten import unflatten
 from ckptkit.formats.archives.state_files import entries_of, opened
-from ckptkit.formats.archives.storages import Storages
-from ckptkit.formats.archives.unflatten import unflatten
 from ckptkit.formats.archives.values import load_value
-from ckptkit.formats.archives.write_archive import describe_tensor, make_envelope
+from ckptkit.formats.archives.write_archive import Storages, describe_tensor, make_envelope
 from ckptkit.formats.archives.zip_entries import ZipEntry
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.ranks.example import Example
 from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WORLD
 from ckptkit.formats.ranks.numbered import AT
-from ckptkit.formats.shards.meshes import unravel
-from ckptkit.formats.shards.rank_tensor import RankFile
+from ckptkit.formats.shards.dtensors import unravel
+from ckptkit.formats.shards.sharded_tensors import RankFile
 from ckptkit.formats.shards.write_dtensors import RankMesh, describe_dtensor, describe_mesh, rank_map
 from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.layout import OWN, Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec
 from ckptkit.layout.box import Box
 from ckptkit.layout.placements import Placement, Shard, place
-from ckptkit.layout.recorded_names import PARAM_NAMES, is_record_of
+from ckptkit.layout.wrappers import PARAM_NAMES, is_record_of
 
 _GROUPS, _PARAMS = "param_groups", "params"
 _WORLD_SIZE = "world_size"  # of SkyRL's states

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, refuse
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.shards.dtensors import Placed
-from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor
-from ckptkit.formats.shards.sharded_tensors import ShardedTensor
+from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor, ShardedTensor
 from ckptkit.layout import OWN, Blob, Chunk, KeyPath, StoredTensor
 from ckptkit.layout.box import Box
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ckptkit.formats.pickles.inert_pickle import Global, Record
-from ckptkit.formats.shards.meshes import DEVICE_MESH, unravel
+from ckptkit.formats.shards.dtensors import DEVICE_MESH, unravel
 from ckptkit.layout import Spec
-from ckptkit.layout.blocks import row_major
-from ckptkit.layout.box import Shape
+from ckptkit.layout.box import Shape, row_major
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.placements import Placement
 

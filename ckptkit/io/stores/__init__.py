@@ -26,7 +26,7 @@ class KnownStore(NamedTuple):
     """A store of the table, as names `module:attribute`, which are imported when first needed.
 
     `store` makes a `Store` of the URL of its root. The others are "" where ckptkit cannot do that: `destination` makes
-    a `Destination`, `small_files` the `SmallFiles`, `keeper` the `Keeper` of the run at a path. `describe` says in
+    a `Destination`, `small_files` the `SmallFiles`, `keeper` the `RunBackend` of the run at a path. `describe` says in
     words, before the user consents, what would be written to a path; `uploads` is the module with `find_uploads` and
     `abort` for uploads that were not finished.
     """
@@ -50,7 +50,7 @@ _OBJECTS = KnownStore(
     "ckptkit.plugins.object_stores.store:open_objects",
     destination="ckptkit.plugins.object_stores.destination:ObjectDestination",
 )
-_DESCRIBE_HUB = "ckptkit.plugins.hub_writing.places:describe_place"
+_DESCRIBE_HUB = "ckptkit.plugins.hub_writing.bucket_destination:describe_place"
 
 # by the scheme of a URL, or its beginning
 STORES = PluginTable(

@@ -13,8 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from ckptkit.models.names.outline import Numbers
 from ckptkit.models.names.steps import Same, TensorStep
+
+# a step of a name that is a number, or one at the end of `weight` or `bias`, as experts in one module have it
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])|(?:(?<=\.weight)|(?<=\.bias))[0-9]{1,9}(?![^._])")
+
+Numbers = tuple[int, ...]
+
+
+def outline_of(name: str) -> tuple[str, Numbers]:
+    """Return a name with `#` for every number that is a step of it, or ends `weight` or `bias`, and these numbers."""
+    return _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
+
 
 _CAPTURE = re.compile(r"\{([a-z]+)\}")
 _OPTION = re.compile(r"\[([^\]]*)\]")

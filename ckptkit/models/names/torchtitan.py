@@ -11,9 +11,8 @@ from dataclasses import replace
 from functools import partial
 
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.moe import LAYER, experts_of
 from ckptkit.models.names.rule import Rule, with_bias
-from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
 from ckptkit.models.names.steps import (
     Chain,
     Concatenated,

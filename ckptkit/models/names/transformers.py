@@ -15,9 +15,8 @@ from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.models.expected import ExpectedByTransformers, Form, closest, expected
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.moe import LAYER, experts_of
 from ckptkit.models.names.rule import Rule
-from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
 from ckptkit.models.names.steps import Concatenated
 from ckptkit.models.names.translate import Translated, translate
 from ckptkit.models.transformers_model import NotBuilt, NotInstalled, UnknownType

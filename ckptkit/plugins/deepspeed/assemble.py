@@ -13,13 +13,12 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.plugins.deepspeed.expert_states import put_experts, put_unpartitioned_experts
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, read_experts
-from ckptkit.plugins.deepspeed.gathering import MODEL, Gathering, Settings
 from ckptkit.plugins.deepspeed.model_states import ModelStates, tensor_parallel
 from ckptkit.plugins.deepspeed.modules import put_module, put_modules_in_slices, put_parameter
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.parts import PartOfModel, read_part
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
-from ckptkit.plugins.deepspeed.unpartitioned import put_unpartitioned
+from ckptkit.plugins.deepspeed.unpartitioned import MODEL, Gathering, Settings, put_unpartitioned
 from ckptkit.plugins.deepspeed.values import as_dict
 from ckptkit.plugins.deepspeed.zero import join_slices, parameters_of
 

@@ -19,11 +19,12 @@ from ckptkit.layout import StoredTensor
 from ckptkit.layout.axes import concatenate
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, expert_ranks, without_number
-from ckptkit.plugins.deepspeed.gathering import MODEL, Gathering
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.modules import put_copy, put_stored_copy
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, check_ranks
 from ckptkit.plugins.deepspeed.unpartitioned import (
+    MODEL,
+    Gathering,
     Numbered,
     masters_of,
     names_in_order,

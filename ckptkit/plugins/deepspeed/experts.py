@@ -165,7 +165,7 @@ def prefix_of(root: Path, file: StateFile, expert: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class PartitionGroup:
     """The ranks that have cut a group of parameters among themselves: their files, and the shapes by name."""
 
     partitions: Sequence[Partition]
@@ -174,7 +174,7 @@ class Fleet:
 
 def fleets(
     number: int, named: Mapping[str, Shape], partitions: Sequence[Partition], experts: ExpertFiles | None
-) -> Iterator[Fleet]:
+) -> Iterator[PartitionGroup]:
     """Yield the fleets of a group: all ranks, or of experts as many as there are ranks of expert parallelism."""
     group = partitions[0].groups[number]
     settings = partitions[0].settings[group.settings]
@@ -182,7 +182,7 @@ def fleets(
         stray = next(filter(without_number, named), None)
         if stray is not None and experts is not None:
             raise Unsupported("the parameter of an expert is in a group without experts", tensor=stray)
-        yield Fleet(partitions, named)
+        yield PartitionGroup(partitions, named)
         return
     if experts is None:
         raise Corrupt("there is a parameter group of experts, but `num_experts` counts no experts")
@@ -201,7 +201,9 @@ def fleets(
             raise Unsupported(message, hint="pass DeepSpeed its configuration as a dict when you save")
         each = len(partitions) // ranks
         own = slice(rank * each, (rank + 1) * each) if experts.is_data_first else slice(rank, None, ranks)
-        yield Fleet(partitions[own], {experts.rename(name, rank, ranks): shape for name, shape in named.items()})
+        yield PartitionGroup(
+            partitions[own], {experts.rename(name, rank, ranks): shape for name, shape in named.items()}
+        )
 
 
 def expert_ranks(settings: Mapping[str | int, Any]) -> int:

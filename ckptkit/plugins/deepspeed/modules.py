@@ -14,12 +14,11 @@ from ckptkit.formats.shards.join import STATISTICS
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.experts import without_number
-from ckptkit.plugins.deepspeed.gathering import MODEL, STATE, Gathering
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.parts import PartOfModel
-from ckptkit.plugins.deepspeed.pieces import join, runs_of_each, share_of
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
-from ckptkit.plugins.deepspeed.zero import ZeroParameter
+from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
+from ckptkit.plugins.deepspeed.zero import ZeroParameter, join, runs_of_each, share_of
 
 
 def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:

@@ -15,11 +15,11 @@ from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import Shape, whole
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.deepspeed.experts import without_number
-from ckptkit.plugins.deepspeed.gathering import MODEL, STATE, Gathering, Settings
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.plugins.deepspeed.modules import put_copy
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.parts import blame
+from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering, Settings
 from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
 
 NAME = "universal"

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.shards.meshes import unravel
+from ckptkit.formats.shards.dtensors import unravel
 from ckptkit.layout import Chunk, Spec, StoredTensor
 from ckptkit.layout.axes import cut
-from ckptkit.layout.blocks import row_major
-from ckptkit.layout.box import Box, Shape, find_overlap, whole
+from ckptkit.layout.box import Box, Shape, find_overlap, row_major, whole
 from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or_none
 
 INFO, _MAP = "universal_checkpoint_info", "affine_map"

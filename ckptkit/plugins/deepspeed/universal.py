@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, Mismatch, Report, Unsafe, Unsupported, refuse
+from ckptkit.formats.archives.flatten import unflatten
 from ckptkit.formats.archives.locate import locate
 from ckptkit.formats.archives.state_files import extents_of, places_in
-from ckptkit.formats.archives.storages import Storages
-from ckptkit.formats.archives.unflatten import unflatten
-from ckptkit.formats.archives.write_archive import describe_tensor, make_envelope
+from ckptkit.formats.archives.write_archive import Storages, describe_tensor, make_envelope
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
@@ -26,7 +25,6 @@ from ckptkit.io.file import check_name, is_there, opening, read_at, read_small
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, StoredTensor, WriterOptions
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.experts import without_number
-from ckptkit.plugins.deepspeed.gathering import GROUPS, MODEL, STATE
 from ckptkit.plugins.deepspeed.names import is_ours
 from ckptkit.plugins.deepspeed.read_universal import (
     MASTER,
@@ -39,6 +37,7 @@ from ckptkit.plugins.deepspeed.read_universal import (
     join,
     read_universal,
 )
+from ckptkit.plugins.deepspeed.unpartitioned import GROUPS, MODEL, STATE
 
 # Arrange the files of a universal checkpoint, with room for the data of its tensors.
 #

@@ -25,8 +25,7 @@ from ckptkit.state.pipeline import write
 from ckptkit.state.report import Converted, complete, report
 
 if TYPE_CHECKING:
-    from ckptkit.plugins.deltas.chain import DeltaChain
-    from ckptkit.plugins.deltas.patched_blocks import Patched
+    from ckptkit.plugins.deltas.chain import DeltaChain, Patched
 
 
 def apply(
@@ -81,8 +80,8 @@ def open_chain(deltas: Sequence[Path]) -> DeltaChain:
 
 def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> Conversion:
     """Draft the result of deltas, each of which is read whole and checked, on a base, which must be theirs."""
-    from ckptkit.plugins.deltas.check_delta import check_delta
     from ckptkit.plugins.deltas.identity import sums_of
+    from ckptkit.plugins.deltas.verify_delta import check_delta
 
     chain.check_specs(base.layout)
     for delta in chain.deltas:
@@ -125,8 +124,8 @@ def shards_of(base: ConsolidatedView) -> Mapping[str, str] | None:
 
 def recipes_of(chain: DeltaChain, base: Layout) -> dict[str, Patched]:
     """Return the recipe of each tensor that a chain changes: of the base's own, or of one that a delta holds whole."""
-    from ckptkit.plugins.deltas.patched_blocks import LoadedChanges, Patched
-    from ckptkit.plugins.deltas.payload import WHOLE
+    from ckptkit.plugins.deltas.chain import LoadedChanges, Patched
+    from ckptkit.plugins.deltas.open_delta import WHOLE
 
     changes = LoadedChanges(chain)
     recipes = {}

@@ -16,11 +16,11 @@ from ckptkit.io.path import to_local, to_path
 from ckptkit.layout import Layout
 from ckptkit.plugins.deltas import in_place
 from ckptkit.plugins.deltas.chain import DeltaChain, short
-from ckptkit.plugins.deltas.check_delta import check_delta
-from ckptkit.plugins.deltas.find import RECORD, is_delta, is_unfinished
 from ckptkit.plugins.deltas.identity import identify, sums_of
 from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.plugins.deltas.open_delta import Delta, open_delta
+from ckptkit.plugins.deltas.record import RECORD, is_delta, is_unfinished
+from ckptkit.plugins.deltas.verify_delta import check_delta
 from ckptkit.summary import Summarized
 from ckptkit.words import count
 

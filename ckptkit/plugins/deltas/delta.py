@@ -20,7 +20,7 @@ from ckptkit.io.destination import is_on_hub, to_destination
 from ckptkit.io.file import file_size, names_in
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import Progress, Told, telling
+from ckptkit.io.progress import Progress, Told, report_progress
 from ckptkit.io.staging import Stage
 from ckptkit.models.companions import CONFIG
 from ckptkit.models.computation import describe_differences, find_differences
@@ -99,7 +99,7 @@ def delta(
     sides = both_consolidated(base, new, (dtype,) if isinstance(dtype, str) else tuple(dtype), output)
     for side in sides:
         require_separate_destination(side.checkpoint, output, side.draft.writer)
-    pair = ComparedPair(sides, jobs, telling(progress, 2 * sides[0].layout.nbytes))
+    pair = ComparedPair(sides, jobs, report_progress(progress, 2 * sides[0].layout.nbytes))
     if dry_run:
         made = pair.measure(output)
         if not force:

@@ -29,12 +29,10 @@ from ckptkit.io.file import OpenFiles, file_size, is_there, read_at
 from ckptkit.io.locks import acquire, release
 from ckptkit.io.staging import clear_dead
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, edits
-from ckptkit.plugins.deltas.changes import changes_in
+from ckptkit.plugins.deltas.chain import put_into
+from ckptkit.plugins.deltas.changes import changes_in, load_changes
 from ckptkit.plugins.deltas.new_blocks import Successor, blocks_of
-from ckptkit.plugins.deltas.open_delta import Delta, open_delta
-from ckptkit.plugins.deltas.patch import load_changes
-from ckptkit.plugins.deltas.patched_blocks import put_into
-from ckptkit.plugins.deltas.payload import WHOLE
+from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import DeltaRecord
 from ckptkit.plugins.deltas.spool import Spool
 from ckptkit.plugins.deltas.write_delta import FoundChanges, write_delta

@@ -11,10 +11,9 @@ from ckptkit.checks.verify import Verified
 from ckptkit.cli.output import pick, print_json, print_table, say
 from ckptkit.hub.cp import Contents
 from ckptkit.io.file import file_size
-from ckptkit.plugins.deltas.find import RECORD, is_delta
 from ckptkit.plugins.deltas.inspect_delta import InspectedDelta, inspect_delta
 from ckptkit.plugins.deltas.open_delta import open_delta
-from ckptkit.plugins.deltas.record import FORMAT
+from ckptkit.plugins.deltas.record import FORMAT, RECORD, is_delta
 from ckptkit.plugins.deltas.verify_delta import verify_delta
 from ckptkit.words import per_cent
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-from ckptkit.engine.gather import BLOCK_BYTES
+from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.engine.read import read
 from ckptkit.errors import Corrupt
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Layout, Spec
-from ckptkit.layout.blocks import cut
-from ckptkit.layout.box import whole
-from ckptkit.plugins.deltas.chain import WRITE_AGAIN, DeltaChain
-from ckptkit.plugins.deltas.patched_blocks import put_into
-from ckptkit.plugins.deltas.payload import WHOLE
+from ckptkit.layout.box import cut, whole
+from ckptkit.plugins.deltas.chain import WRITE_AGAIN, DeltaChain, put_into
+from ckptkit.plugins.deltas.open_delta import WHOLE
 
 
 class NewBlock(NamedTuple):

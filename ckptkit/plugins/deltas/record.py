@@ -1,4 +1,4 @@
-"""Read and write `delta.json`: the base of a delta, its result, and the tensors that changed."""
+"""Read and write `delta.json`, by which a delta is recognized: its base, its result, and the tensors that changed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,24 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Unsupported
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.file import absent, check_name, is_there, read_small
+from ckptkit.io.file import absent, check_name, is_there, names_in, read_small
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.deltas.find import RECORD
 from ckptkit.version import __version__
+
+RECORD = "delta.json"
+_PAYLOAD = re.compile(r"delta-[0-9]+-of-[0-9]+\.safetensors")
+
+
+def is_delta(path: Path) -> bool:
+    """Return whether a directory contains a complete delta, as far as its `delta.json` shows."""
+    return path.is_dir() and is_there(path / RECORD)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether a directory contains files of a delta, but no `delta.json`."""
+    return path.is_dir() and not is_there(path / RECORD) and any(map(_PAYLOAD.fullmatch, names_in(path)))
+
 
 FORMAT, VERSION = "ckptkit-delta", 1
 _LIMIT = 1 << 28  # bytes

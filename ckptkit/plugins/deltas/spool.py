@@ -12,7 +12,7 @@ from ckptkit.errors import translate_os_errors
 from ckptkit.layout import Spec
 from ckptkit.plugins.deltas.changes import Changes
 from ckptkit.plugins.deltas.nan import count_nan
-from ckptkit.plugins.deltas.payload import index_dtype, is_whole
+from ckptkit.plugins.deltas.open_delta import index_dtype, is_whole
 
 
 class SpooledBlock(NamedTuple):

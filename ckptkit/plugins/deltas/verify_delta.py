@@ -1,9 +1,12 @@
-"""Say whether a delta is whole and undamaged, and whether a checkpoint is its base."""
+"""Check a delta, and check whether a checkpoint is its base.
+
+Reads all of the delta: checksums, positions, and values that engines refuse.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Source
@@ -12,18 +15,60 @@ from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.seal import sum_files
 from ckptkit.checks.verify import Verified
 from ckptkit.conversion.as_consolidated import as_consolidated
-from ckptkit.errors import CkptError, Corrupt
+from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.io.crc32 import RESTORE
 from ckptkit.io.file import absent, file_size
 from ckptkit.io.path import to_path
+from ckptkit.io.progress import Told
+from ckptkit.layout import edits
 from ckptkit.plugins.deltas.chain import DeltaChain
-from ckptkit.plugins.deltas.check_delta import check_delta
-from ckptkit.plugins.deltas.find import RECORD
+from ckptkit.plugins.deltas.changes import load_changes, read_all, view
 from ckptkit.plugins.deltas.identity import sums_of
-from ckptkit.plugins.deltas.nan import say_nan
+from ckptkit.plugins.deltas.nan import count_nan, say_nan
 from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor
-from ckptkit.plugins.deltas.open_delta import Delta, open_delta
-from ckptkit.plugins.deltas.record import FORMAT
+from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
+from ckptkit.plugins.deltas.record import FORMAT, RECORD
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedDelta:
+    """What was found in a delta: bytes that had a checksum, bytes that had none, and new values that are NaN."""
+
+    checked_bytes: int = 0
+    unchecked_bytes: int = 0
+    nan: int = 0
+
+
+def check_delta(delta: Delta, report: Report = refuse, told: Told | None = None) -> CheckedDelta:
+    """Read all that a delta holds, and report each tensor that is damaged.
+
+    Positions must be strictly increasing and inside the tensor; a tensor that is held whole must have the CRC-32 that
+    `delta.json` calls for.
+    """
+    nan = 0
+    for name in delta.record.tensors:
+        try:
+            nan += check_tensor(delta, name)
+        except CkptError as error:
+            report(error.blame(path=delta.file_of(name), tensor=name))
+        if told:
+            told(delta.nbytes_of(name))
+    sizes = [(t.chunks[0].crc32 is not None, t.spec.nbytes) for t in delta.layout.tensors.values()]
+    checked = sum(nbytes for is_checked, nbytes in sizes if is_checked)
+    return CheckedDelta(checked, sum(nbytes for _, nbytes in sizes) - checked, nan)
+
+
+def check_tensor(delta: Delta, name: str) -> int:
+    """Check what a delta holds of one tensor, and return how many new values are NaN."""
+    tensor = delta.record.tensors[name]
+    if not delta.holds_whole(name):
+        return count_nan(load_changes(delta, name).values, tensor.spec.dtype.name)
+    key = name + WHOLE
+    found = sums_of(edits.select(delta.layout, key.__eq__))[key]
+    if found != tensor.crc32_new:
+        message = f"expected CRC-32 {tensor.crc32_new:08x} of the whole tensor, found {found:08x}"
+        raise Corrupt(message)
+    return count_nan(view(read_all(delta, key), tensor.spec.dtype.itemsize), tensor.spec.dtype.name)
 
 
 def verify_delta(

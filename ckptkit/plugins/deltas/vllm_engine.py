@@ -86,7 +86,7 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
             chain, result = check_chain(update_info.paths, weights)
             patches = [patch_of(chain, name) for name in chain.specs]
             for patch in patches:
-                self.rehearse(patch)
+                self.load_noop_patch(patch)
             self.apply(patches)
             replace_weights(self.model, result)
             new = identify(result.layout.specs, result.sums)
@@ -107,7 +107,7 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
             raise Unsupported(message, tensor=packed, hint=hint)
         return weights
 
-    def rehearse(self, patch: CheckpointWeightPatch) -> None:
+    def load_noop_patch(self, patch: CheckpointWeightPatch) -> None:
         """Load a patch that changes nothing. Raises `Unsupported` where vLLM's loader does not take the tensor."""
         nothing = patch._replace(values=patch.values[:0], indices=patch.indices[:0])
         try:

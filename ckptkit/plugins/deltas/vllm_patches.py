@@ -11,11 +11,9 @@ from ckptkit.errors import CkptError, Unsupported
 from ckptkit.integrations.loaded_weights import LoadedWeights
 from ckptkit.io.path import to_path
 from ckptkit.plugins.deltas.chain import DeltaChain
-from ckptkit.plugins.deltas.changes import Changes, view
-from ckptkit.plugins.deltas.check_delta import check_tensor
-from ckptkit.plugins.deltas.open_delta import Delta, open_delta
-from ckptkit.plugins.deltas.patch import merge_changes, read_all
-from ckptkit.plugins.deltas.payload import INDICES, VALUES, WHOLE, index_dtype
+from ckptkit.plugins.deltas.changes import Changes, merge_changes, read_all, view
+from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, Delta, index_dtype, open_delta
+from ckptkit.plugins.deltas.verify_delta import check_tensor
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")  # NaN marks what does not change in a patch of vLLM
 

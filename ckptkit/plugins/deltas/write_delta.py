@@ -15,10 +15,9 @@ from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles
 from ckptkit.layout import FileOffset, Layout, NewFile, Spec, StoredTensor
 from ckptkit.layout.plan import make_plan
-from ckptkit.plugins.deltas.find import RECORD
 from ckptkit.plugins.deltas.identity import identify
-from ckptkit.plugins.deltas.payload import INDICES, VALUES, WHOLE, is_whole, payload_specs
-from ckptkit.plugins.deltas.record import DeltaRecord, DeltaTensor
+from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, is_whole, payload_specs
+from ckptkit.plugins.deltas.record import RECORD, DeltaRecord, DeltaTensor
 from ckptkit.plugins.deltas.spool import Spool
 
 Fill = Callable[[Layout, Mapping[str, str]], dict[FileOffset, int]]
@@ -75,7 +74,7 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
     for specs in held.values():
         for key, spec in specs.items():
             check_writable(key, spec)
-    files = share_out(held)
+    files = split_into_files(held)
     check_room(root, difference.payload_bytes)
     create_files(root, [new_file(file, [held[name] for name in names]) for file, names in files.items()], anew=True)
     made = read_files(root, files)
@@ -88,7 +87,7 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
     return record
 
 
-def share_out(held: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
+def split_into_files(held: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
     """Return the names of the tensors in each file; what is held of a tensor is in one file."""
     shares: list[list[str]] = []
     room = 0

@@ -7,34 +7,91 @@ https://huggingface.co/docs/hub/storage-buckets
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ckptkit.errors import IOFailure, Occupied
+from ckptkit.errors import CkptError, IOFailure, Occupied, Unsupported, Usage
 from ckptkit.io.claims import StoreClaim, UploadTarget
 from ckptkit.io.destination import CLAIM, Check
 from ckptkit.io.file import destination_exists, read_small
-from ckptkit.io.path import refresh
+from ckptkit.io.path import RemotePath, refresh
 from ckptkit.io.pieces import is_large
+from ckptkit.io.stores.hub import parse_repository
 from ckptkit.io.stores.hub_calls import (
     BUCKET,
+    HubRepository,
     Line,
     StoredFile,
     ask_access,
     change_bucket,
     create_bucket,
     describe_paths,
+    find,
     is_private_bucket,
     list_bucket,
     require_token,
     silent,
 )
-from ckptkit.io.stores.hub_errors import AGAIN
-from ckptkit.plugins.hub_writing.places import bucket_of
-from ckptkit.plugins.hub_writing.xet import XetFile, XetFiles, find_session
-from ckptkit.plugins.hub_writing.xet_destination import XetDestination
+from ckptkit.io.stores.hub_errors import AGAIN, MAIN, page_of
+from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, find_session
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A repository that is to be written to: its `head`, the `basis` of a new commit, and the files that it has.
+
+    Without a head the branch is new, and without a basis the repository is.
+    """
+
+    repo_id: str
+    revision: str
+    head: HubRepository | None
+    basis: HubRepository | None
+
+    def __str__(self) -> str:
+        at = "" if self.revision == MAIN else f", {'branch' if self.head else 'new branch'} {self.revision}"
+        access = "private" if self.basis is None or self.basis.is_private else "public"
+        return f"{page_of(self.repo_id)}{at} ({'new, ' if self.basis is None else ''}{access})"
+
+
+def look_at(path: RemotePath) -> Prospect:
+    """Return what is in the repository that a path names, where a branch may be written to."""
+    kind, repo_id, named = parse_repository(str(path.top).partition("://")[2])
+    revision = named or MAIN
+    if kind != "model":
+        hint = "write to hf://org/name or to hf://buckets/org/name/folder"
+        raise Unsupported("ckptkit writes to repositories of models only", path=path, hint=hint)
+    if _COMMIT.fullmatch(revision):
+        raise Usage("a commit cannot be written to", path=path, hint="name a branch, or drop @")
+    try:
+        head = find(repo_id, revision)
+        basis = find(repo_id, MAIN) if head is None and revision != MAIN else head
+    except CkptError as error:
+        raise error.blame(path=path) from error.__cause__
+    return Prospect(repo_id, revision, head, basis)
+
+
+def describe_place(path: RemotePath) -> str:
+    """Return the address of what a URL names, and whether it would be made, and is for all to see."""
+    with silent():
+        require_token()
+        if path.parts[1] != BUCKET:
+            return str(look_at(path))
+        bucket_id = bucket_of(path)
+        is_private = is_private_bucket(bucket_id)
+        access = "public" if is_private is False else "private"
+        return f"{page_of(f'{BUCKET}/{bucket_id}')} ({'new, ' if is_private is None else ''}{access})"
+
+
+def bucket_of(path: RemotePath) -> str:
+    """Return the name of a bucket, with its namespace, by which the Hub is asked."""
+    return "/".join(path.top.parts[2:])
+
 
 _MOST = 100  # files that are changed by one request
 _CLAIM_LIMIT = 1 << 16  # bytes

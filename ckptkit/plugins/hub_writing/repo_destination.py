@@ -39,9 +39,8 @@ from ckptkit.io.stores.hub_calls import (
     silent,
 )
 from ckptkit.io.stores.hub_errors import MAIN
-from ckptkit.plugins.hub_writing.places import Prospect, look_at
-from ckptkit.plugins.hub_writing.xet import XetFile, XetFiles, find_session
-from ckptkit.plugins.hub_writing.xet_destination import XetDestination
+from ckptkit.plugins.hub_writing.bucket_destination import Prospect, look_at
+from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, find_session
 from ckptkit.version import __version__
 
 _INLINE = 10_000_000  # bytes; the Hub takes no larger file into git itself

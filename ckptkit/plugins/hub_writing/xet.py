@@ -6,11 +6,12 @@ https://huggingface.co/docs/xet
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 
 from huggingface_hub import constants
 
@@ -20,6 +21,55 @@ from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import FilePiece, OrderedWriter
 from ckptkit.io.stores.hub_calls import XetAccess
 from ckptkit.io.stores.hub_errors import AGAIN, redact
+
+
+@dataclass(slots=True)
+class XetDestination(ABC):
+    """A `Destination` on the Hub, but for the steps that make its files visible."""
+
+    path: RemotePath
+    sizes: Mapping[str, int]
+    marks: Sequence[str]
+    plan: str
+    is_file: bool = False
+    _files: XetFiles = field(init=False, repr=False)
+    _quiet: ExitStack = field(init=False, repr=False)  # what keeps the libraries silent as long as the upload lasts
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return 0: the storage does not say which upload sent a chunk."""
+        return 0
+
+    def join(self) -> NoReturn:
+        """Raise `Unsupported`: one process makes a commit, and nothing keeps processes apart in a bucket."""
+        message = "several processes cannot write to hf:// together"
+        hint = "drop --part and torchrun; or write to a local directory or to s3://, then `ckptkit cp` it there"
+        raise Unsupported(message, path=self.path, hint=hint)
+
+    def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
+        """Raise `Unsupported`, as `join` does."""
+        self.join()
+
+    def notes(self) -> NoReturn:
+        """Raise `Unsupported`, as `join` does."""
+        self.join()
+
+    def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
+        """Send a piece of a file."""
+        if piece.count > 1:
+            self._files.put(piece, data)
+        else:
+            self.put_small(piece.name, data, crc)
+
+    @abstractmethod
+    def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
+        """Send a whole file to the storage."""
+
+    def stop(self, error: BaseException) -> None:
+        """Give up the files that are not whole."""
+        self._files.stop(error)
+        self._quiet.close()
+
 
 _NOT_OURS = "authorization"  # a header for the Hub alone
 _ADVICE = "run `pip install -U huggingface_hub hf_xet`"

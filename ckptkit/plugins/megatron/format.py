@@ -20,10 +20,22 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import is_there, names_in
 from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, StoredTensor
-from ckptkit.layout.recorded_names import PARAM_NAMES
-from ckptkit.plugins.megatron.grid import BUFFERS, FILES, Rank, file_in, find_directories, has_rank, place
+from ckptkit.layout.wrappers import PARAM_NAMES
 from ckptkit.plugins.megatron.join import Job
-from ckptkit.plugins.megatron.saved import OPTIMIZER, VERSION, SavedRank, check_arguments, is_own_state
+from ckptkit.plugins.megatron.saved import (
+    BUFFERS,
+    FILES,
+    OPTIMIZER,
+    VERSION,
+    Rank,
+    SavedRank,
+    check_arguments,
+    file_in,
+    find_directories,
+    has_rank,
+    is_own_state,
+    place,
+)
 from ckptkit.plugins.megatron.states import Named, name_states
 
 _MODEL = "model"

@@ -12,9 +12,8 @@ from typing import NamedTuple
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.shards.join_ranks import join_copies, join_ranks, spares_of
 from ckptkit.layout import Chunk, StoredTensor, axes
-from ckptkit.plugins.megatron.grid import GridSizes, Rank
 from ckptkit.plugins.megatron.rules import rule_for
-from ckptkit.plugins.megatron.saved import VERSION, SavedRank
+from ckptkit.plugins.megatron.saved import VERSION, GridSizes, Rank, SavedRank
 
 # Put fused queries, keys and values of checkpoint versions below 2 in the order of later ones. No bytes move.
 #

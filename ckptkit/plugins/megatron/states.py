@@ -19,7 +19,7 @@ from ckptkit.formats.archives.values import numbers_of
 from ckptkit.layout import Blob, Spec, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import match_if_certain
-from ckptkit.layout.recorded_names import PARAM_NAMES, match_recorded, read_recorded
+from ckptkit.layout.wrappers import PARAM_NAMES, match_recorded, read_recorded
 from ckptkit.plugins.megatron.saved import OPTIMIZER, SavedRank
 
 MASTER = "fp32_param"

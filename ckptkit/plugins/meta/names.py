@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.moe import LAYER, experts_of
 from ckptkit.models.names.rule import Rule
-from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.sizes import LAYER, Sizes, experts_of
 from ckptkit.models.names.steps import Rotary
 
 _TYPES = ("llama", "mistral", "mixtral")

@@ -19,8 +19,7 @@ from ckptkit.io.file import OpenFiles, check_name, children, file_size, is_there
 from ckptkit.io.ranges import read_ahead
 from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor
 from ckptkit.plugins.orbax.arrays import describe, description_range
-from ckptkit.plugins.orbax.decode import require_tensorstore
-from ckptkit.plugins.orbax.values import MANIFEST, list_files, values_in_files, values_in_ocdbt
+from ckptkit.plugins.orbax.values import MANIFEST, list_files, require_tensorstore, values_in_files, values_in_ocdbt
 
 # Read `_METADATA`, the JSON in which orbax lists the arrays of a tree.
 #

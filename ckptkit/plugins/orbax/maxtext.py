@@ -18,9 +18,8 @@ from ckptkit.engine.arithmetic import Arithmetic
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import StoredTensor, axes
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.moe import LAYER
 from ckptkit.models.names.rule import Rule
-from ckptkit.models.names.sizes import Sizes
+from ckptkit.models.names.sizes import LAYER, Sizes
 from ckptkit.models.names.steps import (
     Chain,
     Cropped,

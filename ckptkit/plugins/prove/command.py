@@ -15,8 +15,7 @@ from ckptkit.io.path import to_path
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.plugins.prove.logits import Logits
-    from ckptkit.plugins.prove.prove import Proved
+    from ckptkit.plugins.prove.prove import Logits, Proved
 
 
 def prove(

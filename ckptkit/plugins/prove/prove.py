@@ -4,27 +4,119 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.diff import compare_tensors
-from ckptkit.errors import Mismatch, Unsupported, Usage
+from ckptkit.errors import Mismatch, Unsupported, Usage, and_more
 from ckptkit.io.file import read_small
 from ckptkit.io.path import remarks_on_id
 from ckptkit.io.progress import Progress
+from ckptkit.layout import Layout
+from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.computation import ConfigDifference, describe_differences, find_differences, rope_of
-from ckptkit.models.transformers_model import missing_package
-from ckptkit.plugins.prove.logits import Logits
-from ckptkit.plugins.prove.model import Runnable
-from ckptkit.state.names import NameOptions
+from ckptkit.models.fit import check_equal
+from ckptkit.models.names.naming import name_weights
+from ckptkit.models.names.transformers import TRANSFORMERS
+from ckptkit.models.names.weights import find_weights
+from ckptkit.models.transformers_model import MetaModel, find_meta_model, missing_package
+from ckptkit.state.model import Model
+from ckptkit.state.names import AS_THEY_ARE, NameOptions, ask_names
+from ckptkit.state.steps import unwrap
 from ckptkit.summary import Summarized
 from ckptkit.words import count
 
 if TYPE_CHECKING:
     from ckptkit.checks.differences import Diff
+
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """A model to run: what transformers builds of its config, and its tensors as that has them in memory."""
+
+    path: Path
+    meta: MetaModel
+    layout: Layout
+    remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any], named: NameOptions = AS_THEY_ARE) -> Runnable:
+        """Return the model in a checkpoint, under the names that transformers has in memory.
+
+        `named` is what the user says of the names in the checkpoint.
+        """
+        part = checkpoint.model_component
+        path, meta = part.path, find_meta_model(config)
+        weights = find_weights(named.rename_in([part.layout])[0])
+        model = Model(part=part, weights=weights, origins=(path,), companions=Companions(config=dict(config)))
+        model = model if named.rename else unwrap(model)
+        weights, remarks = model.weights, model.remarks
+        if may_be_adapted(weights.layout.tensors):
+            hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
+            raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
+        table = named.table_for(weights.layout.tensors)
+        found, more = name_weights(weights, ask_names(checkpoint, TRANSFORMERS.name, config, table))
+        if found.layout.tensors.keys() != weights.layout.tensors.keys():
+            remarks += tuple(f"{path}: {remark}" for remark in more)
+        tensors = dict(found.layout.tensors)
+        for name, origin in meta.tied.items():
+            if name not in tensors and origin in tensors:
+                tensors[name] = tensors[origin]
+            elif name in tensors and origin in tensors:
+                check_equal(found.layout, name, origin)  # one of two that differ is lost in most programs
+        made = cls(path, meta, replace(found.layout, tensors=tensors), remarks)
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raise `Mismatch` for a tensor that the model has, and that is not there or has another shape."""
+        missing = [name for name in self.meta.shapes if name not in self.layout.tensors]
+        missing = [name for name in missing if name not in self.meta.unsaved]
+        if missing:
+            message = f"missing: config.json describes it{and_more(len(missing) - 1)}"
+            raise Mismatch(message, path=self.path, tensor=missing[0])
+        for name, shape in self.meta.shapes.items():
+            found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
+            if found != shape:
+                message = f"expected shape {list(shape)} (config.json), found {list(found)}"
+                raise Mismatch(
+                    message, path=self.path, tensor=name, hint="check that config.json belongs to this model"
+                )
+
+
+_MOST_KL = 0.01  # nats for each token: rounding of weights to bfloat16 costs a tenth of it or less
+_NOISE = 1e-5  # of the largest logit: what the order of sums in float32 makes of the same weights
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """The logits of two models for `tokens` tokens: how they differ from the source's.
+
+    `kl` is the divergence of the distribution of the next token from the source's, in nats, the mean over all tokens,
+    and `max_kl` that at the worst; `max_abs` is the largest difference of two logits, where the largest is `scale`, and
+    `unexplained` what is left of it if the source's weights are rounded alike; `same_choice` is at how many tokens the
+    likeliest next one is the same. `first` names the block of the model whose output differs first from the source's,
+    rounded alike; None if all are the same bit for bit. `rounded` says whether dtypes differ.
+    """
+
+    tokens: int
+    kl: float
+    max_kl: float
+    max_abs: float
+    unexplained: float
+    scale: float
+    same_choice: int
+    first: str | None
+    rounded: bool
+
+    @property
+    def is_ok(self) -> bool:
+        """Return whether they differ by no more than rounding does. Never where one is no number."""
+        return self.unexplained <= _NOISE * self.scale and (not self.rounded or self.kl <= _MOST_KL)
+
 
 _FEWEST = 64  # tokens that every run has
 _BEYOND = 64  # tokens after a length, so that several of them are computed in the other way

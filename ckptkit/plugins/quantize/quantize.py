@@ -18,8 +18,8 @@ from ckptkit.models.fit import abridge
 from ckptkit.plugins.quantize.schemes import SCHEMES, Scheme
 from ckptkit.state.model import Model, RecipeFor, always
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.signs import KEYS
-from ckptkit.state.selection import became_of
+from ckptkit.state.quantized.config import KEYS
+from ckptkit.state.selection import output_names_for
 from ckptkit.words import count
 
 # Choose the weights to quantize: linear layers, except where loaders expect plain weights.
@@ -127,7 +127,9 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     linear = expected(model.config).linear_layers(form)
     names = [name for name in linear.names if name in model.layout.tensors]
     made_of = {name: model.weights.origins_of([name]) for name in names}
-    globs = [one for glob in options.exclude_quantize for one in [*map(escape, became_of(glob, made_of))] or [glob]]
+    globs = [
+        one for glob in options.exclude_quantize for one in [*map(escape, output_names_for(glob, made_of))] or [glob]
+    ]
     options.edits.check_matched(
         "--exclude-quantize", globs, names, model.part.path, is_match=matches, what="weight of a linear layer"
     )

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptkit.engine.gather import BLOCK_BYTES
+from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.engine.recipes import FLOAT32, Array, as_stored
 from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.casting import widener
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.eight_bits import LARGEST, to_e4m3
 from ckptkit.layout.plan import Operand
+from ckptkit.layout.small_floats import LARGEST, to_e4m3
 
 _PART = 1 << 18  # elements at a time, as in `casting`
 _E8M0, _TINY = DTYPES["float8_e8m0fnu"], np.finfo(np.float32).tiny

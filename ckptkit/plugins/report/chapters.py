@@ -14,12 +14,9 @@ from ckptkit.cli.pictures.shard_svg import draw_shards
 from ckptkit.cli.pictures.shards import ShardMap, is_number
 from ckptkit.layout.counting import Count
 from ckptkit.markup import Markup, element, picture
-from ckptkit.plugins.report.axes import Axis, draw_labels
-from ckptkit.plugins.report.curves import draw_curves
-from ckptkit.plugins.report.history import History
-from ckptkit.plugins.report.layers import LayerKind, draw_layers
-from ckptkit.plugins.report.norms import Norms
-from ckptkit.plugins.report.series import Series
+from ckptkit.plugins.report.curves import Axis, draw_curves, draw_labels
+from ckptkit.plugins.report.history import History, Series
+from ckptkit.plugins.report.layers import LayerKind, Norms, draw_layers
 from ckptkit.runs.ls import Listed, Listing
 from ckptkit.words import brief, count, format_bytes
 

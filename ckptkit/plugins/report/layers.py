@@ -1,15 +1,64 @@
-"""Draw one number of each tensor by the number of its layer as SVG, with a line for the tensors of a kind."""
+"""Measure the norm of every tensor, and draw one number of each by the number of its layer as SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptkit.cli.pictures.style import OWNERS
+from ckptkit.cli.pictures.shard_svg import OWNERS
+from ckptkit.cli.pictures.shards import is_number
+from ckptkit.engine.survey import survey
+from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.formats import locate
+from ckptkit.io.progress import Told
+from ckptkit.layout import Layout
+from ckptkit.layout.counting import Count
 from ckptkit.markup import Markup, element, picture
-from ckptkit.plugins.report.axes import Axis, draw_grid, draw_labels, value_axis
-from ckptkit.plugins.report.curves import path_through
+from ckptkit.models.names.weights import find_weights
+from ckptkit.plugins.report.curves import Axis, draw_grid, draw_labels, path_through, value_axis
 from ckptkit.words import brief
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The counts of each tensor's numbers, and the norms of tensors in numbered layers."""
+
+    counts: Mapping[str, Count]
+    kinds: tuple[LayerKind, ...]
+
+    @property
+    def unsound(self) -> list[str]:
+        """Return the names of tensors that hold NaN or an infinity."""
+        return [name for name, found in self.counts.items() if found.nan or found.inf]
+
+
+def weights_of(layout: Layout) -> Layout:
+    """Return the model in a checkpoint; all of it where that does not show."""
+    try:
+        return find_weights(layout).layout
+    except (Mismatch, Unsupported):
+        return layout
+
+
+def measure_norms(weights: Layout, *, jobs: int | None = None, progress: Told | None = None) -> Norms:
+    """Read every tensor, with `jobs` threads. Raises `Corrupt` where bytes are missing."""
+    located = locate(weights)
+    counts = survey(located, jobs=jobs, progress=progress)
+    return Norms(counts, by_layer({name: found.moments.norm for name, found in counts.items()}))
+
+
+def by_layer(norms: Mapping[str, float]) -> tuple[LayerKind, ...]:
+    """Return the norms of tensors in numbered layers, by their name without the number; experts of a layer are one."""
+    found: dict[str, dict[int, float]] = {}
+    for name, norm in norms.items():
+        steps = name.split(".")
+        numbers = [int(step) for step in steps[:-1] if is_number(step)]
+        if numbers and math.isfinite(norm):
+            layers = found.setdefault(".".join("*" if is_number(step) else step for step in steps), {})
+            layers[numbers[0]] = math.hypot(layers.get(numbers[0], 0.0), norm)
+    return tuple(LayerKind(name, layers) for name, layers in found.items())
+
 
 _WIDTH, _HEIGHT = 960, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 640, 20, 300

@@ -16,12 +16,12 @@ from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.io.file import file_size, opening, read_at, read_small
 from ckptkit.io.joined import roots_of
 from ckptkit.io.path import is_remote, to_local
-from ckptkit.io.progress import Progress, telling
+from ckptkit.io.progress import Progress, report_progress
 from ckptkit.io.staging import publish
 from ckptkit.markup import text
 from ckptkit.plugins.report import chapters
 from ckptkit.plugins.report.history import METRICS, History, read_history
-from ckptkit.plugins.report.norms import measure_norms, weights_of
+from ckptkit.plugins.report.layers import measure_norms, weights_of
 from ckptkit.runs.ls import Listing, ls
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
@@ -98,7 +98,7 @@ def report(
     weights = None if latest is None or fast else weights_of(latest.model)
     log = listing.root / METRICS
     total = (file_size(log) if log.is_file() else 0) + (weights.nbytes if weights else 0)
-    told = telling(progress, total)
+    told = report_progress(progress, total)
     history = read_history(listing.root, listing.checkpoints, told)
     settings = read_settings(listing.root / _SETTINGS)
     place = root.absolute()

@@ -40,9 +40,8 @@ from ckptkit.io.stores.s3_errors import DENIED, TAKEN, find_code
 from ckptkit.io.stores.s3_objects import delete_objects, in_batches, list_objects, read_clock, read_object
 from ckptkit.models.companions import CONFIG
 from ckptkit.runs import pins, watches
-from ckptkit.runs.complete import require_complete
-from ckptkit.runs.holds import marks_on
-from ckptkit.runs.keeper import WatchPost
+from ckptkit.runs.keeper import WatchLease, require_complete
+from ckptkit.runs.local_keeper import marks_on
 from ckptkit.runs.pins import is_pinned
 
 _PATIENCE = 10.0  # seconds that a pin or a watch waits for a deletion to end
@@ -143,7 +142,7 @@ class S3Keeper:
         self.refresh()
 
     @contextmanager
-    def watching(self, key: str, longest: float) -> Iterator[WatchPost]:
+    def watching(self, key: str, longest: float) -> Iterator[WatchLease]:
         """Lock the file of a watch on this machine: the journal and the lock stay here."""
         read_clock(self.bucket)  # a bucket that does not exist is an error now, and not one to wait out
         folder = local_folder(self.root)
@@ -151,12 +150,12 @@ class S3Keeper:
             make_directories(folder, sync=False)
         with watches.claiming(folder, key) as lock:
             post = S3Post(self, folder, key, lock, longest)
-            post.let_go()
+            post.unprotect()
             try:
                 yield post
             finally:
                 with suppress(IOFailure):  # it ends by itself
-                    post.let_go()
+                    post.unprotect()
 
     def is_being_deleted(self, checkpoint: Path) -> bool:
         """Ask whether a deletion has claimed a checkpoint."""
@@ -280,7 +279,7 @@ class S3Post:
         """Return the directory for the journal, on this machine."""
         return self.home / watches.FOLDER
 
-    def hold(self, checkpoint: Path) -> None:
+    def protect(self, checkpoint: Path) -> None:
         """Write the object, then wait a while for a deletion that came before it."""
         until = read_clock(self.keeper.bucket) + self.longest
         told = {"checkpoint": checkpoint.name, "host": socket.gethostname(), "until": until}
@@ -290,7 +289,7 @@ class S3Post:
                 time.sleep(_PAUSE)
         self.keeper.refresh()
 
-    def let_go(self) -> None:
+    def unprotect(self) -> None:
         """Delete the object."""
         self._may(partial(self.keeper.bucket.call, "delete_object", self._object))
 

@@ -22,12 +22,11 @@ from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.safetensors_headers import read_header
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
-from ckptkit.formats.shards.rank_tensor import RankFile, RankTensor, lost_file, read_rank_file
+from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor, lost_file, read_rank_file
 from ckptkit.io.file import is_there, names_in, read_small
 from ckptkit.layout import Blob, Chunk, Extent, FileOffset, KeyPath, Layout, Spec, check_cover
 from ckptkit.layout.axes import part_of
-from ckptkit.layout.blocks import row_major
-from ckptkit.layout.box import Box
+from ckptkit.layout.box import Box, row_major
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.plugins.torch_checkpointing.read_metadata import (
     JSON,

@@ -16,7 +16,7 @@ from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.tensor_calls import as_shape
-from ckptkit.formats.shards.meshes import Mesh, unravel
+from ckptkit.formats.shards.dtensors import Mesh, unravel
 from ckptkit.io.file import check_name, read_small
 from ckptkit.layout import KeyPath
 from ckptkit.layout.box import Shape

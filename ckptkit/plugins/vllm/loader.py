@@ -17,8 +17,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checks.hub_model import HubModel
-from ckptkit.checks.open import LazyCheckpoint, LazyTensor
+from ckptkit.checks.open import HubModel, LazyCheckpoint, LazyTensor
 from ckptkit.errors import Caution, CkptError, Unsupported
 from ckptkit.integrations.loaded_weights import remember
 from ckptkit.io.path import to_model_path

@@ -91,8 +91,7 @@ def watch(
 
 def require_command(line: str) -> None:
     """Raise `Usage` if a line does not begin with a command that makes sense here."""
-    from ckptkit.cli.commands import COMMANDS
-    from ckptkit.cli.guesses import SYNONYMS
+    from ckptkit.cli.commands import COMMANDS, SYNONYMS
 
     words: list[str] = []
     with suppress(ValueError):  # which is said elsewhere

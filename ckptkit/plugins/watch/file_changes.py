@@ -12,13 +12,13 @@ from ckptkit.io.file import names_in
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class FileSnapshot:
     """The files of a checkpoint at one moment: path inside it, bytes, time of the last change in nanoseconds."""
 
     files: tuple[tuple[str, int, int], ...]
 
     @classmethod
-    def at(cls, path: Path) -> Look | None:
+    def at(cls, path: Path) -> FileSnapshot | None:
         """Look at the checkpoint at `path`, a directory or a file; None if a part of it disappears meanwhile."""
         with translate_os_errors(path):
             try:
@@ -45,7 +45,7 @@ def _walk(path: Path, name: str) -> list[tuple[str, int, int]]:
 
 
 @dataclass
-class Patience:
+class StabilityWait:
     """Wait until no file of a checkpoint has changed for `pause` seconds.
 
     It is not enough that a checkpoint is complete: some trainers write the model before the rest, and the model alone
@@ -53,9 +53,9 @@ class Patience:
     """
 
     pause: float
-    _last: dict[str, tuple[Look, float]] = field(default_factory=dict)
+    _last: dict[str, tuple[FileSnapshot, float]] = field(default_factory=dict)
 
-    def is_at_rest(self, name: str, look: Look | None, now_ns: int) -> bool:
+    def is_at_rest(self, name: str, look: FileSnapshot | None, now_ns: int) -> bool:
         """Return whether a checkpoint has not changed for long enough, by the times of its files or by two looks.
 
         `now_ns` is the time by the clock that dates the files: that of the file server, not of this host.

@@ -21,7 +21,7 @@ _STATES = ("begun", "done", "failed", "missed")
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class HandledRecord:
     """What a watch has done with the checkpoint that was saved at `saved_ns`: the first `commands_done` commands.
 
     While the next command runs, `state` is "begun", and `out_before` is the inode and time of what was at `{out}` when
@@ -34,7 +34,7 @@ class Fate:
     out_before: tuple[int, int] | None = None
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Fate:
+    def from_json(cls, found: Mapping[str, Any]) -> HandledRecord:
         """Return the fate that a JSON object says. Raises `ValueError`, `TypeError` or `KeyError` if it says none."""
         before = found["out_before"]
         numbers = [found["saved_ns"], found["commands_done"], *(before or (0, 0))]
@@ -51,7 +51,7 @@ class WatchJournal:
     folder: Path
     key: str
     about: Mapping[str, Any]
-    entries: dict[str, Fate] = field(default_factory=dict)
+    entries: dict[str, HandledRecord] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path, key: str, about: Mapping[str, Any]) -> WatchJournal:
@@ -61,7 +61,7 @@ class WatchJournal:
         if path.exists():
             try:
                 found = json.loads(read_small(path, _LIMIT))["checkpoints"]
-                made.entries.update({str(name): Fate.from_json(one) for name, one in found.items()})
+                made.entries.update({str(name): HandledRecord.from_json(one) for name, one in found.items()})
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 hint = "remove the file: then every checkpoint is handled again"
                 raise Corrupt("not the journal of a watch", path=path, hint=hint) from error
@@ -72,7 +72,7 @@ class WatchJournal:
         """Return the file of the journal."""
         return self.folder / f"{self.key}.json"
 
-    def note(self, name: str, entry: Fate) -> None:
+    def note(self, name: str, entry: HandledRecord) -> None:
         """Write what has become of a checkpoint to the disk."""
         self.entries[name] = entry
         checkpoints = {name: asdict(entry) for name, entry in self.entries.items()}

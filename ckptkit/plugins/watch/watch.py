@@ -19,9 +19,9 @@ from ckptkit.io.claims import find_claim
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import is_remote, refresh
 from ckptkit.plugins.watch.commands import Final, WatchCommand
-from ckptkit.plugins.watch.file_changes import Look, Patience
-from ckptkit.plugins.watch.journal import Fate, WatchJournal
-from ckptkit.runs.keeper import Keeper, WatchPost, keeper_of, refuse_checkpoint, run_of
+from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
+from ckptkit.plugins.watch.journal import HandledRecord, WatchJournal
+from ckptkit.runs.keeper import RunBackend, WatchLease, keeper_of, refuse_checkpoint, run_of
 from ckptkit.summary import Summarized
 from ckptkit.trainers import stem_of, step_of
 from ckptkit.words import count
@@ -147,7 +147,7 @@ class Watcher:
     """The state of a watch while it runs: its journal, its listener, and which checkpoints are due when."""
 
     def __init__(
-        self, keeper: Keeper, post: WatchPost, journal: WatchJournal, terms: WatchTerms, tell: Listener
+        self, keeper: RunBackend, post: WatchLease, journal: WatchJournal, terms: WatchTerms, tell: Listener
     ) -> None:
         self.root = keeper.root
         self.terms = terms
@@ -155,7 +155,7 @@ class Watcher:
         self._keeper = keeper
         self._post = post
         self._tell = tell
-        self._patience = Patience(terms.every)
+        self._patience = StabilityWait(terms.every)
         self._outcomes: dict[str, Event] = {}
         self._failures: dict[str, list[int]] = {}  # for each try that failed, when what was tried had been saved
         self._due: dict[str, float] = {}  # when those that failed are tried again, by the monotonic clock
@@ -165,7 +165,7 @@ class Watcher:
         """Handle the checkpoints that are there and those that come, until a signal ends it."""
         while True:
             try:
-                self.look_round()
+                self.poll_once()
             except IOFailure as error:  # a file server may come back
                 self._tell(Event(error.path or self.root, None, f"{error.message}; the watch goes on"))
             time.sleep(self.pause())
@@ -176,7 +176,7 @@ class Watcher:
         before = {name for name in there if (entry := self.journal.entries.get(name)) and entry.state == "done"}
         looks = 0
         while True:
-            is_restless = self.look_round(there)
+            is_restless = self.poll_once(there)
             looks += 1
             if not self._due and (looks > 1 or not is_restless):
                 break
@@ -202,7 +202,7 @@ class Watcher:
         soonest = min(self._due.values(), default=math.inf) - time.monotonic()
         return min(self.terms.every, max(soonest, 0.01))
 
-    def look_round(self, among: AbstractSet[str] | None = None) -> bool:
+    def poll_once(self, among: AbstractSet[str] | None = None) -> bool:
         """Handle the checkpoints that can be; return whether there are complete ones that may still be written.
 
         Raises `IOFailure` for one that cannot be looked at, when the others are done.
@@ -214,11 +214,11 @@ class Watcher:
         for name in sorted(self._waiting - {path.name for path in there}):
             self.miss(name)
         is_restless = False
-        ready: dict[Checkpoint, Look] = {}
+        ready: dict[Checkpoint, FileSnapshot] = {}
         failures: list[IOFailure] = []
         for path in there:
             try:
-                one, look = Checkpoint.at(path), Look.at(path)
+                one, look = Checkpoint.at(path), FileSnapshot.at(path)
                 if look is None or one.own_step is None or self.is_done_with(one, look) or not one.is_complete:
                     continue
             except IOFailure as error:
@@ -235,7 +235,7 @@ class Watcher:
             raise failures[0]
         return is_restless
 
-    def is_done_with(self, one: Checkpoint, look: Look) -> bool:
+    def is_done_with(self, one: Checkpoint, look: FileSnapshot) -> bool:
         """Return whether nothing is left to do with a checkpoint since it was last saved."""
         if self._failures.get(one.name, []).count(look.saved_ns) >= self.terms.tries:
             return True
@@ -244,22 +244,22 @@ class Watcher:
             return False
         return look.saved_ns == entry.saved_ns or one.is_weights_only  # those of one that was demoted
 
-    def handle(self, one: Checkpoint, look: Look) -> bool:
+    def handle(self, one: Checkpoint, look: FileSnapshot) -> bool:
         """Handle a checkpoint, protect it meanwhile, and note the outcome. Return False if it has changed by now."""
         self._due.pop(one.name, None)
         try:
-            self._post.hold(one.path)
+            self._post.protect(one.path)
         except Occupied as error:
             self._due[one.name] = time.monotonic() + self.terms.every
             self._tell(Event(one.path, None, f"{error.message}: will try again later"))
             return True
         try:
             is_there = one.path.exists()
-            if is_there and Look.at(one.path) != look:
+            if is_there and FileSnapshot.at(one.path) != look:
                 return False
             failure = self.run_commands(one, look.saved_ns) if is_there else None
         finally:
-            self._post.let_go()
+            self._post.unprotect()
         if not is_there or (failure and not one.path.exists()):
             self.miss(one.name)
         elif failure:
@@ -277,24 +277,24 @@ class Watcher:
         values["prev"] = "" if prev is None else str(prev)
         entry = self.journal.entries.get(one.name)
         if entry is None or saved_ns != entry.saved_ns:
-            entry = Fate("waiting", saved_ns)
+            entry = HandledRecord("waiting", saved_ns)
         for number, command in enumerate(self.terms.commands):
             if number < entry.commands_done:
                 continue
             if "prev" in command.places and prev is None:
                 self._tell(Event(one.path, None, f"skipped, no checkpoint was handled before: {command}"))
             elif not self.was_made(command, entry, out):
-                entry = Fate("begun", saved_ns, number, identity(out))
+                entry = HandledRecord("begun", saved_ns, number, identity(out))
                 self.note(one.name, entry)
                 if "out" in command.places:
                     make_folder(out.parent)
                 self._tell(Event(one.path, None, str(command)))
                 failure = command.run(values, self._post.lock, self.terms.timeout)
                 if failure:
-                    self.note(one.name, Fate("failed", saved_ns, number))
+                    self.note(one.name, HandledRecord("failed", saved_ns, number))
                     return type(failure)(f"{command}: {failure}")
             is_last = number + 1 == len(self.terms.commands)
-            entry = Fate("done" if is_last else "waiting", saved_ns, number + 1)
+            entry = HandledRecord("done" if is_last else "waiting", saved_ns, number + 1)
             self.note(one.name, entry)
         return None
 
@@ -305,12 +305,12 @@ class Watcher:
         before = [path for path, step in steps.items() if one.own_step is not None and step < one.own_step]
         return max(before, key=lambda path: steps[path], default=None)
 
-    def note(self, name: str, entry: Fate) -> None:
+    def note(self, name: str, entry: HandledRecord) -> None:
         """Write to the journal, unless the run has been moved: a new run is never made in its place."""
         self._post.require_place()
         self.journal.note(name, entry)
 
-    def was_made(self, command: WatchCommand, entry: Fate, out: Path) -> bool:
+    def was_made(self, command: WatchCommand, entry: HandledRecord, out: Path) -> bool:
         """Return whether a command that ran when a watch was killed has made its output nevertheless.
 
         A command of ckptkit leaves a whole output or none, so what was not at `{out}` before is its output.
@@ -333,7 +333,7 @@ class Watcher:
     def miss(self, name: str) -> None:
         """Note that a checkpoint was deleted before it was handled."""
         entry = self.journal.entries.get(name)
-        self.note(name, Fate("missed", entry.saved_ns if entry else 0))
+        self.note(name, HandledRecord("missed", entry.saved_ns if entry else 0))
         self.record(name, "missed", "deleted before it was handled")
 
     def record(self, name: str, outcome: Outcome, message: str) -> None:
@@ -367,7 +367,7 @@ def identity(path: Path) -> tuple[int, int] | None:
 def identity_in_store(path: Path) -> tuple[int, int] | None:
     """Return a number that changes with the files at a path, and when the newest was changed; None for no output."""
     refresh(path)
-    look = Look.at(path) if path.exists() and not find_claim(path) else None
+    look = FileSnapshot.at(path) if path.exists() and not find_claim(path) else None
     if look is None:
         return None
     digest = hashlib.blake2b(repr(look.files).encode(), digest_size=6).digest()

@@ -1,5 +1,7 @@
 """Find the quantized weights of a checkpoint and their scales, by names, dtypes, shapes and config.json.
 
+And sum them up.
+
 How each way of storing them looks, `stored` says, a module each.
 """
 
@@ -10,16 +12,60 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckptkit.checkpoints.component import Component
 from ckptkit.entry_points import load
-from ckptkit.errors import CkptError, Mismatch, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec
-from ckptkit.state.quantized.config import OF_MLX, QuantizationConfig, read_quantization_config
+from ckptkit.layout.box import Shape
+from ckptkit.models.companions import find_config
+from ckptkit.state.quantized.config import (
+    OF_MLX,
+    OF_WEIGHTS,
+    QuantizationConfig,
+    may_be_packed,
+    may_hold_quantized,
+    read_quantization_config,
+)
 from ckptkit.state.quantized.packed import BLOCKS, Finder, Packed
-from ckptkit.state.quantized.signs import OF_WEIGHTS, may_be_packed, may_hold_quantized
 from ckptkit.state.quantized.stored.affine import SCALES
 from ckptkit.state.quantized.stored.floats8 import is_eight_bits
 from ckptkit.state.quantized.stored.integers import PACKED
 from ckptkit.state.quantized.stored.table import SCHEMES
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedQuantized:
+    """Quantized weights at a glance: the method, and the boxes of a weight that have one scale, each size once.
+
+    The size is () where one is for the whole weight. `stored` are the elements of all tensors that they are kept in.
+    `refusal` says why `--dtype` cannot make plain weights of them,
+    None if it can.
+    """
+
+    method: str
+    weights: int
+    parameters: int
+    stored: int
+    sizes: tuple[Shape, ...]
+    refusal: str | None
+
+
+def inspect_quantized(part: Component) -> InspectedQuantized | None:
+    """Return what is quantized in the part with the model; None where nothing is."""
+    try:
+        found = find_quantized(part.layout, find_config(part.path))
+    except (Corrupt, Mismatch, Unsupported) as error:
+        where = f"`{error.tensor}`: " if error.tensor else ""
+        return InspectedQuantized("unknown", 0, 0, 0, (), f"{where}{error.message}")
+    return look(found) if found else None
+
+
+def look(found: Quantized) -> InspectedQuantized:
+    """Look at quantized weights."""
+    sizes = tuple(sorted({packed.group for packed in found.weights.values()}))
+    stored = sum(found.layout.tensors[name].spec.numel for name in found.members) if found.weights else 0
+    return InspectedQuantized(found.method, len(found.weights), found.parameters, stored, sizes, found.refusal)
+
 
 # Recognize quantized weights that ckptkit does not support, by the names of the tensors beside them.
 #

@@ -14,8 +14,7 @@ import numpy as np
 from ckptkit.engine.rearrange import view_of
 from ckptkit.engine.recipes import FLOAT32, Array, as_stored
 from ckptkit.errors import Corrupt
-from ckptkit.layout.blocks import cut
-from ckptkit.layout.box import Box, Shape, whole
+from ckptkit.layout.box import Box, Shape, cut, whole
 from ckptkit.layout.casting import cast
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand, Region, same

@@ -18,7 +18,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ckptkit.errors import NotACheckpoint, Unsupported
 from ckptkit.models.companions import read_companions
-from ckptkit.training.models.packing import apart
+from ckptkit.training.models.llama import apart
 
 
 class Pretrained:

@@ -22,7 +22,7 @@ from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, translate
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap
-from ckptkit.training.saving.trees import Tree, flatten, map_tensors, outlined, unflatten
+from ckptkit.training.saving.state import Tree, flatten, map_tensors, outlined, unflatten
 
 FILE = "state.pt"
 

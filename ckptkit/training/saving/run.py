@@ -240,7 +240,7 @@ class Run:
             stored = Stored(chosen, self._ranks)
             wanted = training.prepare(stored.outline())
             stored.read(wanted)
-            training.give_back(wanted)
+            training.restore(wanted)
         except CkptError as error:
             error.blame(path=chosen)
             raise

@@ -24,8 +24,8 @@ from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
 from ckptkit.models.known_types import HEAD, find_embedding, is_tied
 from ckptkit.storage.ranks import Ranks, translate
-from ckptkit.storage.ties import identify, local_part, local_parts
-from ckptkit.training.saving.trees import Tree, map_tensors
+from ckptkit.storage.terms import identify, local_part, local_parts
+from ckptkit.training.saving.state import Tree, map_tensors
 
 ADAPTER = "adapter"
 FORMATS = {

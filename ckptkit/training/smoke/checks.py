@@ -20,8 +20,19 @@ from ckptkit.conversion.merge import merge
 from ckptkit.entry_points import PluginTable, load
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
-from ckptkit.training.smoke.judging import Skipped, compare_checkpoints, compare_tensors, of_rank_0
-from ckptkit.training.smoke.runs import ADAPTED, SAVED, SIZES, STEPS, Failed, SmokeRuns, read_tensors
+from ckptkit.training.smoke.runs import (
+    ADAPTED,
+    SAVED,
+    SIZES,
+    STEPS,
+    Failed,
+    Skipped,
+    SmokeRuns,
+    compare_checkpoints,
+    compare_tensors,
+    of_rank_0,
+    read_tensors,
+)
 
 _ROUNDING = 1e-4  # of logits of a few units, in fp32
 

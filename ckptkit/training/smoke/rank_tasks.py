@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptkit.storage.ties import local_parts
+from ckptkit.storage.terms import local_parts
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.launch import Report
-from ckptkit.training.loop import Asked, advance
+from ckptkit.training.loop import DeferredSignal, advance
 from ckptkit.training.metrics import Log, StepMetrics
 from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.parallel.ranks import RankPlace, process_group
@@ -48,7 +48,7 @@ def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> N
         states = {trainer.progress.step: state_of(trainer)}
         steps = []
         with run, Log(config, place.rank) as log:
-            for step in advance(config, trainer, run, Asked(signal.SIGTERM)):
+            for step in advance(config, trainer, run, DeferredSignal(signal.SIGTERM)):
                 log.write(step)
                 steps.append(step)
                 if step.checkpoint:

@@ -1,9 +1,12 @@
-"""Make a smoke run and the runs that follow from it, each when first asked for, and read their results by torch."""
+"""Make a smoke run and the runs that follow from it, each when first asked for.
+
+torch reads their results, which are compared.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,11 +21,39 @@ from ckptkit.checkpoints.run import RunFolder
 from ckptkit.conversion.reshard import reshard
 from ckptkit.training.config import Device, TrainConfig
 from ckptkit.training.launch import launch
+from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.saving.trees import flatten
+from ckptkit.training.saving.state import flatten
 from ckptkit.training.smoke.rank_tasks import RankAccount, load_and_save, step_from_each, train_and_report
+
+
+class Skipped(Exception):
+    """The reason why a check cannot be made on this machine."""
+
+
+def compare_checkpoints(one: Path, other: Path, under: str = "") -> str:
+    """Compare all tensors of two checkpoints, or of the first those `under` a key, read by torch."""
+    expected = {name: tensor for name, tensor in read_tensors(one).items() if name.startswith(under)}
+    count = compare_tensors(expected, read_tensors(other))
+    return f"{count} tensors of {under or 'model and optimizer'} equal, bit for bit"
+
+
+def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
+    """Compare tensors by name, and return how many they are."""
+    if found.keys() != expected.keys():
+        raise Failed(f"names that only one side has: {sorted(found.keys() ^ expected.keys())}")
+    wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
+    if wrong:
+        raise Failed(f"{len(wrong)} of {len(expected)} tensors differ, first `{wrong[0]}`")
+    return len(expected)
+
+
+def of_rank_0(accounts: list[RankAccount]) -> list[StepMetrics]:
+    """Return the steps as rank 0 saw them."""
+    return [step for account in accounts[:1] for step in account.steps]
+
 
 STEPS, SAVED = 8, 4
 ADAPTED = 4  # steps of the training of adapters, which is saved in the middle and at the end

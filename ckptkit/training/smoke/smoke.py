@@ -68,8 +68,7 @@ def smoke(
 
 def make(name: str, look: Callable[[], str]) -> Check:
     """Make one check: `look` returns what it compared, or raises."""
-    from ckptkit.training.smoke.judging import Skipped
-    from ckptkit.training.smoke.runs import Failed
+    from ckptkit.training.smoke.runs import Failed, Skipped
 
     started = time.perf_counter()
     ok: bool | None = True

@@ -22,7 +22,7 @@ from ckptkit.training.data.corpus import open_corpus
 from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import prepare_tokens
 from ckptkit.training.launch import Report, launch
-from ckptkit.training.loop import Asked, advance
+from ckptkit.training.loop import DeferredSignal, advance
 from ckptkit.training.metrics import Log, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint
 from ckptkit.training.parallel.initial import initialize
@@ -73,7 +73,7 @@ def ours(home: Path, config: TrainConfig, place: RankPlace, _: Report) -> None:
         watch = Watch()
         trainer, run = start(config, mesh)
         with run, Log(config, place.rank) as log:
-            for step in islice(advance(config, trainer, run, Asked(signal.SIGTERM)), config.steps - 1):
+            for step in islice(advance(config, trainer, run, DeferredSignal(signal.SIGTERM)), config.steps - 1):
                 log.write(step)
                 watch.note(step.loss, step.memory_allocated, step.memory_reserved)
         watch.tell(home)

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from ckptkit.cli.pictures.cuts import Rectangle, cut
+from ckptkit.cli.pictures.shards import Rectangle, cut
 from ckptkit.layout.box import Box
 
 

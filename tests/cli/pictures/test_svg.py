@@ -9,14 +9,13 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.cli.pictures.shard_svg import draw_shards, shorten, standalone
+from ckptkit.cli.pictures.shard_svg import OWNERS, channels, color, draw_shards, shorten, standalone
 from ckptkit.cli.pictures.shards import map_shards
-from ckptkit.cli.pictures.style import OWNERS, channels, color
 from ckptkit.markup import Markup
 from ckptkit.plugins.report.chapters import Stop, draw_timeline
 from ckptkit.plugins.report.curves import draw_curves
+from ckptkit.plugins.report.history import Series
 from ckptkit.plugins.report.layers import LayerKind, draw_layers, spread
-from ckptkit.plugins.report.series import Series
 from tests import producers
 from tests.cli.pictures.layouts import cut_among, llama
 from tests.conftest import Produce

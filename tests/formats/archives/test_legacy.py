@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.legacy import read_legacy
+from ckptkit.formats.archives.state_files import read_legacy
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.pt.format import Pt

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.read_archive import Located, open_archive
-from ckptkit.formats.archives.zip_entries import ReadAt, read_directory
+from ckptkit.formats.archives.zip_entries import Located, ReadAt, open_archive, read_directory
 from tests.formats.contract import SHAPES, raw_bytes
 from tests.producers import DTYPES, bits, counted
 

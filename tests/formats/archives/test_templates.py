@@ -12,7 +12,7 @@ import torch
 
 from ckptkit.errors import CkptError
 from ckptkit.formats.archives.locate import ArchiveTemplates
-from ckptkit.formats.archives.read_archive import Located, open_archive
+from ckptkit.formats.archives.zip_entries import Located, open_archive
 from ckptkit.io.file import OpenFiles, ReadAhead
 from tests.formats.archives.test_read_archive import reader
 

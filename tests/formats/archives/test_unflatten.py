@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from ckptkit.errors import Unsupported
-from ckptkit.formats.archives.unflatten import unflatten
+from ckptkit.formats.archives.flatten import unflatten
 from ckptkit.layout import KeyPath
 
 keys = st.sampled_from(["a", "b", "a.b", "0", "1", "10", ""])

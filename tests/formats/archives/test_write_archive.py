@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ckptkit.errors import Unsupported
-from ckptkit.formats.archives.read_archive import open_archive
-from ckptkit.formats.archives.write_archive import Envelope, describe_tensor, make_envelope
+from ckptkit.formats.archives.write_archive import ZipTemplate, describe_tensor, make_envelope
+from ckptkit.formats.archives.zip_entries import open_archive
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
@@ -23,7 +23,7 @@ from tests.producers import DTYPES as TORCH_DTYPES
 from tests.producers import bits, counted
 
 
-def filled(envelope: Envelope, data: Mapping[str, bytes], *, sealed: bool = True) -> bytes:
+def filled(envelope: ZipTemplate, data: Mapping[str, bytes], *, sealed: bool = True) -> bytes:
     """An envelope with bytes in its holes."""
     whole = bytearray(envelope.nbytes)
     places = [(hole.offset, data[key]) for key, hole in envelope.holes.items()]

@@ -259,7 +259,7 @@ def test_quantized_pairs_go_by_their_bytes(tmp_path: Path) -> None:
 
 def test_positions_beyond_31_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As though tensors of 100 elements and more were so large."""
-    monkeypatch.setattr("ckptkit.plugins.deltas.payload._SMALL", 100)
+    monkeypatch.setattr("ckptkit.plugins.deltas.open_delta._SMALL", 100)
     before, after = policy(torch.float64), step(policy(torch.float64))
     base, new = as_hf(tmp_path / "base", before), as_hf(tmp_path / "new", after)
     ckptkit.delta(base, new, tmp_path / "delta")

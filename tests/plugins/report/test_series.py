@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 
 from ckptkit.plugins.report.curves import pieces
-from ckptkit.plugins.report.series import Series
+from ckptkit.plugins.report.history import Series
 
 
 def filled(*pairs: tuple[float, float]) -> Series:

@@ -18,7 +18,7 @@ import torch
 from ckptkit.checks.manifest import make_manifest
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Usage
 from ckptkit.plugins.watch.commands import describe
-from ckptkit.plugins.watch.file_changes import Look, Patience
+from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.watch import Event, watch
 from ckptkit.runs.prune import prune
 from ckptkit.runs.watches import FOLDER, clock_of, is_held
@@ -229,9 +229,9 @@ def test_a_run_that_was_moved_is_known_and_none_is_made_in_its_place(run: Path, 
 
 
 def test_rest_is_told_by_the_clock_that_the_files_are_dated_by(run: Path, tmp_path: Path) -> None:
-    look = Look.at(run / "ckpt-9")
+    look = FileSnapshot.at(run / "ckpt-9")
     assert look is not None
-    patience = Patience(30)
+    patience = StabilityWait(30)
     assert not patience.is_at_rest("ckpt-9", look, look.changed_ns + 29 * 10**9)
     assert not patience.is_at_rest("ckpt-9", look, look.changed_ns - 3600 * 10**9)
     assert patience.is_at_rest("ckpt-9", look, look.changed_ns + 30 * 10**9)
