@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.problems import abridge
-from ckptkit.errors import CheckpointWarning, CkptError, Corrupt, Incomplete, Unsafe, Unsupported, warn
-from ckptkit.formats.archives.state_files import entries_of, opened
+from ckptkit.errors import CheckpointWarning, CkptError, Corrupt, Incomplete, Unsupported, warn
 from ckptkit.formats.json_text import parse_json
-from ckptkit.formats.safetensors_headers import read_header
 from ckptkit.io.crc32 import combine, crc32
-from ckptkit.io.file import check_name, file_size, is_there, opening, read_at, read_small, stored_sum
+from ckptkit.io.file import check_name, file_size, is_there, read_small, stored_sum
 from ckptkit.io.joined import roots_of
 from ckptkit.io.path import at_once, is_remote
 from ckptkit.io.stores import StoredSum
-from ckptkit.layout import Extent, Layout
-from ckptkit.trainers import ONE_FILE
+from ckptkit.layout import Layout
 from ckptkit.version import __version__
 from ckptkit.words import count, format_bytes
 
@@ -97,9 +94,6 @@ def tell_unproved(path: Path, sizes: Mapping[str, int], names: Collection[str], 
 NAME = "ckptkit.json"
 _LIMIT = 1 << 28  # bytes
 _DESCRIBED_BY = (".metadata", ".index.json")  # how the names end of files that describe the others
-_SAFETENSORS = ".safetensors"
-_COMPARED = 1 << 26  # bytes of a file that are read to tell another save from damage
-_FEW = 2  # tensors that damage may change in a small file
 _REPLACE = "`ckptkit manifest --overwrite` makes a new one"
 
 ByteRange = tuple[int, int]  # offset in a file and length, in bytes
@@ -188,7 +182,7 @@ def read_manifest(root: Path) -> Manifest | None:
     for name in files:
         for step in name.split("/"):  # of a file in a directory, such as a rank's
             check_name(step, root)
-    if is_of_earlier_save(root, files) or is_replaced(root, files, tensors):
+    if is_of_earlier_save(root, files):
         warn(f"{path}: ignoring the manifest of an earlier save: {_REPLACE}", StaleManifest)
         return None
     return Manifest(files, tensors, source)
@@ -234,67 +228,9 @@ def is_of_earlier_save(root: Path, files: Mapping[str, FileSum]) -> bool:
     described = [name for name in files if name.endswith(_DESCRIBED_BY)]
     if not described or is_remote(root):
         return False
-    newer = files_since(root, files)
-    return len(newer) > 1 and any(differs(root / name, files[name]) for name in described if name in newer)
-
-
-def files_since(root: Path, files: Iterable[str]) -> set[str]:
-    """Return the files that were written after the manifest in a directory."""
     made = (root / NAME).stat().st_mtime_ns
-    return {name for name in files if (root / name).is_file() and (root / name).stat().st_mtime_ns > made}
-
-
-def is_replaced(root: Path, files: Mapping[str, FileSum], tensors: Mapping[str, int]) -> bool:
-    """Return whether another save has replaced each file of tensors that a manifest lists.
-
-    Then each was written after the manifest, is undamaged as far as that shows without a manifest, and has another
-    content. If some of several files are still the manifest's, the others may belong to another checkpoint. Compares
-    at most 64 MiB of a file.
-    """
-    data = [name for name in files if name.endswith((_SAFETENSORS, *ONE_FILE))]
-    if not data or is_remote(root) or files_since(root, data) != set(data):
-        return False
-    models = [name for name in data if name.endswith(_SAFETENSORS)]
-    try:
-        counts = [count_changed(root / name, files[name], tensors) for name in models]
-        are_others = all(other > same for same, other in counts)
-        if not are_others or (models and sum(other for _, other in counts) <= _FEW):
-            return False
-        return all(is_other_archive(root, name, files[name]) for name in data if name not in models)
-    except (Corrupt, Unsafe, Unsupported):
-        return False
-
-
-def count_changed(path: Path, known: FileSum, tensors: Mapping[str, int]) -> tuple[int, int]:
-    """Return how many tensors of a safetensors file have the CRC-32 that a manifest has recorded, and how many do not.
-
-    Damage changes few tensors, or leaves zeros, which are not counted.
-    """
-    same, other, left = 0, 0, _COMPARED
-    with opening(path) as file:
-        for name, chunk in sorted(read_header(path).items(), key=lambda one: one[1].length):
-            left -= chunk.length
-            if left < 0:
-                break
-            content = read_at(file, chunk.length, chunk.offset)
-            is_same = crc32(content) == tensors.get(name, known.runs.get(chunk.bytes))
-            same, other = same + is_same, other + (not is_same and any(content))
-    return same, other
-
-
-def is_other_archive(root: Path, name: str, known: FileSum) -> bool:
-    """Return whether a file of torch.save is not the one of a manifest, and its entries have their own CRC-32."""
-    from ckptkit.engine.scan import sum_file  # almost all manifests are newer than their files
-
-    left = _COMPARED
-    with opened(root / name) as (read, length):
-        entries = sorted(entries_of(read, length).values(), key=lambda one: one.length)
-        for one in entries:
-            left -= one.length
-            if left >= 0 and crc32(read(one.offset, one.length)) != one.crc32:
-                return False
-    extents = [Extent(name, one.offset, one.length, one.crc32, "") for one in entries]
-    return sum_file(root, name, length, extents) != known.crc32
+    newer = {name for name in files if (root / name).is_file() and (root / name).stat().st_mtime_ns > made}
+    return len(newer) > 1 and any(differs(root / name, files[name]) for name in described if name in newer)
 
 
 def differs(path: Path, known: FileSum) -> bool:

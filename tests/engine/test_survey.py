@@ -30,7 +30,7 @@ SMALL = 96  # bytes of a block in these tests
 def small_blocks() -> Iterator[None]:
     """Let a block be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("engine.blocks", "engine.gather", "engine.visit"):
+        for module in ("engine.blocks", "engine.visit"):
             patch.setattr(f"ckptkit.{module}.BLOCK_BYTES", SMALL)
         patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", SMALL // 2)
         yield

@@ -40,7 +40,7 @@ HEADS_OF = {"num_attention_heads": 4, "num_key_value_heads": 2}
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine's blocks be a few rows, or as they are."""
     if request.param == "small blocks":
-        for module in ("engine.blocks", "engine.gather", "engine.visit", "plugins.quantize.quantized_blocks"):
+        for module in ("engine.blocks", "engine.visit", "plugins.quantize.quantized_blocks"):
             monkeypatch.setattr(f"ckptkit.{module}.BLOCK_BYTES", 6000)
         monkeypatch.setattr("ckptkit.plugins.quantize.quantized_blocks._PART", 1000)
 
