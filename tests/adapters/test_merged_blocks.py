@@ -40,7 +40,7 @@ Numbers = NDArray[Any]
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a block be a few elements."""
-    for module in ("blocks", "gather", "visit"):
+    for module in ("blocks", "visit"):
         monkeypatch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", 480)
     monkeypatch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", 48)
 

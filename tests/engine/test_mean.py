@@ -40,7 +40,7 @@ def means(specs: Mapping[str, Spec], weights: Sequence[float]) -> dict[str, Mean
 def small_blocks() -> Iterator[None]:
     """Let a block be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("blocks", "gather", "visit"):
+        for module in ("blocks", "visit"):
             patch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", 96)
         patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", 48)
         yield

@@ -26,7 +26,7 @@ Y = "y.weight"
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine's blocks be a few rows, or as they are."""
     if request.param == "small blocks":
-        for module in ("blocks", "gather", "visit"):
+        for module in ("blocks", "visit"):
             monkeypatch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", 6000)
 
 
