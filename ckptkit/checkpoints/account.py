@@ -128,12 +128,19 @@ class Account:
         return {"lost": lost, "filled": filled, **more}
 
     def warnings(self, output: Path) -> Iterator[str]:
-        """Yield how many of the weights are in `output` as another checkpoint has them, and how many are not there."""
+        """Yield what is missing from `output`, and what has other values there than in the damaged checkpoint."""
         weights = self.weights
         if weights.filled:
             yield f"{weights.share(weights.filled)} come from {self.other}, not from {self.source}"
         if weights.lost:
             yield f"{weights.share(weights.lost)} are lost and missing from {output}"
+        others = [one for one in self.lost if one.name and one.name not in weights.lost]
+        if others:
+            yield f"{count(len(others), 'entry')} of the training state or other files: lost and missing from {output}"
+        rounded = [one for one in self.filled if one.cast]
+        if rounded:
+            which = f"`{rounded[0].name}`{and_more(len(rounded) - 1)}"
+            yield f"filled with numbers of another dtype ({rounded[0].cast}): {which}"
 
     def to_bytes(self, before: Path | None = None) -> bytes:
         """Return the content of the account's file; it includes the account that the source had at path `before`."""

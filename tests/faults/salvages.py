@@ -78,8 +78,8 @@ def judge(ended: Ended, out: Path, bad: Bad, *, is_filled: bool) -> Verdict:
         is_left = any(path.is_file() for path in out.parent.glob(".*/**/*"))
         return Verdict.HALF if is_left else judge_error(ended, bad.culprits)
     found, truth = read_dcp(out, ended), original(bad.original).truth
-    if ended.code == 0:
-        return Verdict.RIGHT if are_equal(found, dict(truth)) else Verdict.SILENT
+    if not (out / "salvage.json").exists():
+        return Verdict.RIGHT if ended.code == 0 and are_equal(found, dict(truth)) else Verdict.SILENT
     account = json.loads((out / "salvage.json").read_text())
     lost, filled = ({one["name"] for one in account[kind]} for kind in ("lost", "filled"))
     kept, wanted = tensors_of(found), tensors_of(truth)
@@ -88,7 +88,8 @@ def judge(ended: Ended, out: Path, bad: Bad, *, is_filled: bool) -> Verdict:
     is_true = kept.keys() <= wanted.keys() and all(
         is_that(value, wanted[name], may_be_rounded=name in filled) for name, value in kept.items()
     )
-    return Verdict.RIGHT if is_true and ended.code == 1 and account["lost"] + account["filled"] else Verdict.SILENT
+    is_said = ended.code == 0 and "warning: " in ended.err and bool(account["lost"] + account["filled"])
+    return Verdict.RIGHT if is_true and is_said else Verdict.SILENT
 
 
 def tensors_of(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
