@@ -26,6 +26,7 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination import examine, examine_checkpoint
 from ckptkit.checkpoints.examination.inconsistency import Certainty
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.one_of_several import find_parts
 from ckptkit.checkpoints.replaceable import is_made_of_another
 from ckptkit.errors import (
     CkptError,
@@ -247,6 +248,8 @@ def fault_in_metadata(checkpoint: Checkpoint) -> str | None:
         return None
     if found:
         return describe(found[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
+    if checkpoint.path.is_file() and (part := find_parts(checkpoint)):
+        return part.message
     odd = examine(layouts[0]) if len(layouts) == 1 else examine_checkpoint(checkpoint)
     return next((one.line for one in odd if one.certainty is Certainty.CERTAIN), None)
 

@@ -239,6 +239,15 @@ def test_outputs_beside_each_other_are_listed_each(produce: Produce, tmp_path: P
     assert names(list_run(tmp_path / "one")) == ["one"]
 
 
+def test_a_file_that_is_one_of_several_is_not_complete(run: Path) -> None:
+    for number in (1, 2):
+        file = run / f"model-0000{number}-of-00002.safetensors"
+        save_file({f"layers.{number}.weight": torch.ones(2, 2)}, file)
+    (listed,) = list_run(run / "model-00001-of-00002.safetensors").checkpoints
+    assert not listed.is_complete
+    assert "this is one of 2" in str(listed.problem)
+
+
 @pytest.mark.parametrize("name", ["train.toml", "metrics.jsonl", "trainer_state.json", "latest"])
 def test_a_run_without_a_checkpoint_is_called_that(run: Path, name: str) -> None:
     (run / name).write_text("{}")
