@@ -98,6 +98,10 @@ def main() -> None:
         from ckptkit.cli.output import print_error
 
         said = error if isinstance(error, CkptError) else translate(error)
+        if said.hint:
+            from ckptkit.cli.commands import fit_hint
+
+            said.hint = fit_hint(said.hint, sys.argv[1:])
         print_error(said, as_json="--json" in sys.argv)
         sys.exit(said.exit_code)
     except Interrupted as stop:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple
 
@@ -93,6 +93,29 @@ def hint_on_option(command: str, usage: str, guess: str, options: Iterable[str])
     if guess in ("--to", "--format"):
         return "run `ckptkit convert SRC OUT --to FORMAT` for another format"
     return f"run `{command} --help`"
+
+
+def fit_hint(hint: str, words: Sequence[str]) -> str | None:
+    """Return a hint for the command line `words` without the clauses that name options which the command does not have.
+
+    A clause with a command line of its own, such as `ckptkit convert SRC OUT --to pt`, stays. Returns None if no clause
+    is left.
+    """
+    name = next((known for word in words if (known := SYNONYMS.get(word, word)) in COMMANDS), None)
+    if name is None or "--" not in hint:
+        return hint
+    options = {
+        option for parameter in make_command(name).params for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    first, *more = re.split(r"((?:; |, or |, and |: or | or (?=pass |drop |run )))", hint)
+    pairs = [("", first), *zip(more[::2], more[1::2], strict=True)]
+    kept = [
+        (joint, clause)
+        for joint, clause in pairs
+        if "ckptkit " in clause or options.issuperset(re.findall(r"(?<![\w-])--[a-z][a-z-]+", clause))
+    ]
+    fitting = "".join(joint * bool(i) + clause for i, (joint, clause) in enumerate(kept))
+    return f"pass {fitting}" if fitting.startswith("--") else fitting or None
 
 
 def alike(guess: str, options: Iterable[str]) -> list[str]:

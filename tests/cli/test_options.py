@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from ckptkit.cli.commands import _COMMANDS, COMMANDS, OPTION_SYNONYMS, SYNONYMS, app, hint_on_command, make_command
+from ckptkit.cli.commands import (
+    _COMMANDS,
+    COMMANDS,
+    OPTION_SYNONYMS,
+    SYNONYMS,
+    app,
+    fit_hint,
+    hint_on_command,
+    make_command,
+)
 from ckptkit.errors import Usage
 from ckptkit.settings import Setting, settings_of
 from ckptkit.state.options import ConvertOptions
@@ -124,3 +133,25 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == whole
     COMMAND.main(["help", "reshard"], standalone_mode=False)
     assert capsys.readouterr().out == help_of(capsys, "reshard")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint", "fitting"),
+    [
+        ("consolidate a b", "pass --base MODEL, or keep the names with --names keep", None),
+        ("diff a b", "pass --base MODEL, or keep the names with --names keep", "pass --base MODEL"),
+        ("stats a", "pass --base MODEL, or keep the names with --names keep", ""),
+        ("merge a b c", "drop --merge, or pass --to hf", "pass --to hf"),
+        ("prove a --against b", "pass --optimizer-order, or --base MODEL", "pass --base MODEL"),
+        ("stats a", "run `ckptkit convert SRC OUT --to pt` first", None),
+        ("stats a", "use an older checkpoint", None),
+        ("help", "pass --whatever", None),
+        (
+            "-q stats a",
+            "pass --to hf; `ckptkit inspect --tensors` shows all names",
+            "`ckptkit inspect --tensors` shows all names",
+        ),
+    ],
+)
+def test_a_hint_names_no_option_that_the_command_lacks(words: str, hint: str, fitting: str | None) -> None:
+    assert (fit_hint(hint, words.split()) or "") == (hint if fitting is None else fitting)
