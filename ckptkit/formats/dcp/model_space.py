@@ -1,9 +1,9 @@
 """Give flattened optimizer states the shape of their parameters.
 
 Source: megatron/core/dist_checkpointing/strategies/torch.py of core 0.12, for `fully_sharded_model_space` of its
-distributed optimizer. A parameter of shape [X, Y] that ranks of tensors hold in parts of [x, y] has moments of shape
-[X/x, Y/y, x y]: the place of a part in the grid of all parts, and in the last axis its elements in their order, of
-which each data-parallel rank has a run.
+distributed optimizer. For a parameter of shape [X, Y] that tensor-parallel ranks store as blocks of [x, y], `exp_avg`
+has shape [X/x, Y/y, x y]: the position of a block in the grid of blocks, and on the last axis its elements in row-major
+order, of which each data-parallel rank has a contiguous range.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ckptkit.layout.edits import select
 
 
 def unfold(layout: Layout, report: Report) -> Layout:
-    """Return the layout with the moments that lie in a grid of flattened parts in the shape of their parameters.
+    """Return the layout with the optimizer states that are grids of flattened blocks in the shape of their parameters.
 
-    Their chunks are located, which costs two small reads for each; one that cannot be is reported, and its tensor left
-    as it is, as are all others, and moments of a parameter that is not here.
+    Locates their chunks, which costs two small reads each. Reports a chunk that cannot be located and leaves its tensor
+    unchanged, as well as all other tensors, and states whose parameter is missing.
     """
     shapes = {name: shape for name in layout.tensors if (shape := shape_of_parameter(layout, name)) is not None}
     if not shapes:
@@ -40,7 +40,7 @@ def unfold(layout: Layout, report: Report) -> Layout:
 
 
 def shape_of_parameter(layout: Layout, name: str) -> Shape | None:
-    """Return the shape of the parameter that a moment is of, if the moment lies in a grid of its parts; else None."""
+    """Return the shape of a state's parameter if the state is a grid of the parameter's blocks; else None."""
     key = layout.key(name)
     parameter = layout.tensors.get(str(key[-1])) if len(key) > 2 and key[-3] == "state" else None
     if parameter is None:
@@ -53,7 +53,7 @@ def shape_of_parameter(layout: Layout, name: str) -> Shape | None:
 
 
 def unfold_chunks(layout: Layout, name: str, shape: Shape) -> Iterator[Chunk]:
-    """Yield the boxes of a parameter that the chunks of a moment are of. Raises `Corrupt` for one of several parts."""
+    """Yield the chunks of a state as boxes of its parameter. Raises `Corrupt` for a chunk that spans several blocks."""
     tensor = layout.tensors[name]
     part = tuple(n // parts for n, parts in zip(shape, tensor.spec.shape, strict=False))
     for chunk in tensor.chunks:
