@@ -1,1 +1,1 @@
-"""Handle directories in which each rank has left files of its own, by torch.save: its shards of model and optimizer."""
+"""Handle directories in which each rank stored its shards of model and optimizer in its own files of torch.save."""

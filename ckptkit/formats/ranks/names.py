@@ -10,15 +10,15 @@ from functools import cached_property
 from ckptkit.errors import ELSEWHERE, SALVAGE, Corrupt, Incomplete, Report, Unsupported, refuse
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
-CONFIG = "fsdp_config.json"  # beside the files of which the name says how many ranks there are
+CONFIG = "fsdp_config.json"  # beside files whose names contain the number of ranks
 
 
 @dataclass(frozen=True)
 class Naming:
     """A way to name the files of ranks: a pattern for each kind of file, with groups `rank`, `set` and `world`.
 
-    What `set` matches is the same for all files of one checkpoint. `templates` are the names to be written. If it
-    `is_in_order`, the trainers with this naming give their optimizer the parameters in the model's order.
+    The text of `set` is the same in all files of one checkpoint. `templates` are the names to write. `is_in_order` says
+    that trainers with this naming pass the parameters to their optimizer in the model's order.
     """
 
     patterns: dict[str, str]
@@ -30,7 +30,7 @@ class Naming:
         return {kind: re.compile(pattern) for kind, pattern in self.patterns.items()}
 
     def match(self, name: str) -> tuple[str, re.Match[str]] | None:
-        """Return the kind of a file, and its name's parts; None for a file of no rank."""
+        """Return the kind of a file, and the match of its name; None if it does not belong to a rank."""
         found = ((kind, pattern.fullmatch(name)) for kind, pattern in self.compiled.items())
         return next(((kind, match) for kind, match in found if match), None)
 
@@ -55,12 +55,12 @@ WITHOUT_WORLD = Naming(
 )
 OTHER = Naming({MODEL: f"model{_ANY}", OPTIMIZER: f"(?:optim|optimizer){_ANY}"})
 NAMINGS = (WITH_WORLD, WITHOUT_WORLD, OTHER)
-BARE = Naming({MODEL: rf"(?P<set>)rank[_-]?{_RANK}\.(?:pt|pth|bin)"})  # all of a rank's state, if it has shards
+BARE = Naming({MODEL: rf"(?P<set>)rank[_-]?{_RANK}\.(?:pt|pth|bin)"})  # the complete state of a rank, if it has shards
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of one checkpoint, by kind and rank; `world` is the number of ranks, `label` what its names share."""
+    """The files of one checkpoint, by kind and rank; `world` is their number, `label` the common text of the names."""
 
     naming: Naming
     label: str
@@ -72,7 +72,7 @@ class RankFiles:
         return [name for by_rank in self.files.values() for name in by_rank.values()]
 
     def name_of(self, kind: str, rank: int) -> str:
-        """Return the name of the file of a kind that a rank has, whether it is there or not."""
+        """Return the name of the file of a kind and rank, whether it is there or not."""
         known = next(iter(self.files[kind].values()))
         match = self.naming.compiled[kind].fullmatch(known)
         assert match is not None
@@ -82,18 +82,18 @@ class RankFiles:
 
 
 def rank_in(name: str) -> int | None:
-    """Return the rank in the name of a file, None for a file of no rank."""
+    """Return the rank in a file name, None for a file that does not belong to a rank."""
     found = next((match for naming in (*NAMINGS, BARE) if (match := naming.match(name))), None)
     return int(found[1]["rank"]) if found else None
 
 
 def has_label(name: str) -> bool:
-    """Return whether the name of a rank's file says what is in it."""
+    """Return whether the name of a rank's file has the kind of its contents."""
     return any(naming.match(name) for naming in NAMINGS)
 
 
 def find_files(names: Iterable[str], report: Report = refuse) -> RankFiles | None:
-    """Return the files of ranks in a directory, None where none hold a model.
+    """Return the files of ranks in a directory, None if none of them has a model.
 
     Reports ranks whose files are missing. Raises `Corrupt` for files of several runs, `Unsupported` for several models.
     """
@@ -106,7 +106,7 @@ def find_files(names: Iterable[str], report: Report = refuse) -> RankFiles | Non
 
 
 def is_there(names: Iterable[str]) -> bool:
-    """Return whether files of ranks that hold a model are in a directory."""
+    """Return whether a directory has files of ranks with a model."""
     kinds = [(naming, match[0]) for name in names for naming in NAMINGS if (match := naming.match(name))]
     models = [naming for naming, kind in kinds if kind == MODEL]
     return any(naming is not OTHER or models.count(OTHER) > 1 for naming in models)
@@ -136,7 +136,7 @@ def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]], report: 
 
 
 def check_ranks(found: RankFiles, report: Report) -> None:
-    """Report ranks without a file of each kind. Raises `Corrupt` for files of any besides."""
+    """Report ranks without a file of each kind. Raises `Corrupt` for files of additional ranks."""
     for kind, by_rank in found.files.items():
         missing = [rank for rank in range(found.world) if rank not in by_rank]
         name = next(iter(by_rank.values()))

@@ -1,4 +1,4 @@
-"""Join the files of the ranks' optimizers, with the names of parameters where they had numbers."""
+"""Join the optimizer files of all ranks, and replace parameter indices by names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.layout.matching import is_counted_through, match_if_certain
 from ckptkit.layout.wrappers import PARAM_NAMES, is_flat_name, unwrapped
 
-# Name the states of an optimizer over FSDP1's flat parameters, one for each wrapped module.
+# FSDP1 with `use_orig_params=False` has one flat parameter per wrapped module (a unit).
 #
-# Source: torch/distributed/fsdp/_flat_param.py, with `use_orig_params=False`. The root's flat parameter comes first,
-# then those of the modules wrapped in it; in each the parameters follow one another as the model has them, and each
-# rank has an equal piece of it, padded at the end. Which modules were wrapped is in no file. It is certain if the
-# members of one list of layers fit, in number and sizes, and those of no other do.
+# Source: torch/distributed/fsdp/_flat_param.py. The root's flat parameter comes first, then those of the modules
+# wrapped in it. Each has its parameters in the model's order, and each rank has an equal shard of it, padded at the
+# end. No file says which modules were wrapped. It is certain if exactly one list of layers fits in number and sizes.
 _MEMBER = re.compile(r"((?:[^.]+\.)*?)([0-9]+)\.")  # `model.layers.3.`
-Unit = list[tuple[Parameter, int]]  # the parameters in a flat one, and where each begins
+Unit = list[tuple[Parameter, int]]  # the parameters in a flat parameter, each with its offset in elements
 
 
 def match_units(
@@ -36,10 +35,10 @@ def match_units(
     world: int,
     recorded: Mapping[int, str],
 ) -> list[Unit] | None:
-    """Return the units behind the numbers of an optimizer, None if it is not certain which they are.
+    """Return the units behind the indices of an optimizer, None if they are not certain.
 
-    `totals` are how many elements all of the `world` ranks have of each, padding included. The names that the optimizer
-    has `recorded` tell which modules were wrapped.
+    `totals` are the numbers of elements of each state on all `world` ranks, including padding. `recorded` names show
+    which modules were wrapped.
     """
     if len(groups) != 1 or not is_counted_through(groups):
         return None
@@ -52,9 +51,9 @@ def match_units(
 
 
 def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter]) -> list[Unit]:
-    """Return the units of flat parameters that were recorded by name, [] if these are not the whole model.
+    """Return the units of flat parameters with recorded names, [] if they do not cover the whole model.
 
-    Each has the parameters of its module, without those of the wrapped modules in it.
+    Each unit has the parameters of its module, without those of wrapped modules inside it.
     """
     flat = [unwrapped(recorded[number]) for number in sorted(recorded)]
     prefixes = [name[: name.rfind(".") + 1] for name in flat]
@@ -69,7 +68,7 @@ def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter])
 
 
 def candidate_wrappings(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]:
-    """Yield the units that there would be if nothing had been wrapped but the root, or the members of a list too."""
+    """Yield the possible units: only the root was wrapped, or also the members of one list of layers."""
     yield [unit_of(parameters)]
     lists = dict.fromkeys(match[1] for p in parameters for match in [_MEMBER.match(p.name)] if match)
     for above in lists:
@@ -84,7 +83,7 @@ def candidate_wrappings(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]
 
 
 def unit_of(parameters: Sequence[Parameter]) -> Unit:
-    """Return the unit of parameters that follow one another."""
+    """Return the unit of consecutive parameters."""
     unit: Unit = []
     at = 0
     for parameter in parameters:
@@ -94,7 +93,7 @@ def unit_of(parameters: Sequence[Parameter]) -> Unit:
 
 
 def fits(units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping[int, int], world: int) -> bool:
-    """Return whether the numbers can be those of the units, of which every rank has as many elements."""
+    """Return whether the indices can be those of the units, which all ranks shard equally."""
     sizes = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
     padded = {index: -(-size // world) * world for index, size in enumerate(sizes)}
     return match_if_certain(groups, totals, padded) is not None
@@ -103,9 +102,9 @@ def fits(units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping
 def join_units(
     files: Sequence[RankFile], units: Sequence[Unit], rest: FlatState, order: Sequence[Parameter]
 ) -> FlatState:
-    """Return the optimizer by the names of parameters, in the model's order: moments cut out of units, and the rest.
+    """Return the optimizer by parameter names, in the model's order.
 
-    What a unit has once, such as its step, is that of each of its parameters.
+    The states are cut out of the units. A scalar state of a unit, such as its step, goes to each of its parameters.
     """
     tensors: dict[str, StoredTensor] = {}
     keys: dict[str, KeyPath] = {}
@@ -135,7 +134,7 @@ def join_units(
     return FlatState(tensors, blobs, keys | {name: rest.keys[name] for name in blobs})
 
 
-PARAMS = "params"  # the list of a group's parameters
+PARAMS = "params"  # the key of a group's list of parameters
 
 
 def join_optimizer(
@@ -146,12 +145,11 @@ def join_optimizer(
     *,
     is_in_order: bool,
 ) -> FlatState:
-    """Return the optimizer of all ranks, whose `model` tells what its parameters are called.
+    """Return the joined optimizer of all ranks, with parameter names from the files of the `model`.
 
-    `is_in_order` says that the trainer's code gives each group its parameters in the model's order. Where it is not
-    certain which parameter a number is, all keep their numbers, and flattened moments one dimension.
-    Raises `Corrupt` for flattened ones if a file of one of the `world` ranks is missing: nothing else says where its
-    pieces belong.
+    `is_in_order` says that the trainer's code passes each group its parameters in the model's order. If the parameter
+    of an index is not certain, all indices stay, and flattened states keep one dimension. Raises `Corrupt` for
+    flattened states if a file of one of the `world` ranks is missing: nothing else says where its shards belong.
     """
     groups = numbers_of(files[0].value)
     recorded = numbered.read_names(files[0].value, groups) if groups is not None else None
@@ -186,15 +184,15 @@ def join_optimizer(
 
 
 def naming_parameters(files: Sequence[RankFile], found: Mapping[int, Parameter], report: Report) -> Report:
-    """Return a report that calls the states of an optimizer by the names of their parameters."""
+    """Return a report that names states by their parameters."""
     keys = {name: key for file in files for name, key in file.flat.keys.items()}
 
-    def tell(problem: CkptError) -> None:
+    def report_named(problem: CkptError) -> None:
         if problem.tensor in keys:
             problem.tensor = ".".join(map(str, numbered.named(keys[problem.tensor], found)))
         report(problem)
 
-    return report if report is refuse else tell
+    return report if report is refuse else report_named
 
 
 def without_moments(file: RankFile) -> RankFile:
@@ -203,7 +201,7 @@ def without_moments(file: RankFile) -> RankFile:
 
 
 def with_lists(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> FlatState:
-    """Return an optimizer with the names of the parameters in the lists of its groups, recorded names too."""
+    """Return the optimizer with parameter names in the lists of its groups, including recorded names."""
     for name, blob in joined.blobs.items():
         key = joined.keys[name]
         if key[-3:-2] == ("param_groups",) and key[-1] in (PARAMS, PARAM_NAMES):
@@ -212,7 +210,7 @@ def with_lists(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> Flat
 
 
 def with_names(joined: FlatState, groups: Sequence[Sequence[int]], found: Mapping[int, Parameter]) -> FlatState:
-    """Return an optimizer with the names of parameters in place of their numbers."""
+    """Return the optimizer with parameter names in place of indices."""
     named = FlatState()
     for old, key in joined.keys.items():
         new = numbered.named(key, found)
