@@ -1,4 +1,4 @@
-"""Index a tensor: the part that is left, as a box and the axes that are still there. Pure integers."""
+"""Index a tensor: compute the selected box and the remaining axes. Integer arithmetic only."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ Index = int | slice | EllipsisType
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A box of a tensor, without the axes along which one index was chosen."""
+    """A box of a tensor, and the axes that remain: an axis indexed by an integer is dropped."""
 
     box: Box
     axes: tuple[int, ...]
 
     @classmethod
     def of(cls, shape: Shape) -> Self:
-        """Return all of a tensor."""
+        """Return the view of a full tensor."""
         return cls(whole(shape), tuple(range(len(shape))))
 
     @property
     def shape(self) -> Shape:
-        """Return its extent along the axes that are left."""
+        """Return the size along the remaining axes."""
         return tuple(self.box.size[axis] for axis in self.axes)
 
     def take(self, index: Index | tuple[Index, ...]) -> View:
-        """Return what numpy would give for `[index]`, of integers, slices without a step, and one ellipsis.
+        """Return the view that numpy would give for `[index]`, of integers, slices without a step, and one ellipsis.
 
-        Raises IndexError for an index that is out of range or one too many, TypeError for one of another kind, and
+        Raises IndexError for an index that is out of range or one too many, TypeError for an index of another kind, and
         ValueError for a slice with a step.
         """
         start, size, kept = list(self.box.start), list(self.box.size), list(self.axes)
@@ -53,7 +53,7 @@ class View:
         return View(Box(tuple(start), tuple(size)), tuple(kept))
 
     def _spread(self, index: Index | tuple[Index, ...]) -> list[int | slice]:
-        """An index for each axis."""
+        """Return one index for each axis."""
         given = index if isinstance(index, tuple) else (index,)
         for one in given:
             if isinstance(one, bool) or not (isinstance(one, slice | EllipsisType) or hasattr(one, "__index__")):
