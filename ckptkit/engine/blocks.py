@@ -26,7 +26,7 @@ STEP_BYTES = 1 << 19  # per read of a local file: small enough to stay in a core
 class Gatherer:
     """Reads boxes of chunks from the files in directory `root`. Use one gatherer per thread.
 
-    The gatherer computes the CRC-32 of what it reads from the chunks for which `sums` returns True.
+    It computes the CRC-32 of its reads from the chunks for which `sums` returns True.
     """
 
     def __init__(self, root: Path, sums: Callable[[Chunk], bool] = lambda _: False) -> None:
@@ -49,9 +49,9 @@ class Gatherer:
         read contiguously.
         """
         pieces: list[ReadRun] = []
-        for chunk, part in parts:
-            target_span = span_of(part, box, None)
-            source_span = span_of(part, chunk.box, chunk.strides)
+        for chunk, part_box in parts:
+            target_span = span_of(part_box, box, None)
+            source_span = span_of(part_box, chunk.box, chunk.strides)
             if target_span.is_run and source_span.is_run and chunk.dtype == dtype:
                 target = out[
                     target_span.start * dtype.itemsize : (target_span.start + target_span.length) * dtype.itemsize
@@ -60,7 +60,7 @@ class Gatherer:
             else:
                 from ckptkit.engine.rearrange import Rearrangement
 
-                pieces.extend(Rearrangement(self.read_into, self.scratch, chunk, dtype).fill(part, box, out))
+                pieces.extend(Rearrangement(self.read_into, self.scratch, chunk, dtype).fill(part_box, box, out))
         return pieces
 
     def read_into(self, chunk: Chunk, start: int, target: memoryview) -> ReadRun:
@@ -71,10 +71,10 @@ class Gatherer:
         file, offset = self.files[chunk.path], chunk.offset + start
         crc = 0 if self._sums(chunk) else None
         for at in range(0, len(target), self.step):
-            part = target[at : at + self.step]
-            file.read_into(part, offset + at)
+            step_target = target[at : at + self.step]
+            file.read_into(step_target, offset + at)
             if crc is not None:
-                crc = crc32(part, crc)
+                crc = crc32(step_target, crc)
         return ReadRun(chunk, start, len(target), crc)
 
     def load(self, path: str, offset: int, target: memoryview) -> None:
@@ -129,7 +129,9 @@ class Wanted(NamedTuple):
 
     def of(self, box: Box) -> Input:
         region = self.region(box)
-        return Input(self.source, region, tuple((self.copies[i].src, part) for i, part in self.boxes.meeting(region)))
+        return Input(
+            self.source, region, tuple((self.copies[i].src, part_box) for i, part_box in self.boxes.meeting(region))
+        )
 
 
 def blocks(plan: Plan) -> Iterator[Block]:
@@ -150,7 +152,7 @@ def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
         boxes = cut(whole, BLOCK_BYTES // max(itemsize, width(target)))
     start = 0
     for box in boxes:
-        block = Block(target, box, start, tuple(one.of(box) for one in wanted))
+        block = Block(target, box, start, tuple(input_.of(box) for input_ in wanted))
         yield block
         start += block.nbytes
 

@@ -69,7 +69,7 @@ class Sources:
         return chunk.path in self._plan.sources[number].file_sums or self.compares(number, chunk)
 
     def note(self, pieces: Sequence[Iterable[ReadRun]]) -> None:
-        """Record what was read from each source, and verify each byte range that is now complete.
+        """Record the reads from each source, and verify each byte range that is now complete.
 
         Raises `Corrupt` for a range whose CRC-32 differs.
         """
@@ -121,7 +121,7 @@ class Sources:
         return replace(self._plan, targets=in_order(targets))
 
     def _rest(self, place: SourcePlace, name: str, chunk: Chunk) -> Iterator[Target]:
-        """Yield a target for each gap in what was read of a byte range."""
+        """Yield a target for each gap in the reads of a byte range."""
         offset, length = chunk.bytes
         if length - self._asked[place] > max(length // _NEARLY, _FEW):
             return

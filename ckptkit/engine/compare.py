@@ -36,7 +36,7 @@ class Comparison:
     @property
     def different(self) -> list[str]:
         """Return the sorted names of the tensors that differ."""
-        return sorted(name for name, found in self.distances.items() if found.different)
+        return sorted(name for name, distance in self.distances.items() if distance.different)
 
 
 def compare(
@@ -124,34 +124,34 @@ def complete(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -> 
     """
     lacking = {
         name: a.tensors[name]
-        for name, found in distances.items()
-        if found.different and found.elements < a.tensors[name].spec.numel
+        for name, distance in distances.items()
+        if distance.different and distance.elements < a.tensors[name].spec.numel
     }
     sizes = dict.fromkeys(lacking, 0.0)
 
-    def look(worker: Worker, block: Block) -> float:
+    def measure_block(worker: Worker, block: Block) -> float:
         from ckptkit.layout.measuring import size_of
 
         return size_of((worker.read(block), block.target.chunk.dtype))
 
-    def note(block: Block, size: float, _pieces: Pieces) -> None:
+    def record(block: Block, size: float, _pieces: Pieces) -> None:
         sizes[block.target.name] += size
 
-    visit(in_one_piece(replace(a, tensors=lacking)), look, note, jobs)
-    return {name: replace(found, size_a=sizes.get(name, found.size_a)) for name, found in distances.items()}
+    visit(in_one_piece(replace(a, tensors=lacking)), measure_block, record, jobs)
+    return {name: replace(distance, size_a=sizes.get(name, distance.size_a)) for name, distance in distances.items()}
 
 
 def fingerprints(layout: Layout, *, jobs: int | None = None) -> dict[str, int]:
     """Return the CRC-32 of each tensor's elements in row-major order, regardless of how they are sharded."""
     sums: Checksums[str] = Checksums()
 
-    def look(worker: Worker, block: Block) -> int:
+    def sum_block(worker: Worker, block: Block) -> int:
         return crc32(worker.read(block))
 
-    def note(block: Block, crc: int, _pieces: Pieces) -> None:
+    def record(block: Block, crc: int, _pieces: Pieces) -> None:
         sums.add(block.target.name, block.start, block.nbytes, crc)
 
-    visit(in_one_piece(layout), look, note, jobs)
+    visit(in_one_piece(layout), sum_block, record, jobs)
     return {name: sums.whole(name, spec.nbytes) or 0 for name, spec in layout.specs.items()}
 
 

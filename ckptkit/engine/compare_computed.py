@@ -30,22 +30,25 @@ class ComparedTensor(NamedTuple):
 
 
 class Both:
-    """The recipe of a pair of tensors of one shape. The operands of the first come before those of the second."""
+    """The recipe of a pair of tensors of one shape.
 
-    def __init__(self, one: ComparedTensor, two: ComparedTensor) -> None:
-        self._one, self._two = one, two
-        self.operands = (*one.recipe.operands, *two.recipe.operands)
+    Its operands are those of the first tensor, then those of the second.
+    """
+
+    def __init__(self, first: ComparedTensor, second: ComparedTensor) -> None:
+        self._first, self._second = first, second
+        self.operands = (*first.recipe.operands, *second.recipe.operands)
 
     def elements(self, box: Box, blocks: Sequence[memoryview]) -> tuple[Elements, Elements]:
         """Return the elements of a box of each of the two tensors."""
-        one, two, count = self._one, self._two, len(self._one.recipe.operands)
-        ours, _ = one.recipe(box, one.dtype, blocks[:count])
-        theirs, _ = two.recipe(box, two.dtype, blocks[count:])
-        return (ours, one.dtype), (theirs, two.dtype)
+        first, second, count = self._first, self._second, len(self._first.recipe.operands)
+        ours, _ = first.recipe(box, first.dtype, blocks[:count])
+        theirs, _ = second.recipe(box, second.dtype, blocks[count:])
+        return (ours, first.dtype), (theirs, second.dtype)
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
         """Return the elements of the first tensor as `dtype`."""
-        return self._one.recipe(box, dtype, blocks[: len(self._one.recipe.operands)])
+        return self._first.recipe(box, dtype, blocks[: len(self._first.recipe.operands)])
 
 
 def compare_computed(
@@ -59,9 +62,9 @@ def compare_computed(
 ) -> dict[str, Distance]:
     """Return the distance of each pair of tensors in `sides`, by name, computed with `jobs` threads.
 
-    `shapes` has their shapes. The operands of the first tensor of a pair are in source 0, which is `a`; those of the
-    second in source 1, `b`. Verifies every chunk that has a recorded CRC-32. `progress` receives the bytes read, from
-    one thread at a time.
+    `shapes` has their shapes. The operands of the first tensor of a pair are in source 0, which is `a`, and the
+    operands of the second in source 1, `b`. Verifies every chunk that has a recorded CRC-32. `progress` receives the
+    bytes read, from one thread at a time.
     """
     recipes = {name: Both(*pair) for name, pair in sides.items()}
     plan = Plan(a, b, tuple(targets(a, b, shapes, recipes)), (b,))

@@ -34,7 +34,7 @@ ByteRun = tuple[int, Chunk, int, int]  # (offset in the block, chunk, offset in 
 class Copied:
     """The CRC-32 of each written chunk, and how many source bytes were verified.
 
-    `uncompared` are source files that have one CRC-32 for the whole file, of which too little was read to compare it.
+    `uncompared` are source files with one CRC-32 for the whole file that was not compared, because too little was read.
     """
 
     checksums: Mapping[FileOffset, int]
@@ -55,8 +55,8 @@ def copy(
 ) -> Ledger:
     """Execute a share of the plan. Skips the units that the journal lists as finished and whose output is still there.
 
-    Writes into the files of the destination, or into `output`, which is notified of each block. Returns what was read
-    and written, including the journal's entries. With `sync` most of the output has reached the disk on return.
+    Writes into the files of the destination, or into `output`, which is notified of each block. Returns the reads and
+    writes, including the journal's entries. With `sync` most of the output has reached the disk on return.
     """
     check_order(plan)
     done = finished_units(plan, journal, jobs)
@@ -106,7 +106,7 @@ def copy_unit(
     tell: Callable[[Block], None],
     output: AssembledFiles | None = None,
 ) -> Ledger:
-    """Write the blocks of a unit, and call `tell` with each. Returns what was read and written for them."""
+    """Write the blocks of a unit, and call `tell` with each. Returns the reads and writes."""
     ledger = Ledger()
 
     def write_block(worker: Worker, block: Block) -> tuple[int, bool]:
@@ -232,9 +232,10 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
 
 
 def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
-    """Check that all units of a plan were written, by whatever shares, and verify every source chunk that has a CRC-32.
+    """Check that all units of a plan were written, and verify every source chunk that has a CRC-32.
 
-    Raises `Corrupt` for a chunk that was not written completely, or a source chunk or file whose CRC-32 differs.
+    The units may come from any number of shares. Raises `Corrupt` for a chunk that was not written completely, or a
+    source chunk or file whose CRC-32 differs.
     """
     sources = Sources(plan, ledger)
     scrub(sources, jobs)
@@ -244,8 +245,8 @@ def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Co
         if crc is None:
             raise Corrupt("not all bytes were written", path=plan.dst.root / target.chunk.path, tensor=target.name)
         checksums[place_of(target.chunk)] = crc
-    checked, left = compare_files(plan, ledger, sources.unchecked)
-    return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, left)
+    checked, uncompared = compare_files(plan, ledger, sources.unchecked)
+    return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, uncompared)
 
 
 def compare_files(plan: Plan, ledger: Ledger, unchecked: Mapping[tuple[int, str], int]) -> tuple[int, Sequence[Path]]:
@@ -260,10 +261,10 @@ def compare_files(plan: Plan, ledger: Ledger, unchecked: Mapping[tuple[int, str]
 def scrub(sources: Sources, jobs: int | None) -> None:
     """Re-read the byte ranges whose checksum is still unknown, and verify them."""
 
-    def look(worker: Worker, block: Block) -> None:
+    def read_block(worker: Worker, block: Block) -> None:
         worker.read(block)
 
-    def note(_block: Block, _seen: None, pieces: Pieces) -> None:
+    def record(_block: Block, _seen: None, pieces: Pieces) -> None:
         sources.note(pieces)
 
-    visit(sources.unfinished(), look, note, jobs, sums=sources.compares)
+    visit(sources.unfinished(), read_block, record, jobs, sums=sources.compares)

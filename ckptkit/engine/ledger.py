@@ -54,7 +54,7 @@ class Journal:
             self._nbytes += len(line)
 
     def note(self, unit: int, ledger: Ledger) -> None:
-        """Record that a unit is finished, and what was read and written for it."""
+        """Record that a unit is finished, with the reads and writes for it."""
         self.units[unit] = ledger
         self._append(json.dumps({"unit": unit, **ledger.to_json()}).encode() + b"\n")
 

@@ -26,9 +26,9 @@ class SharedRuns:
         self._lock = Lock()
 
     def add(self, sources: Sources) -> None:
-        """Add what was read of incomplete ranges.
+        """Add the reads of incomplete ranges.
 
-        Raises `Corrupt` for a range that is complete now and whose CRC-32 differs.
+        Raises `Corrupt` for a range that is now complete and whose CRC-32 differs.
         """
         with self._lock:
             sources.hand_over(self._ledger)

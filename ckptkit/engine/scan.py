@@ -43,7 +43,9 @@ def copy_files(
     """
     extent_sums: Checksums[FileOffset] = Checksums()
     file_sums: Checksums[str] = Checksums()
-    regions = {path: cut(root, path, sizes[path], found, report) for path, found in by_file(sizes, extents).items()}
+    regions = {
+        path: cut(root, path, sizes[path], extent_crcs, report) for path, extent_crcs in by_file(sizes, extents).items()
+    }
     lock = Lock()
 
     def sum_up(piece: FilePiece, data: memoryview) -> int:
@@ -80,14 +82,14 @@ def copy_files(
                 raise
 
     work((piece for name, size in sizes.items() for piece in cut_file(name, size)), copying, jobs or JOBS)
-    found = {
+    extent_crcs = {
         (region.path, region.offset): crc
         for path in regions
         for region in regions[path]
         if (crc := extent_sums.whole((region.path, region.offset), region.length)) is not None
     }
     files = {path: crc for path, size in sizes.items() if (crc := file_sums.whole(path, size)) is not None}
-    return Scanned(found, files)
+    return Scanned(extent_crcs, files)
 
 
 Progress = Callable[[int], None]
@@ -118,7 +120,9 @@ def scan(
     extent_sums: Checksums[FileOffset] = Checksums()
     file_sums: Checksums[str] = Checksums()
     reporting = Lock()
-    regions = {path: cut(root, path, sizes[path], found, report) for path, found in by_file(sizes, extents).items()}
+    regions = {
+        path: cut(root, path, sizes[path], extent_crcs, report) for path, extent_crcs in by_file(sizes, extents).items()
+    }
 
     def inside(block: Block) -> list[tuple[Extent, int, int]]:
         return list(between(regions[block.target.chunk.path], block.start, block.start + block.nbytes))
@@ -144,13 +148,13 @@ def scan(
 
     plan = plan_bytes(root, ((path, 0, size) for path, size in sizes.items()))
     visit(plan, sum_block, record, jobs)
-    found = {
+    extent_crcs = {
         (region.path, region.offset): crc
         for region in chain(*regions.values())
         if (crc := extent_sums.whole((region.path, region.offset), region.length)) is not None
     }
     files = {path: crc for path, size in sizes.items() if (crc := file_sums.whole(path, size)) is not None}
-    return Scanned(found, files)
+    return Scanned(extent_crcs, files)
 
 
 def sum_file(root: Path, path: str, size: int, extents: Iterable[Extent]) -> int:
@@ -160,13 +164,13 @@ def sum_file(root: Path, path: str, size: int, extents: Iterable[Extent]) -> int
         for region in cut(root, path, size, (extent for extent in extents if extent.crc32 is not None), ignore):
             crc = source.checksum(path, region.offset, region.length) if region.crc32 is None else region.crc32
             sums.add(path, region.offset, region.length, crc)
-    found = sums.whole(path, size)
-    assert found is not None, "regions leave no gap"
-    return found
+    crc_of_file = sums.whole(path, size)
+    assert crc_of_file is not None, "regions leave no gap"
+    return crc_of_file
 
 
 def find_zeros(root: Path, extent: Extent) -> int | None:
-    """Return the offset in the file of the first page of zeros in an extent, None if there is none."""
+    """Return the offset in the file of the first page of zeros in an extent, None if it has no such page."""
     with OpenFiles(root, in_order=True) as files:
         for start in range(extent.offset, extent.offset + extent.length, BLOCK_BYTES):
             length = min(BLOCK_BYTES, extent.offset + extent.length - start)
@@ -178,11 +182,11 @@ def find_zeros(root: Path, extent: Extent) -> int | None:
 
 def by_file(paths: Iterable[str], extents: Iterable[Extent]) -> dict[str, list[Extent]]:
     """Return the extents in each of the files."""
-    found: dict[str, list[Extent]] = {path: [] for path in paths}
+    by_path: dict[str, list[Extent]] = {path: [] for path in paths}
     for extent in extents:
-        if extent.path in found:
-            found[extent.path].append(extent)
-    return found
+        if extent.path in by_path:
+            by_path[extent.path].append(extent)
+    return by_path
 
 
 def cut(root: Path, name: str, size: int, extents: Iterable[Extent], report: Report) -> list[Extent]:

@@ -23,9 +23,9 @@ class Tally:
         self._expected: deque[Block] = deque()
         self._early: dict[int, Count] = {}  # by id() of the block
 
-    def in_turn(self, found: Iterable[Block]) -> Iterator[Block]:
+    def in_turn(self, blocks_in_order: Iterable[Block]) -> Iterator[Block]:
         """Yield the blocks, and expect their counts in this order."""
-        for block in found:
+        for block in blocks_in_order:
             self._expected.append(block)
             yield block
 

@@ -32,13 +32,13 @@ def compare_read(
         if (number, path) in files:
             runs.setdefault((number, path), []).append(Extent(path, offset + start, length, crc, ""))
     compared = 0
-    left = []
+    uncompared = []
     for (number, path), nbytes in files.items():
         if compare_file(layouts[number], path, runs.get((number, path), ())):
             compared += nbytes
         else:
-            left.append(layouts[number].root / path)
-    return compared, left
+            uncompared.append(layouts[number].root / path)
+    return compared, uncompared
 
 
 def compare_headers(layout: Layout) -> None:
@@ -76,7 +76,7 @@ def runs_with_sums(layout: Layout) -> dict[str, list[Extent]]:
             if chunk.path in runs and chunk.crc32 is not None and not chunk.where:
                 offset, length = chunk.bytes
                 runs[chunk.path][offset] = Extent(chunk.path, offset, length, chunk.crc32, name)
-    return {path: list(found.values()) for path, found in runs.items()}
+    return {path: list(by_offset.values()) for path, by_offset in runs.items()}
 
 
 def compare_file(layout: Layout, path: str, runs: Iterable[Extent], most_between: int | None = None) -> bool:
@@ -96,7 +96,7 @@ def compare_file(layout: Layout, path: str, runs: Iterable[Extent], most_between
     between = nbytes - sum(run.length for run in ordered)
     if not 0 <= between <= (max(nbytes // _NEARLY, _FEW) if most_between is None else most_between):
         return False
-    found = sum_file(layout.root, path, nbytes, ordered)
-    if found != recorded:
-        raise Corrupt(tell_damage(nbytes, 0, found, recorded), path=layout.root / path, hint=RESTORE)
+    crc = sum_file(layout.root, path, nbytes, ordered)
+    if crc != recorded:
+        raise Corrupt(tell_damage(nbytes, 0, crc, recorded), path=layout.root / path, hint=RESTORE)
     return True

@@ -143,10 +143,10 @@ def get_writer(name: str) -> FormatWriter:
     """Return the format `name` as a writer. Raises `Usage` if it is unknown, `Unsupported` if ckptkit only reads it."""
     if name not in FORMATS:
         raise Usage(f"unknown format `{name}`", hint=f"use one of {', '.join(writable_formats())}")
-    found = get_format(name)
-    if not isinstance(found, FormatWriter):
+    writer = get_format(name)
+    if not isinstance(writer, FormatWriter):
         raise Unsupported(f"ckptkit reads `{name}`, but does not write it")
-    return found
+    return writer
 
 
 def writable_formats() -> tuple[str, ...]:

@@ -19,10 +19,10 @@ def read_each(
 
     `files` are names in directory `root`, by rank or another key.
     """
-    found: dict[Key, Value] = {}
+    results: dict[Key, Value] = {}
     for key, name in files.items():
         try:
-            found[key] = read(key, name)
+            results[key] = read(key, name)
         except CkptError as error:
             report(error.blame(path=root / name))
-    return found
+    return results

@@ -22,8 +22,8 @@ _PLACES, _METADATA = "weight_map", "metadata"
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the file of each tensor in an index, checked to be a plain file name, and the index's metadata."""
     index = parse_json(read_small(path, _LIMIT), path)
-    found = index if isinstance(index, dict) else {}
-    places, metadata = found.get(_PLACES), found.get(_METADATA)
+    fields = index if isinstance(index, dict) else {}
+    places, metadata = fields.get(_PLACES), fields.get(_METADATA)
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise Corrupt(f"the index does not have `{_PLACES}`, which maps names to files", path=path)
     for file in set(places.values()):

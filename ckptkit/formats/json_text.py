@@ -23,8 +23,8 @@ def parse_json(data: bytes, path: Path) -> Any:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises `Corrupt` if two of its keys are equal."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    value = dict(pairs)
+    if len(value) != len(pairs):
         names = sorted(name for name, _ in pairs)
         raise Corrupt("the key occurs twice", tensor=next(a for a, b in pairwise(names) if a == b))
-    return found
+    return value

@@ -32,7 +32,7 @@ class FormatReader(Protocol):
         """Return True if a file of this name belongs to a checkpoint in its directory, current or older."""
 
     def rank_of(self, name: str) -> int | None:  # noqa: ARG002 - most names have no rank
-        """Return the rank that wrote a file of this name, None if its name has no rank."""
+        """Return the rank that wrote a file of this name, None for a name without a rank."""
         return None
 
     def ranks_in(self, names: Iterable[str]) -> set[Hashable]:
@@ -50,14 +50,14 @@ class FormatReader(Protocol):
 
     def problems(self, path: Path) -> list[CkptError]:
         """Return the problems that `check_names` finds. Raises `IOFailure`: a failing system proves nothing."""
-        found: list[CkptError] = []
-        report = found.append
+        problems: list[CkptError] = []
+        report = problems.append
         with translate_os_errors(path):
             try:
                 self.check_names(path, report)
             except (Corrupt, Unsafe, Unsupported) as error:
                 report(error)
-        return found
+        return problems
 
     def is_complete(self, path: Path) -> bool:
         """Return True if `check_names` finds no problem."""
@@ -92,7 +92,7 @@ class FormatReader(Protocol):
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Yield the byte ranges of the layout from `read`, each with its recorded CRC-32.
 
-        May verify small ranges right away: those that differ are reported, and none of them is yielded.
+        May verify small ranges right away instead of yielding them. Reports a small range that differs.
         """
 
 
@@ -117,7 +117,7 @@ class FormatWriter(FormatReader, Protocol):
         """Return the files for the entries of `wanted`: final names and sizes, and all bytes except the data."""
 
     def remarks(self, wanted: Layout) -> Iterable[str]:  # noqa: ARG002 - most have nothing to say
-        """Return a sentence for each way in which the files that `arrange` returns differ from `wanted`."""
+        """Yield a sentence for each difference between `wanted` and the files that `arrange` returns."""
         return ()
 
     def checksum_places(self, made: Layout) -> Iterable[tuple[FileOffset, int]]:  # noqa: ARG002 - most record none

@@ -24,26 +24,26 @@ _NUMBER = re.compile(r"(?:(?<=[-_.])|^)(?P<number>[0-9]{1,8})(?![0-9])")
 def find_set(name: str, names: Iterable[str]) -> list[str]:
     """Return the `names` that form a set with `name`: equal except for a rank or number; [] if it stands alone.
 
-    A single name forms a set if it says "I of N", or a rank other than 0 in a form that has no other meaning.
+    A single name forms a set if it says "I of N", or if it has a rank other than 0 that cannot mean anything else.
     """
     for match in (*_OF.finditer(name), *_WORLD.finditer(name)):
         if int(match["count"]) > 1:
             return sorted(set(like(name, match, names)) | {name})
     for match in _AXIS.finditer(name):
-        found = like(name, match, names)
+        alike = like(name, match, names)
         text, is_whole_stem = match["number"], match[0] == name.partition(".")[0]
-        is_later = int(text) > 0 and (0 in found.values() or text.startswith("0") or is_whole_stem)
-        if is_later or (0 in found.values() and len(found) > 1):
-            return sorted(found.keys() | {name})
+        is_later = int(text) > 0 and (0 in alike.values() or text.startswith("0") or is_whole_stem)
+        if is_later or (0 in alike.values() and len(alike) > 1):
+            return sorted(alike.keys() | {name})
     return []
 
 
 def find_series(name: str, names: Sequence[str]) -> list[str]:
     """Return the `names` that differ from `name` in a number and count from 0: `model_0`, `model_1`; else []."""
     for match in _NUMBER.finditer(name):
-        found = like(name, match, names)
-        if len(found) > 1 and sorted(found.values()) == list(range(len(found))):
-            return sorted(found, key=found.__getitem__)
+        alike = like(name, match, names)
+        if len(alike) > 1 and sorted(alike.values()) == list(range(len(alike))):
+            return sorted(alike, key=alike.__getitem__)
     return []
 
 
@@ -73,4 +73,4 @@ def like(name: str, match: re.Match[str], names: Iterable[str]) -> dict[str, int
     """Return the names that differ from `name` only in the number of `match`, each with its number."""
     start, end = match.span("number")
     pattern = re.compile(re.escape(name[:start]) + "([0-9]{1,8})" + re.escape(name[end:]))
-    return {found[0]: int(found[1]) for found in map(pattern.fullmatch, names) if found}
+    return {other[0]: int(other[1]) for other in map(pattern.fullmatch, names) if other}

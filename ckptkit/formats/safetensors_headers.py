@@ -217,15 +217,17 @@ def check_readable(path: Path, chunks: Mapping[str, Chunk]) -> None:
     try:
         with safe_open(path, "np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            actual = {name: (slice_.get_dtype(), tuple(slice_.get_shape())) for name, slice_ in slices.items()}
             order = [name for name in opened.offset_keys() if name not in chunks or chunks[name].length]
     except (SafetensorError, OSError) as error:
         raise Corrupt(f"the safetensors library cannot read what was written: {error}", path=path) from error
     specs = {name: Spec(chunk.dtype, chunk.size) for name, chunk in chunks.items()}
-    meant = {name: (SPELLINGS[spec.dtype.name], pack_shape(spec)) for name, spec in specs.items()}
-    wrong = min((name for name in found.keys() | meant.keys() if found.get(name) != meant.get(name)), default=None)
+    expected = {name: (SPELLINGS[spec.dtype.name], pack_shape(spec)) for name, spec in specs.items()}
+    wrong = min(
+        (name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)), default=None
+    )
     if wrong is not None:
-        message = f"expected {meant.get(wrong)}, as written, found {found.get(wrong)} in the safetensors library"
+        message = f"expected {expected.get(wrong)}, as written, found {actual.get(wrong)} in the safetensors library"
         raise Corrupt(message, path=path, tensor=wrong)
     if order != sorted(order, key=lambda name: chunks[name].offset):
         raise Corrupt("the safetensors library sees the tensors in another order than they were written", path=path)

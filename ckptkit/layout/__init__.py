@@ -64,7 +64,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """The bytes are inside a wrapper of this name; `offset` and `length` of the chunk are those of the wrapper."""
+    """The bytes are inside a wrapper of this name, whose location the chunk has as `offset` and `length`."""
 
     name: str
 
@@ -234,7 +234,7 @@ class Blob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A byte range of a file with its own CRC-32, None if none was recorded; `name` is that of its tensor or blob."""
+    """A byte range of a file with its own CRC-32, None if none was recorded. `name` names its tensor or blob."""
 
     path: str
     offset: int
@@ -346,7 +346,7 @@ class Layout:
     @property
     def paths(self) -> set[str]:
         """Return the names of the files that contain its chunks and blobs, or should contain them."""
-        return {place.path for _, place in self.stored if place.path}
+        return {item.path for _, item in self.stored if item.path}
 
     @property
     def files(self) -> set[str]:

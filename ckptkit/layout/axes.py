@@ -53,8 +53,8 @@ def cut(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTensor:
     for chunk in tensor.chunks:
         shared = intersect(chunk.box, kept)
         if shared is not None:
-            part = part_of(chunk, shared)
-            chunks.append(part._replace(box=shared.relative_to(kept)))
+            piece = part_of(chunk, shared)
+            chunks.append(piece._replace(box=shared.relative_to(kept)))
     return StoredTensor(Spec(tensor.spec.dtype, kept.size), tuple(chunks))
 
 
@@ -63,8 +63,8 @@ def cut_split(tensor: StoredTensor, splits: Splits, axis: int, start: int, stop:
     apart = StoredTensor(Spec(tensor.spec.dtype, tensor.shape_of_chunks), tensor.chunks)
     first = sum(map(len, splits[:axis]))
     kept = cut(apart, first, start, stop)
-    left = (*splits[:axis], (stop - start, *splits[axis][1:]), *splits[axis + 1 :])
-    return folded(kept, left)
+    splits_left = (*splits[:axis], (stop - start, *splits[axis][1:]), *splits[axis + 1 :])
+    return folded(kept, splits_left)
 
 
 def folded(apart: StoredTensor, splits: Splits) -> StoredTensor:
@@ -75,9 +75,9 @@ def folded(apart: StoredTensor, splits: Splits) -> StoredTensor:
     spec = Spec(apart.spec.dtype, tuple(map(prod, splits)))
     merged, shape = list(apart.chunks), apart.spec.shape
     for axis, extents in enumerate(splits):
-        found = [merge_chunk(chunk, shape, axis, len(extents)) for chunk in merged]
-        merged = [chunk for chunk in found if chunk is not None]
-        if len(merged) < len(found):
+        candidates = [merge_chunk(chunk, shape, axis, len(extents)) for chunk in merged]
+        merged = [chunk for chunk in candidates if chunk is not None]
+        if len(merged) < len(candidates):
             return StoredTensor(spec, apart.chunks, splits)
         shape = replace_at(shape, axis, len(extents), (prod(extents),))
     return StoredTensor(spec, tuple(merged))
@@ -118,15 +118,15 @@ def insert(tensor: StoredTensor) -> StoredTensor:
 
 def take(tensor: StoredTensor, axis: int, index: int) -> StoredTensor:
     """Return the elements at one index of an axis, without the axis, such as one tensor of a stack."""
-    one = cut(tensor, axis, index, index + 1)
+    at_index = cut(tensor, axis, index, index + 1)
     chunks = (
         chunk._replace(
             box=Box(replace_at(chunk.start, axis, 1, ()), replace_at(chunk.size, axis, 1, ())),
             strides=None if chunk.strides is None else replace_at(chunk.strides, axis, 1, ()),
         )
-        for chunk in one.chunks
+        for chunk in at_index.chunks
     )
-    return StoredTensor(Spec(one.spec.dtype, replace_at(one.spec.shape, axis, 1, ())), tuple(chunks))
+    return StoredTensor(Spec(at_index.spec.dtype, replace_at(at_index.spec.shape, axis, 1, ())), tuple(chunks))
 
 
 def unstack(tensor: StoredTensor) -> list[StoredTensor]:
@@ -136,8 +136,8 @@ def unstack(tensor: StoredTensor) -> list[StoredTensor]:
     for chunk in tensor.chunks:
         corner, size, steps = chunk.start[1:], chunk.size[1:], steps_of(chunk)
         for i in range(chunk.size[0]):
-            part = view_of(chunk, Box(corner, size), i * steps[0], steps[1:])
-            parts[chunk.start[0] + i].append(part)
+            piece = view_of(chunk, Box(corner, size), i * steps[0], steps[1:])
+            parts[chunk.start[0] + i].append(piece)
     return [StoredTensor(Spec(tensor.spec.dtype, tuple(rest)), tuple(chunks)) for chunks in parts]
 
 
@@ -165,7 +165,7 @@ def split(tensor: StoredTensor, axis: int, extents: Shape) -> StoredTensor:
         raise Mismatch(
             f"expected axis {axis} of size {prod(extents)} to split in {list(extents)}, found shape {list(shape)}"
         )
-    chunks = (part for chunk in tensor.chunks for part in split_chunk(chunk, axis, extents))
+    chunks = (piece for chunk in tensor.chunks for piece in split_chunk(chunk, axis, extents))
     return StoredTensor(Spec(tensor.spec.dtype, replace_at(shape, axis, 1, extents)), tuple(chunks))
 
 
@@ -183,11 +183,11 @@ def resplit(tensor: StoredTensor, splits: Splits) -> StoredTensor:
     """Return the same tensor with chunks that are boxes after its axes are split as `splits` says."""
     if tensor.splits == splits:
         return tensor
-    found = unsplit(tensor)
+    apart = unsplit(tensor)
     for axis in reversed(range(len(splits))):
         if len(splits[axis]) > 1:
-            found = split(found, axis, splits[axis])
-    return StoredTensor(tensor.spec, found.chunks, splits)
+            apart = split(apart, axis, splits[axis])
+    return StoredTensor(tensor.spec, apart.chunks, splits)
 
 
 def unsplit(tensor: StoredTensor) -> StoredTensor:
@@ -199,7 +199,7 @@ def unsplit(tensor: StoredTensor) -> StoredTensor:
         return tensor
     chunks, shape = list(tensor.chunks), sum(tensor.splits, ())
     for axis, extents in enumerate(tensor.splits):
-        apart = [part for chunk in chunks for part in parts_that_merge(chunk, shape, axis, len(extents))]
+        apart = [piece for chunk in chunks for piece in parts_that_merge(chunk, shape, axis, len(extents))]
         if len(apart) > _MOST_CHUNKS:
             raise Unsupported(
                 f"expected at most {_MOST_CHUNKS} pieces of the tensor, found {len(apart)}: its rows "
@@ -213,11 +213,11 @@ def unsplit(tensor: StoredTensor) -> StoredTensor:
 
 def index_in(splits: Splits, index: Sequence[int]) -> tuple[int, ...]:
     """Return the index of an element in a tensor. `index` is its index with the axes split."""
-    left, found = list(index), []
+    remaining, merged = list(index), []
     for extents in splits:
-        parts, left = left[: len(extents)], left[len(extents) :]
-        found.append(sum(i * step for i, step in zip(parts, row_major(extents), strict=True)))
-    return tuple(found)
+        parts, remaining = remaining[: len(extents)], remaining[len(extents) :]
+        merged.append(sum(i * step for i, step in zip(parts, row_major(extents), strict=True)))
+    return tuple(merged)
 
 
 def part_of(chunk: Chunk, box: Box) -> Chunk:
@@ -244,10 +244,10 @@ def boxes_of_run(chunk: Chunk, begin: int, shape: Shape, start: int, stop: int) 
 def view_of(chunk: Chunk, box: Box, begin: int, steps: Shape) -> Chunk:
     """Return elements of a chunk as box `box`: they begin `begin` elements after its first, with strides `steps`."""
     length = 1 + sum((n - 1) * step for n, step in zip(box.size, steps, strict=True)) if box.numel else 0
-    place = (chunk.offset + begin * chunk.dtype.itemsize, length * chunk.dtype.itemsize)
-    is_all = place == (chunk.offset, chunk.length)
+    location = (chunk.offset + begin * chunk.dtype.itemsize, length * chunk.dtype.itemsize)
+    is_all = location == (chunk.offset, chunk.length)
     run = chunk.run if is_all else chunk.bytes
-    return chunk._replace(box=box, offset=place[0], length=place[1], strides=plain(steps, box.size), run=run)
+    return chunk._replace(box=box, offset=location[0], length=location[1], strides=plain(steps, box.size), run=run)
 
 
 def split_chunk(chunk: Chunk, axis: int, extents: Shape) -> list[Chunk]:
@@ -291,7 +291,7 @@ def parts_that_merge(chunk: Chunk, shape: Shape, axis: int, count: int) -> list[
             for corner in corners
         )
         parts = [part_of(chunk, box) for box in boxes]
-        if all(merge_chunk(part, shape, axis, count) for part in parts[:1]):
+        if all(merge_chunk(piece, shape, axis, count) for piece in parts[:1]):
             return parts
     raise AssertionError("a single element is a box")
 

@@ -96,14 +96,14 @@ def whole(shape: Shape) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements in both boxes, or None if there are none."""
+    """Return the elements in both boxes, or None if the boxes are disjoint."""
     start = tuple(map(max, a.start, b.start))
     size = tuple(map(sub, map(min, a.stop, b.stop), start))
     return Box(start, size) if min(size, default=1) > 0 else None
 
 
 class BoxIndex:
-    """An index of many boxes, which finds those that intersect a given box without testing all of them.
+    """An index of many boxes, which finds the boxes that intersect a given one without testing all of them.
 
     Boxes are sorted along the axis on which they differ most. `furthest[i]` is the largest stop among the first `i + 1`
     boxes, so a query takes two bisections and a scan of the boxes in between. If the query covers the extent of all
@@ -205,10 +205,10 @@ def find_gap(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int, int] | None:
 
 def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
     """Return disjoint boxes that cover a box without the others."""
-    left = [box]
+    remaining = [box]
     for other in others:
-        left = [part for one in left for part in around(one, other)]
-    return left
+        remaining = [part for box_left in remaining for part in around(box_left, other)]
+    return remaining
 
 
 def around(box: Box, hole: Box) -> Iterator[Box]:

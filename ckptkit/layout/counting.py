@@ -71,10 +71,10 @@ class Count:
 
 def count(data: memoryview, dtype: DType) -> Count:
     """Return the counts of stored elements of a dtype. Integers and booleans are never NaN, infinite or denormal."""
-    found = Count()
+    total = Count()
     for start in range(0, len(data), _PART_BYTES):
-        found = found.merge(_count_part(data[start : start + _PART_BYTES], dtype))
-    return found
+        total = total.merge(_count_part(data[start : start + _PART_BYTES], dtype))
+    return total
 
 
 def _count_part(data: memoryview, dtype: DType) -> Count:
@@ -141,22 +141,22 @@ _COMPONENTS = {"complex128": "float64", "complex64": "float32", "complex32": "fl
 
 def _count_floats(bits: Array, kind: _Float) -> Count:
     """Return the counts of floats, given as unsigned integers."""
-    seen = _Extremes.of(bits, kind)
-    if kind.normal <= seen.least and seen.most < kind.infinity:
-        return Count(len(bits), low=kind.decode(seen.low), high=kind.decode(seen.high))
+    extremes = _Extremes.of(bits, kind)
+    if kind.normal <= extremes.least and extremes.most < kind.infinity:
+        return Count(len(bits), low=kind.decode(extremes.low), high=kind.decode(extremes.high))
     magnitudes = bits & bits.dtype.type(kind.sign - 1)
-    found = Count(
+    counts = Count(
         len(bits),
         nan=int(np.count_nonzero(magnitudes > kind.infinity)),
         inf=int(np.count_nonzero(magnitudes == kind.infinity)),
         zero=int(np.count_nonzero(magnitudes == 0)),
         denormal=int(np.count_nonzero((magnitudes > 0) & (magnitudes < kind.normal))),
     )
-    if found.nan == found.numbers:
-        return found
-    if found.nan:
-        seen = _Extremes.of(bits[magnitudes <= kind.infinity], kind)
-    return replace(found, low=kind.decode(seen.low), high=kind.decode(seen.high))
+    if counts.nan == counts.numbers:
+        return counts
+    if counts.nan:
+        extremes = _Extremes.of(bits[magnitudes <= kind.infinity], kind)
+    return replace(counts, low=kind.decode(extremes.low), high=kind.decode(extremes.high))
 
 
 @dataclass(frozen=True, slots=True)

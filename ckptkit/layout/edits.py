@@ -66,7 +66,7 @@ def join(root: Path, layouts: Sequence[Layout]) -> Layout:
     """
 
     def joined(parts: Iterable[Mapping[str, _Entry]]) -> dict[str, _Entry]:
-        return dict(chain.from_iterable(part.items() for part in parts))
+        return dict(chain.from_iterable(mapping.items() for mapping in parts))
 
     return Layout(
         root=root,

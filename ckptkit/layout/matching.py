@@ -72,7 +72,7 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping
     of_size: dict[Size, list[Key]] = {}
     for key, size in parameters.items():
         of_size.setdefault(size, []).append(key)
-    found: dict[int, Key] = {}
+    assigned: dict[int, Key] = {}
     for size, states in Counter(sizes[number] for number in numbers if number in sizes).items():
         keys = of_size.get(size, [])
         if len(keys) < states:
@@ -83,15 +83,15 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping
                 f"it has the same shape {as_text(size)} as `{keys[1]!s}`, and no file says which state belongs to it"
             )
             raise Unsupported(message, tensor=str(keys[0]))
-        found[next(number for number in numbers if sizes.get(number) == size)] = keys[0]
+        assigned[next(number for number in numbers if sizes.get(number) == size)] = keys[0]
     unknown = [number for number in numbers if number not in sizes]
-    left = [key for key in parameters if key not in found.values()]
-    if len(unknown) > 1 or len(left) < len(unknown):
+    unassigned = [key for key in parameters if key not in assigned.values()]
+    if len(unknown) > 1 or len(unassigned) < len(unknown):
         raise Unsupported(f"{count(len(unknown), 'parameter')}: no state of the optimizer shows a shape for them")
-    if unknown and len(left) > 1:
-        message = f"it or `{left[1]!s}` is the parameter whose state shows no shape, and no file says which"
-        raise Unsupported(message, tensor=str(left[0]))
-    return found | dict(zip(unknown, left, strict=False))
+    if unknown and len(unassigned) > 1:
+        message = f"it or `{unassigned[1]!s}` is the parameter whose state shows no shape, and no file says which"
+        raise Unsupported(message, tensor=str(unassigned[0]))
+    return assigned | dict(zip(unknown, unassigned, strict=False))
 
 
 def match_by_size_if_certain(
@@ -136,12 +136,12 @@ def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mappin
     if len(parameters) == len(numbers) or any(number not in sizes for number in numbers):
         return dict(parameters)
     wanted = Counter(sizes[number] for number in numbers)
-    found = Counter(size for size in parameters.values() if size in wanted)
+    available = Counter(size for size in parameters.values() if size in wanted)
     for size, states in wanted.items():
-        if found[size] != states:
+        if available[size] != states:
             states_text = count(states, "state")
             message = (
-                f"expected {found[size]} states of shape {as_text(size)} as in the model, found {states_text} in "
+                f"expected {available[size]} states of shape {as_text(size)} as in the model, found {states_text} in "
                 "the optimizer"
             )
             raise Unsupported(

@@ -37,11 +37,11 @@ def measure(a: Elements, b: Elements, box: Box, tolerance: Tolerance | None = No
     Without a tolerance elements of one dtype differ if any bit differs, elements of two dtypes if their values do; then
     NaN equals NaN.
     """
-    found, rows = Distance(), _Rows()
+    distance, rows = Distance(), _Rows()
     for start in range(0, box.numel, _PART):
         part = slice(start, min(start + _PART, box.numel))
-        found = found.merge(_measure_part(_cut(a, part), _cut(b, part), box, start, tolerance, rows))
-    return found
+        distance = distance.merge(_measure_part(_cut(a, part), _cut(b, part), box, start, tolerance, rows))
+    return distance
 
 
 @np.errstate(all="ignore")
@@ -160,8 +160,8 @@ def _bits_differ(a: Elements, b: Elements) -> Array:
 
 
 def _any_in_row(table: Array) -> Array:
-    found: Array = np.logical_or.reduce(table, axis=1)
-    return found
+    any_set: Array = np.logical_or.reduce(table, axis=1)
+    return any_set
 
 
 def _are_close(x: Array, y: Array, gaps: Array, tolerance: Tolerance) -> Array:

@@ -54,15 +54,15 @@ class Moments:
 
 def measure(stored: Array, widen: Callable[[Array], Array]) -> Moments:
     """Return the moments of the finite values in a 1-D array. `widen` converts stored elements to values."""
-    found = Moments()
+    moments = Moments()
     scratch = np.empty(min(_PART, len(stored)))
     for start in range(0, len(stored), _PART):
-        found = found.merge(_measure_part(widen(stored[start : start + _PART]), scratch))
-    return found
+        moments = moments.merge(_measure_part(widen(stored[start : start + _PART]), scratch))
+    return moments
 
 
 def measure_often(numbers: Array, often: Array) -> Moments:
-    """Return the moments of finite values, each of which occurs `often` times."""
+    """Return the moments of finite values. Each value occurs `often` times."""
     is_counted = np.isfinite(numbers) & (often > 0)
     values, times = numbers[is_counted], often[is_counted]
     finite = int(times.sum())

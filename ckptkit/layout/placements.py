@@ -43,8 +43,8 @@ def place(
 ) -> tuple[Shape, list[PlacedBox]]:
     """Return the shape of the local tensor of the rank at `coordinate` of a mesh, and the boxes that it consists of.
 
-    `placements` has one for each axis of the mesh, `order` the axes in the order in which they apply. There is one box,
-    empty if the rank has no elements, except where strided shards without a matching axis give several.
+    `placements` has one entry for each axis of the mesh. `order` is the order in which the axes apply. The result has
+    one box, which may be empty, unless strided shards without a matching axis give several.
     """
     if order is None:
         order, placements = unfold(mesh, placements)
@@ -94,11 +94,11 @@ def cut_strided(runs: Sequence[Run], parts: int, index: int, stride: int) -> lis
     """Return shard `index` of `parts` in each of `stride` equal pieces of the index ranges."""
     total = sum(count for _, count in runs)
     size = -(-total // stride)
-    found: list[Run] = []
+    shard: list[Run] = []
     for start in range(0, total, size or 1):
         for run in cut(narrow(runs, start, start + size), parts, index):
-            append(found, run)
-    return found
+            append(shard, run)
+    return shard
 
 
 def cut(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
@@ -109,14 +109,14 @@ def cut(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
 
 def narrow(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
     """Return the elements `start:stop`, or as many as there are, of concatenated index ranges."""
-    found: list[Run] = []
+    kept: list[Run] = []
     at = 0
     for first, count in runs:
         low, high = max(start - at, 0), min(stop - at, count)
         if low < high:
-            append(found, (first + low, high - low))
+            append(kept, (first + low, high - low))
         at += count
-    return found
+    return kept
 
 
 def append(runs: list[Run], run: Run) -> None:

@@ -65,7 +65,7 @@ class RecipeVerdict(Protocol):
     """A summary of tensors, by whether the recipe had a remark on each of them. Recipes have it as `verdict`."""
 
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
-        """Return a sentence on all tensors that were `judged`, of which some were `noted`."""
+        """Return a sentence on all tensors that were `judged`, some of them also `noted`."""
 
 
 class Copy(NamedTuple):
@@ -171,11 +171,11 @@ def data_of(dst: Layout, src: Layout) -> list[tuple[FileOffset, int, str, Chunk 
     """Return everything that `src` fills in `dst`: location, bytes, name and chunk or blob, in file order."""
     chunks = [(name, chunk) for name, tensor in dst.tensors.items() for chunk in tensor.chunks if chunk.box.numel]
     blobs = [(name, blob) for name, blob in dst.blobs.items() if join_blob(name, blob, src) is not None]
-    found: list[tuple[FileOffset, int, str, Chunk | Blob]] = [
+    data: list[tuple[FileOffset, int, str, Chunk | Blob]] = [
         ((chunk.path, chunk.offset), chunk.box.numel * chunk.dtype.itemsize, name, chunk) for name, chunk in chunks
     ]
-    found += (((blob.path, blob.offset), blob.length, name, blob) for name, blob in blobs)
-    return sorted(found, key=itemgetter(0))
+    data += (((blob.path, blob.offset), blob.length, name, blob) for name, blob in blobs)
+    return sorted(data, key=itemgetter(0))
 
 
 def needed(src: Layout, dst: Layout, also: Container[str] = ()) -> Layout:
@@ -194,8 +194,8 @@ def part_for(tensor: StoredTensor, wanted: StoredTensor) -> StoredTensor:
 def meeting(tensor: StoredTensor, wanted: Iterable[Chunk]) -> tuple[Chunk, ...]:
     """Return the chunks of a tensor that intersect any of the wanted ones."""
     index = BoxIndex([chunk.box for chunk in tensor.chunks])
-    found = {i for chunk in wanted for i, _ in index.meeting(chunk.box)}
-    return tuple(tensor.chunks[i] for i in sorted(found))
+    indices = {i for chunk in wanted for i, _ in index.meeting(chunk.box)}
+    return tuple(tensor.chunks[i] for i in sorted(indices))
 
 
 def plan_in_place(layout: Layout) -> Plan:
@@ -206,11 +206,11 @@ def plan_in_place(layout: Layout) -> Plan:
 
 def check_source(name: str, wanted: Spec, layout: Layout) -> None:
     """Raise `Mismatch` unless a layout has the tensor in the wanted shape and dtype."""
-    found = layout.tensors.get(name)
-    if found is None:
+    tensor = layout.tensors.get(name)
+    if tensor is None:
         raise Mismatch("the source does not have this tensor", path=layout.path, tensor=name)
-    if found.spec != wanted:
-        raise Mismatch(f"expected {wanted}, found {found.spec}", path=layout.path, tensor=name)
+    if tensor.spec != wanted:
+        raise Mismatch(f"expected {wanted}, found {tensor.spec}", path=layout.path, tensor=name)
 
 
 def join(name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Recipe | None = None) -> Iterator[Target]:
@@ -222,16 +222,16 @@ def join(name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Rec
     operands = recipe.operands if recipe else [Operand(number, name, wanted.spec.dtype) for number in numbers]
     if recipe is not None:
         check_operands(wanted.spec, operands, sources)
-    found = [sources[operand.source].tensors[operand.name] for operand in operands]
-    wanted, *found = split_alike(wanted, found, operands)
-    indices = [BoxIndex([chunk.box for chunk in tensor.chunks]) for tensor in found]
+    tensors = [sources[operand.source].tensors[operand.name] for operand in operands]
+    wanted, *tensors = split_alike(wanted, tensors, operands)
+    indices = [BoxIndex([chunk.box for chunk in tensor.chunks]) for tensor in tensors]
     for chunk in wanted.chunks:
         if not chunk.box.numel:
             continue
         copies: list[Copy] = []
-        for number, (operand, tensor, index) in enumerate(zip(operands, found, indices, strict=True)):
+        for number, (operand, tensor, index) in enumerate(zip(operands, tensors, indices, strict=True)):
             source, chunks, box = operand.source, tensor.chunks, operand.region(chunk.box)
-            ours = [Copy(part, chunks[i], chunk, source, number) for i, part in index.meeting(box)]
+            ours = [Copy(region, chunks[i], chunk, source, number) for i, region in index.meeting(box)]
             covered = sum(copy.region.numel for copy in ours)
             if covered != box.numel:
                 message = f"expected {box.numel} elements of {box}, found {covered} in the source"
@@ -247,10 +247,10 @@ def check_operands(wanted: Spec, operands: Sequence[Operand], sources: Sequence[
         tensor = layout.tensors.get(operand.name)
         if tensor is None:
             raise Mismatch("the source does not have this tensor", path=layout.path, tensor=operand.name)
-        found = tensor.spec
-        is_alike = operand.region is not same or found.shape == wanted.shape
-        if not (is_alike and (found.dtype == operand.dtype or found.dtype.can_become(operand.dtype))):
-            message = f"expected {operand.dtype} for {wanted}, found {found}"
+        spec = tensor.spec
+        is_alike = operand.region is not same or spec.shape == wanted.shape
+        if not (is_alike and (spec.dtype == operand.dtype or spec.dtype.can_become(operand.dtype))):
+            message = f"expected {operand.dtype} for {wanted}, found {spec}"
             raise Mismatch(message, path=layout.path, tensor=operand.name)
 
 

@@ -54,19 +54,19 @@ class Explained:
 
 def by_rule(ours: Shapes, theirs: Shapes) -> dict[str, str]:
     """Return our names, each with the name in `theirs` of a tensor of the same shape into which a rule renames it."""
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     votes = Counter(rule for pair in suggest(ours, theirs) if (rule := rule_of(*pair)))
     for rule, _ in votes.most_common(_MOST_TRIED):
-        taken = set(found.values())
+        taken = set(renamed.values())
         pairs = {
             old: new
             for old in ours
-            if old not in found and (new := apply(rule, old)) in theirs and new not in taken
+            if old not in renamed and (new := apply(rule, old)) in theirs and new not in taken
             if ours[old] == theirs[new]
         }
         if len({fold(old) for old in pairs}) > 1:
-            found |= pairs
-    return found
+            renamed |= pairs
+    return renamed
 
 
 def suggest(ours: Shapes, theirs: Shapes) -> Iterator[tuple[str, str]]:
@@ -75,8 +75,8 @@ def suggest(ours: Shapes, theirs: Shapes) -> Iterator[tuple[str, str]]:
     for side, shapes in enumerate((ours, theirs)):
         for name in sorted(shapes, key=natural):
             groups.setdefault(shapes[name], ([], []))[side].append(name)
-    for one, two in groups.values():
-        yield from zip(one, two, strict=False)
+    for our_names, their_names in groups.values():
+        yield from zip(our_names, their_names, strict=False)
 
 
 def rule_of(old: str, new: str) -> Renaming:
@@ -87,7 +87,7 @@ def rule_of(old: str, new: str) -> Renaming:
 
 
 def changes_of(old: str, new: str) -> Renaming:
-    """Return the word sequences in which two names differ. Inserted words are joined with the word before them."""
+    """Return the differences between two names as word sequences. Inserted words join the word before them."""
     a, b = tuple(old.split(".")), tuple(new.split("."))
     changes = []
     for tag, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
@@ -147,8 +147,8 @@ def describe(rule: Renaming, pairs: Sequence[tuple[str, str]]) -> Explained:
     """Return the full names, the names with `*` for numbers, or the words that change."""
     olds, news = zip(*pairs, strict=True)
     if len({fold(old) for old in olds}) == 1:
-        one = len(pairs) == 1
-        return Explained(olds[0] if one else fold(olds[0]), news[0] if one else fold(news[0]), len(pairs))
+        is_single = len(pairs) == 1
+        return Explained(olds[0] if is_single else fold(olds[0]), news[0] if is_single else fold(news[0]), len(pairs))
     return Explained(
         pattern([change.old for change in rule], rule[0].at_start, olds),
         pattern([change.new for change in rule], rule[0].at_start, news),
@@ -201,9 +201,9 @@ def rules_for(pairs: Mapping[str, str], names: Collection[str]) -> tuple[str, ..
     rules = Counter(changes_of(old, new) for old, new in pairs.items())
     if len(rules) > _MOST_RULES:
         return None
-    found = tuple(dict.fromkeys(spell(change) for rule, _ in rules.most_common() for change in rule))
-    new_name = renaming(found)
-    return found if all(new_name(name) == pairs.get(name, name) for name in names) else None
+    spelled = tuple(dict.fromkeys(spell(change) for rule, _ in rules.most_common() for change in rule))
+    new_name = renaming(spelled)
+    return spelled if all(new_name(name) == pairs.get(name, name) for name in names) else None
 
 
 def spell(change: WordChange) -> str:
@@ -229,13 +229,15 @@ def globs_for(names: Iterable[str], others: Collection[str]) -> Iterator[str]:
 
     Each matches as many names as it can: all tensors of a module, or the same tensor in all layers.
     """
-    left = dict.fromkeys(names)
-    while left:
-        matches = {glob: matched(glob, left) for glob in globs_of(next(iter(left))) if not matched(glob, others)}
+    remaining = dict.fromkeys(names)
+    while remaining:
+        matches = {
+            glob: matched(glob, remaining) for glob in globs_of(next(iter(remaining))) if not matched(glob, others)
+        }
         best = max(matches, key=lambda glob: len(matches[glob]))
         yield best
         for name in matches[best]:
-            del left[name]
+            del remaining[name]
 
 
 def globs_of(name: str) -> Iterator[str]:

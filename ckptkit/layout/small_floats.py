@@ -33,8 +33,8 @@ def to_e4m3(values: Array) -> Array:
     halves += 0xFFFF  # carries into bit 16 unless the lower half is zero
     halves |= bits
     halves >>= 16
-    found: Array = rounded().take(halves.astype(np.intp), mode="clip")
-    return found
+    codes: Array = rounded().take(halves.astype(np.intp), mode="clip")
+    return codes
 
 
 @cache

@@ -60,12 +60,12 @@ def match_recorded(
     if unknown:
         message = f"{lister} lists it, but the model does not have it ({len(unknown)} of {len(wanted)} names"
         raise Mismatch(f"{message} are unknown)", tensor=unknown[0], hint=KEEP_NUMBERS)
-    found = {number: own[name] for number, name in wanted.items()}
-    for wrong in find_unequal(found, sizes, parameters):
+    matched = {number: own[name] for number, name in wanted.items()}
+    for wrong in find_unequal(matched, sizes, parameters):
         message = f"{lister} gives this name to parameter {wrong}: expected a state of shape "
-        message += f"{as_text(parameters[found[wrong]])}, found {as_text(sizes[wrong])}"
-        raise Mismatch(message, tensor=found[wrong], hint=KEEP_NUMBERS)
-    return found
+        message += f"{as_text(parameters[matched[wrong]])}, found {as_text(sizes[wrong])}"
+        raise Mismatch(message, tensor=matched[wrong], hint=KEEP_NUMBERS)
+    return matched
 
 
 def match_with_prefix(
@@ -74,7 +74,7 @@ def match_with_prefix(
     """Return each assignment that fits all sizes if one prefix is added to all names, or removed from all."""
     own = own_names(parameters)
     ways = with_other_prefix({number: own_name(name, own) for number, name in recorded.items()}, own)
-    return [found for found in ways if not find_unequal(found, sizes, parameters)]
+    return [matched for matched in ways if not find_unequal(matched, sizes, parameters)]
 
 
 def is_record_of(value: Any, names: Sequence[str]) -> bool:
@@ -93,9 +93,9 @@ def own_names(parameters: Iterable[str]) -> dict[str, str]:
     return {name: raw for raw, name in without_ddp({raw: unwrapped(raw) for raw in parameters}).items()}
 
 
-def find_unequal(found: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]) -> list[int]:
+def find_unequal(matched: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]) -> list[int]:
     """Return the indices of states whose size differs from their parameter's."""
-    return [number for number, name in found.items() if sizes.get(number, parameters[name]) != parameters[name]]
+    return [number for number, name in matched.items() if sizes.get(number, parameters[name]) != parameters[name]]
 
 
 def with_other_prefix(wanted: Mapping[int, str], own: Mapping[str, str]) -> Iterator[dict[int, str]]:
@@ -171,10 +171,10 @@ def own_name(name: str, known: Container[str]) -> str:
 
 def without_ddp(names: Mapping[str, str]) -> dict[str, str]:
     """Return names, by any keys, without DDP's prefix, removed as long as all of them begin with it."""
-    found = dict(names)
-    while found and all(name.startswith(DDP.text) for name in found.values()):
-        found = {key: name.removeprefix(DDP.text) for key, name in found.items()}
-    return found
+    stripped = dict(names)
+    while stripped and all(name.startswith(DDP.text) for name in stripped.values()):
+        stripped = {key: name.removeprefix(DDP.text) for key, name in stripped.items()}
+    return stripped
 
 
 def find_average(names: Collection[str]) -> Average | None:
@@ -189,10 +189,10 @@ def find_average(names: Collection[str]) -> Average | None:
 
 
 def is_flat_name(name: str) -> bool:
-    """Return whether a name is that of a flat parameter, in which FSDP1 stores all parameters of a module."""
+    """Return whether a name belongs to a flat parameter, in which FSDP1 stores all parameters of a module."""
     return name.rpartition(".")[2] in _FLAT
 
 
 def may_be_adapted(names: Collection[str]) -> bool:
     """Return whether tensors of these names may belong to an adapter: a quick check without its config."""
-    return PROMPT in names or any(any(part in name for part in _ADAPTED) for name in names)
+    return PROMPT in names or any(any(marker in name for marker in _ADAPTED) for name in names)

@@ -156,7 +156,7 @@ def is_change(name: str) -> bool:
 
 def step_keys() -> tuple[tuple[str, KeyPath], ...]:
     """Return where checkpoints record their step: the file, "" for the checkpoint's own entries, and the key path."""
-    return tuple(found for trainer in TRAINERS.values() for found in trainer.step_keys)
+    return tuple(step_key for trainer in TRAINERS.values() for step_key in trainer.step_keys)
 
 
 def is_tracker(name: str) -> bool:
@@ -181,7 +181,7 @@ def is_last(name: str) -> bool:
 
 def best_keys() -> tuple[tuple[str, KeyPath], ...]:
     """Return where checkpoints name the best one of the run: the file, "" for own entries, and the key path."""
-    return tuple(found for trainer in TRAINERS.values() for found in trainer.best_keys)
+    return tuple(best_key for trainer in TRAINERS.values() for best_key in trainer.best_keys)
 
 
 def is_of_run(name: str) -> bool:
@@ -218,7 +218,7 @@ def unfinished_names() -> frozenset[str]:
 
 
 def companion_folders() -> tuple[str, ...]:
-    """Return the names of directories in a checkpoint in which trainers store config and tokenizer."""
+    """Return the directories of a checkpoint that may contain config and tokenizer."""
     return tuple(folder for trainer in TRAINERS.values() for folder in trainer.companions)
 
 
@@ -250,8 +250,8 @@ def say_opaque(names: Iterable[str]) -> str | None:
 
 def look_up(tables: Iterable[Mapping[str, Found]], names: Iterable[str]) -> Found | None:
     """Return the value for the first name that matches a pattern of the tables."""
-    known = [(re.compile(pattern), found) for table in tables for pattern, found in table.items()]
-    return next((found for name in names for pattern, found in known if pattern.fullmatch(name)), None)
+    known = [(re.compile(pattern), value) for table in tables for pattern, value in table.items()]
+    return next((value for name in names for pattern, value in known if pattern.fullmatch(name)), None)
 
 
 def who_wrote(seen: Evidence) -> str | None:
@@ -282,7 +282,7 @@ def stem_of(name: str) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint's directory, or its epoch if there is no step; else None."""
+    """Return the step in the name of a checkpoint's directory, or else its epoch; None without either."""
     step = number_in(path.name, "steps")
     return number_in(path.name, "epochs") if step is None else step
 

@@ -21,8 +21,8 @@ def wrote(seen: Evidence) -> str | None:
     return "ckptkit train (FSDP)" if is_own else None
 
 
-def to_numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in found.items()}
+def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in metrics.items()}
 
 
 CKPTKIT = TrainerFacts(

@@ -1,6 +1,6 @@
-"""Model files of other programs that are not PyTorch checkpoints: what they are, and what to do with them.
+"""Model files of other programs that are not PyTorch checkpoints, and hints how to load them.
 
-They count only in a directory without a checkpoint, since such files also lie beside checkpoints.
+They count only in a directory without a checkpoint, since such files also occur beside checkpoints.
 """
 
 from __future__ import annotations

@@ -62,16 +62,16 @@ class Tracker:
 
 
 def trackers_in(root: Path) -> list[Tracker]:
-    """Return the trackers of the run in directory `root`, by name, without those that name no checkpoint."""
+    """Return the trackers of the run in directory `root`, by name. Skips files that name no checkpoint."""
     visible = [path for path in children(root) if not path.name.startswith(".")]
     named = {stem_of(path.name): path.name for path in visible if may_be_step(path)}
-    found: list[Tracker] = []
+    trackers_found: list[Tracker] = []
     for path in visible:
         if target := read_tracker(path):
-            found.append(Tracker(path.name, target, is_for_resuming(path)))
+            trackers_found.append(Tracker(path.name, target, is_for_resuming(path)))
         elif named and path.name not in named.values():
-            found += mentions_in(path, named)
-    return found
+            trackers_found += mentions_in(path, named)
+    return trackers_found
 
 
 def mentions_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
@@ -124,19 +124,19 @@ def pairs_in(path: Path, size: int, changed: int) -> tuple[tuple[str, object], .
     if "\0" in text:
         return ()
     lines = [line for line in text.splitlines() if line.strip()]
-    found = [(line, _PAIR.fullmatch(line)) for line in lines]
-    pairs = [(match[1], match[2]) for _, match in found if match]
-    return (*pairs, *(("", line) for line, match in found if not match or len(lines) == 1))
+    matches = [(line, _PAIR.fullmatch(line)) for line in lines]
+    pairs = [(match[1], match[2]) for _, match in matches if match]
+    return (*pairs, *(("", line) for line, match in matches if not match or len(lines) == 1))
 
 
 def leaves_of(value: Any, key: str) -> Iterator[tuple[str, object]]:
     """Yield the values in JSON that are neither dicts nor lists, each with its last key."""
     if isinstance(value, dict):
-        for own, one in value.items():
-            yield from leaves_of(one, own)
+        for own, member in value.items():
+            yield from leaves_of(member, own)
     elif isinstance(value, list):
-        for one in value:
-            yield from leaves_of(one, key)
+        for member in value:
+            yield from leaves_of(member, key)
     else:
         yield key, value
 
@@ -173,7 +173,7 @@ def read_text(path: Path) -> str:
     keys = trainers.json_trackers().get(path.name)
     if keys is None:
         return read_small(path, _LIMIT).decode("ascii").strip()
-    found = json.loads(read_small(path, _LIMIT_OF_JSON))
+    value = json.loads(read_small(path, _LIMIT_OF_JSON))
     for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found if isinstance(found, str) else ""
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else ""

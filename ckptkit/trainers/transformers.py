@@ -15,7 +15,7 @@ _OF_SPEED = ("_runtime", "_per_second")
 
 
 def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that a Trainer logged at the step of its state, except for those of speed."""
+    """Return the metrics that a Trainer logged at the step of its state, without its speed."""
     entries = [entry for entry in state["log_history"] if entry.get("step") == state["global_step"]]
     numbers = {
         str(name): float(value)

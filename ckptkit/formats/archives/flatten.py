@@ -29,8 +29,8 @@ _MOST_MISSING = 256  # missing members of a list
 def unflatten(names: Iterable[str], key: Callable[[str], KeyPath], value: Callable[[str], Any]) -> Any:
     """Return the value of each name, nested in dicts and lists as its key path says.
 
-    Calls `value` in the order of the result. Raises `Unsupported` for two names of which one needs a dict where the
-    other has its value.
+    Calls `value` in the order of the result. Raises `Unsupported` if the key path of one name leads through the value
+    of another.
     """
     tree: Tree = {}
     for name in names:
@@ -63,8 +63,8 @@ def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
         steps = {step: step.number if isinstance(step, NumberKey) else step for step in node}
         return with_numbers({steps[step]: build(child, value) for step, child in node.items()})
     if len(positions) < len(node):
-        one, other = (next(node[step] for step in node if isinstance(step, kind)) for kind in (int, str))
-        raise clash(one, first_name(other))
+        at_index, at_key = (next(node[step] for step in node if isinstance(step, kind)) for kind in (int, str))
+        raise clash(at_index, first_name(at_key))
     length = max(positions) + 1
     if min(positions) < 0 or length - len(positions) > _MOST_MISSING:
         message = f"expected {length} members of a list, found {len(positions)}"
@@ -88,7 +88,7 @@ def first_name(node: Tree | str) -> str:
 def with_numbers(nested: dict[Any, Any]) -> dict[Any, Any]:
     """Return an optimizer's dict whose `state` has the same keys as its `params`: integers, if these are integers.
 
-    Key paths contain integer keys of a dict as strings, with which torch's optimizers would not find their state.
+    Key paths contain integer keys of a dict as strings, but torch's optimizers look for their state under integers.
     """
     groups, state = nested.get("param_groups"), nested.get("state")
     if isinstance(groups, list) and isinstance(state, dict):
@@ -194,12 +194,12 @@ class Flattening:
     def stored(self, value: Any) -> StoredTensor:
         """Return a tensor with one chunk: its storage, or the part of the storage that it uses."""
         try:
-            found = place_tensor(as_tensor(value), self.entries)
+            located = place_tensor(as_tensor(value), self.entries)
         except CkptError as error:
             error.hint = error.hint and "save a plain dense tensor instead"
             raise
-        dtype, shape = found.tensor.dtype, found.tensor.shape
-        return StoredTensor(Spec(dtype, shape), (found.chunk(whole(shape), self.path),))
+        dtype, shape = located.tensor.dtype, located.tensor.shape
+        return StoredTensor(Spec(dtype, shape), (located.chunk(whole(shape), self.path),))
 
     def blob(self, value: Any) -> Blob:
         """Return a non-tensor value with its own pickle."""
@@ -225,13 +225,13 @@ class Flattening:
 def is_entered(value: Any) -> bool:
     """Return True for a list with a dict in it or in nested lists, or a list or tuple with a tensor at any depth."""
     if isinstance(value, list):
-        lists = inert_pickle.walk(value, lambda part: part if isinstance(part, list) else ())
-        return any(pairs_of(part) is not None for part in lists) or holds_tensor(value)
+        lists = inert_pickle.walk(value, lambda member: member if isinstance(member, list) else ())
+        return any(pairs_of(member) is not None for member in lists) or holds_tensor(value)
     return isinstance(value, tuple) and holds_tensor(value)
 
 
 def holds_tensor(value: Any) -> bool:
-    return any(is_tensor(part) or isinstance(part, PersistentId) for part in inert_pickle.walk(value))
+    return any(is_tensor(member) or isinstance(member, PersistentId) for member in inert_pickle.walk(value))
 
 
 def is_module(value: Any) -> bool:

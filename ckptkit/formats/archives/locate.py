@@ -1,4 +1,4 @@
-"""Find the bytes of chunks inside their wrappers, each of which is an archive of torch.save.
+"""Find the bytes of chunks inside their wrappers. A wrapper is an archive of torch.save.
 
 ckptkit reads both ends of each archive. Most archives differ from an earlier one only in the tensor and its checksums,
 so a template of the earlier archive locates them quickly.
@@ -47,21 +47,21 @@ def locate_chunks(
     Empty chunks have no bytes to find. Works file by file, so with thousands of ranks each file is opened once, not
     once per chunk.
     """
-    found = {
+    located = {
         name: [chunk._replace(length=0, where=None) if 0 in chunk.box.size else chunk for chunk in tensor.chunks]
         for name, tensor in layout.tensors.items()
         if any(chunk.where is not None for chunk in tensor.chunks)
     }
     places: dict[str, list[tuple[int, int, str, int]]] = {}
-    for name, chunks in found.items():
+    for name, chunks in located.items():
         for i, chunk in enumerate(chunks):
             if chunk.wrapper not in left:
                 places.setdefault(chunk.path, []).append((chunk.offset, chunk.length, name, i))
     ahead, templates = ReadAhead(files), ArchiveTemplates()
-    in_order = ((path, *place) for path in sorted(places) for place in sorted(places.pop(path)))
-    for *_, name, i in read_ahead(layout.root, in_order, lambda place: ends_of(*place[:3])):
-        found[name][i] = locate_chunk(layout, name, found[name][i], ahead, templates, report)
-    return {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in found.items()}
+    in_order = ((path, *location) for path in sorted(places) for location in sorted(places.pop(path)))
+    for *_, name, i in read_ahead(layout.root, in_order, lambda location: ends_of(*location[:3])):
+        located[name][i] = locate_chunk(layout, name, located[name][i], ahead, templates, report)
+    return {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in located.items()}
 
 
 def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
@@ -139,13 +139,13 @@ class ArchiveTemplates:
         if fitting is not None:
             return fitting
         read = files.inside(path, offset, length)
-        found, entries = open_archive(read, length)
-        template = make_template(read, length, found, entries)
+        located, entries = open_archive(read, length)
+        template = make_template(read, length, located, entries)
         if template is not None:
             if len(self._kept) == _MOST:
                 self._kept.clear()
             self._kept[length] = template
-        return found
+        return located
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ class ArchiveTemplate:
         for start, wanted in self.same:
             if not tail.startswith(wanted, at + start):
                 return None
-        for one, other in self.pairs:
-            if _crc32.unpack_from(tail, at + one) != _crc32.unpack_from(tail, at + other):
+        for first, second in self.pairs:
+            if _crc32.unpack_from(tail, at + first) != _crc32.unpack_from(tail, at + second):
                 return None
         (crc32,) = _crc32.unpack_from(tail, at + self.pairs[0][0])
         tensor, start, nbytes, strides, *_ = self.found
@@ -190,7 +190,7 @@ def make_template(read: ReadAt, length: int, found: Located, entries: Mapping[st
     if found.length != storage.length or max(storage.offset, length - begin) > GLANCE:
         return None
     checksummed = [storage] if serial is None else [storage, serial]
-    pairs = tuple((one - begin, other - begin) for one, other in (entry.crc_at for entry in checksummed))
+    pairs = tuple((first - begin, second - begin) for first, second in (entry.crc_at for entry in checksummed))
     variable_spans = [(start, start + _crc32.size) for pair in pairs for start in pair]
     if serial is not None:
         variable_spans.append((serial.offset - begin, serial.offset - begin + serial.length))

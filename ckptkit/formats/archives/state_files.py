@@ -87,11 +87,11 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
 def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
     """Return the number of elements and the itemsize of each storage that a pickled object uses, by storage key."""
     sizes: dict[str, tuple[int, int]] = {}
-    for part in inert_pickle.walk(state):
-        if not isinstance(part, PersistentId):
+    for member in inert_pickle.walk(state):
+        if not isinstance(member, PersistentId):
             continue
         try:
-            _, kind, key, *details = part.value
+            _, kind, key, *details = member.value
             size = (int(details[1]), _ITEM_SIZES[kind.name])
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise Unsupported("the pickle refers to an unknown kind of storage") from error

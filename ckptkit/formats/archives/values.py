@@ -52,9 +52,11 @@ def with_value(blob: Blob, value: Any) -> Blob:
 def numbers_of(value: Any) -> list[list[int]] | None:
     """Return the parameter indices in each group of an optimizer's state dict; None if it has names instead."""
     numbers = lists_of(value, "params")
-    if numbers is None or not all(isinstance(found, list) and all(type(n) is int for n in found) for found in numbers):
+    if numbers is None or not all(
+        isinstance(in_group, list) and all(type(n) is int for n in in_group) for in_group in numbers
+    ):
         return None
-    return [list(found) for found in numbers]
+    return [list(in_group) for in_group in numbers]
 
 
 def lists_of(value: Any, key: str) -> list[Any] | None:

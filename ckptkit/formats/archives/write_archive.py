@@ -84,16 +84,16 @@ class Storages:
     def _import_storages(self, value: Any, read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
         """Replace the storages that a value refers to by new ones, with the bytes from its archive."""
         keys: dict[str, str] = {}
-        for part in inert_pickle.walk(value):
-            if not isinstance(part, PersistentId):
+        for member in inert_pickle.walk(value):
+            if not isinstance(member, PersistentId):
                 continue
-            match part.value:
+            match member.value:
                 case ("storage", kind, str(key), *rest):
                     if key not in keys:
                         content = read_entry(read, entries, f"data/{key}", limit=self._room)
                         self._spend(len(content))
                         keys[key] = self.add(content)
-                    part.value = ("storage", kind, keys[key], *rest)
+                    member.value = ("storage", kind, keys[key], *rest)
                 case _:
                     raise Corrupt("data.pkl refers to an object that is not a storage")
 
@@ -233,8 +233,8 @@ class _ArchiveBuilder:
         """Return an entry's record in the directory."""
         wide = [value for value in (length, length, header) if value >= _ALL_ONES]
         extra = b"" if not wide else b"\x01\x00" + Struct(f"<H{len(wide)}Q").pack(8 * len(wide), *wide)
-        size, place = min(length, _ALL_ONES), min(header, _ALL_ONES)
-        fields = (0, 0, _FLAGS, 0, 0, 0, checksum, size, size, len(path), len(extra), 0, 0, 0, 0, place)
+        size, header_offset = min(length, _ALL_ONES), min(header, _ALL_ONES)
+        fields = (0, 0, _FLAGS, 0, 0, 0, checksum, size, size, len(path), len(extra), 0, 0, 0, 0, header_offset)
         return _central.pack(b"PK\x01\x02", *fields) + path + extra
 
     def envelope(self) -> ZipTemplate:

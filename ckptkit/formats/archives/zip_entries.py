@@ -251,11 +251,11 @@ def check_archive(read: ReadAt, length: int) -> None:
     """Raise `Corrupt` unless every entry of an archive of `length` bytes matches its recorded CRC-32."""
     for name, entry in read_directory(glance(read, length), length).items():
         pieces = range(entry.offset, entry.offset + entry.length, _PIECE)
-        found = 0
+        crc = 0
         for start in pieces if entry.crc32 else ():
-            found = crc32(read(start, min(_PIECE, entry.offset + entry.length - start)), found)
-        if found != entry.crc32:
-            raise damaged(name, entry, found)
+            crc = crc32(read(start, min(_PIECE, entry.offset + entry.length - start)), crc)
+        if crc != entry.crc32:
+            raise damaged(name, entry, crc)
 
 
 def large_entries(read: ReadAt, length: int) -> Iterator[ZipEntry]:

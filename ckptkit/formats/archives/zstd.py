@@ -69,7 +69,7 @@ class UnpackedFile:
         self._file = self.kept.path.open("r+b")
         self._files = OpenFiles(layout.root)
         self._ahead, self._templates = ReadAhead(self._files), ArchiveTemplates()
-        self._found: dict[FileOffset, tuple[int, int]] = {}
+        self._locations: dict[FileOffset, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -82,10 +82,10 @@ class UnpackedFile:
 
     def unpack(self, item: Item) -> Item:
         """Return the entry at its location in the temporary file, and located inside its archive."""
-        place = item.path, item.offset
-        if place not in self._found:
-            self._found[place] = self._append(item)
-        start, length = self._found[place]
+        location = item.path, item.offset
+        if location not in self._locations:
+            self._locations[location] = self._append(item)
+        start, length = self._locations[location]
         unpacked = item._replace(path=str(self.kept.path), offset=start, length=length, where=None)
         if not isinstance(unpacked, Chunk):
             return unpacked
@@ -119,12 +119,12 @@ def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompres
     """Yield the decompressed bytes of an entry's stream. Raises `Corrupt` as soon as there are too many."""
     from zstandard import ZstdError
 
-    left = limit = promised(item) + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
+    remaining = limit = promised(item) + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
     stream = decompressor.stream_reader(cast(IO[bytes], PackedStream(item, files)), read_size=_READ)
     try:
         while piece := stream.read(_PIECE):
-            left -= len(piece)
-            if left < 0:
+            remaining -= len(piece)
+            if remaining < 0:
                 raise Corrupt(f"expected at most {limit} bytes in the zstd stream, found more")
             yield piece
     except ZstdError as error:

@@ -115,18 +115,18 @@ def read_contents(
     path: Path, entries_by_rank: Sequence[_EntryByRank], report: Report
 ) -> dict[tuple[str, int, int], _Content]:
     """Return a value for each entry, by its location, that is equal for entries with equal contents."""
-    found: dict[tuple[str, int, int], _Content] = {}
+    contents: dict[tuple[str, int, int], _Content] = {}
     chunks: dict[str, Chunk] = {}
     with OpenFiles(path, in_order=False) as files:
         for entry in (entry for own in entries_by_rank for entry in own.values()):
             if isinstance(entry, StoredTensor) and entry.chunks[0].wrapper == ENVELOPE:
                 chunks[str(len(chunks))] = entry.chunks[0]
             else:
-                found[place_of(entry)] = (sum_bytes(files, *place_of(entry)),)
+                contents[place_of(entry)] = (sum_bytes(files, *place_of(entry)),)
         for old, new in zip(chunks.values(), locate_all(path, chunks, report), strict=True):
             crc = new.crc32 if new.crc32 is not None else sum_bytes(files, new.path, new.offset, new.length)
-            found[old.path, old.offset, old.length] = (old.dtype, old.size, new.strides, crc)
-    return found
+            contents[old.path, old.offset, old.length] = (old.dtype, old.size, new.strides, crc)
+    return contents
 
 
 def locate_all(path: Path, chunks: Mapping[str, Chunk], report: Report) -> list[Chunk]:
@@ -144,5 +144,5 @@ def sum_bytes(files: OpenFiles, path: str, offset: int, length: int) -> int:
 
 
 def place_of(entry: Entry) -> tuple[str, int, int]:
-    place = entry if isinstance(entry, Blob) else entry.chunks[0]
-    return place.path, place.offset, place.length
+    stored = entry if isinstance(entry, Blob) else entry.chunks[0]
+    return stored.path, stored.offset, stored.length

@@ -2,7 +2,7 @@
 
 Source: torch/distributed/checkpoint/{filesystem,metadata,default_planner}.py. `.metadata` is a pickle that maps each
 chunk of a tensor to a byte range of a file; each range is one archive of torch.save. Shapes and offsets come from the
-metadata alone: file names say who wrote a file, not what it contains.
+metadata alone. The name of a file only says which rank wrote it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Dcp(FormatWriter):
     def read_items(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout as the metadata describes it, without a comparison with the files.
 
-        Of several metadata files, those that cannot be read are reported.
+        If there are several metadata files, reports each file that cannot be read.
         """
         described_by = find_metadata(path)
         if len(described_by) > 1:
@@ -188,9 +188,9 @@ def check_files(layout: Layout, report: Report) -> None:
     Also reports items that overlap partly.
     """
     items: dict[str, list[tuple[int, int, str]]] = {}
-    for name, place in chain(layout.stored, layout.copies):
-        if place.length:
-            items.setdefault(place.path, []).append((place.offset, place.length, name))
+    for name, item in chain(layout.stored, layout.copies):
+        if item.length:
+            items.setdefault(item.path, []).append((item.offset, item.length, name))
     missing = sorted(items.keys() - set(names_in(layout.root)))
     if missing:
         report(
@@ -242,9 +242,9 @@ def has_number_key(way: KeyPath, optimizers: Container[KeyPath]) -> bool:
 def items_of(layout: Layout) -> dict[tuple[str, int, int], str]:
     """Return file, offset and length of every item that has bytes, each with the first name that uses it."""
     items: dict[tuple[str, int, int], str] = {}
-    for name, place in chain(layout.stored, layout.copies):
-        if place.length:
-            items.setdefault((place.path, place.offset, place.length), name)
+    for name, item in chain(layout.stored, layout.copies):
+        if item.length:
+            items.setdefault((item.path, item.offset, item.length), name)
     return items
 
 

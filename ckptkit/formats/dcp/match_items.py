@@ -49,15 +49,15 @@ def match_items(root: Path, plan: Layout) -> None:
 
 def items_by_file(plan: Layout) -> dict[str, Items]:
     """Return the items of each file."""
-    found: dict[str, Items] = {}
-    for name, place in plan.stored:
-        if place.wrapper not in (None, ENVELOPE):
-            message = f"stored through the transform `{place.wrapper}`: only its metadata says what an item contains"
-            raise Unsupported(message, path=plan.root / place.path, tensor=name)
-        wanted = str(Spec(place.dtype, place.size)) if isinstance(place, Chunk) else _ENTRY
-        if place.length:
-            found.setdefault(place.path, {}).setdefault((place.offset, place.length), (name, wanted))
-    return found
+    by_file: dict[str, Items] = {}
+    for name, item in plan.stored:
+        if item.wrapper not in (None, ENVELOPE):
+            message = f"stored through the transform `{item.wrapper}`: only its metadata says what an item contains"
+            raise Unsupported(message, path=plan.root / item.path, tensor=name)
+        wanted = str(Spec(item.dtype, item.size)) if isinstance(item, Chunk) else _ENTRY
+        if item.length:
+            by_file.setdefault(item.path, {}).setdefault((item.offset, item.length), (name, wanted))
+    return by_file
 
 
 class Matching:
@@ -73,13 +73,13 @@ class Matching:
         for number, ((offset, length), (name, wanted)) in enumerate(sorted(items.items()), start=1):
             end = offset + length
             if end <= size:
-                found = self.content(file, offset, length)
+                actual = self.content(file, offset, length)
             elif size <= offset or self.is_begun(file, offset, length, size):
                 return
             else:
-                found = f"another item in {size - offset} bytes"
-            if found != wanted:
-                message = f"item {number} of {len(items)}: expected {wanted} in {length} bytes, found {found}"
+                actual = f"another item in {size - offset} bytes"
+            if actual != wanted:
+                message = f"item {number} of {len(items)}: expected {wanted} in {length} bytes, found {actual}"
                 raise Mismatch(message, tensor=name, offset=offset)
         if size > end:
             raise Mismatch(f"expected {end} bytes in {len(items)} items, found {size}")

@@ -2,8 +2,8 @@
 
 Source: megatron/core/dist_checkpointing/strategies/torch.py of core 0.12, for `fully_sharded_model_space` of its
 distributed optimizer. For a parameter of shape [X, Y] that tensor-parallel ranks store as blocks of [x, y], `exp_avg`
-has shape [X/x, Y/y, x y]: the position of a block in the grid of blocks, and on the last axis its elements in row-major
-order, of which each data-parallel rank has a contiguous range.
+has shape [X/x, Y/y, x y]: the position of a block in the grid of blocks, then the elements of the block in row-major
+order. Each data-parallel rank has a contiguous range of the last axis.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def unfold(layout: Layout, report: Report) -> Layout:
     shapes = {name: shape for name in layout.tensors if (shape := shape_of_parameter(layout, name)) is not None}
     if not shapes:
         return layout
-    found = locate(select(replace(layout, blobs={}), shapes.__contains__), report)
+    located = locate(select(replace(layout, blobs={}), shapes.__contains__), report)
     unfolded = {
-        name: StoredTensor(Spec(tensor.spec.dtype, shapes[name]), tuple(unfold_chunks(found, name, shapes[name])))
-        for name, tensor in found.tensors.items()
+        name: StoredTensor(Spec(tensor.spec.dtype, shapes[name]), tuple(unfold_chunks(located, name, shapes[name])))
+        for name, tensor in located.tensors.items()
         if all(chunk.wrapper is None for chunk in tensor.chunks)
     }
     return replace(layout, tensors={**layout.tensors, **unfolded})
@@ -55,7 +55,7 @@ def shape_of_parameter(layout: Layout, name: str) -> Shape | None:
 def unfold_chunks(layout: Layout, name: str, shape: Shape) -> Iterator[Chunk]:
     """Yield the chunks of a state as boxes of its parameter. Raises `Corrupt` for a chunk that spans several blocks."""
     tensor = layout.tensors[name]
-    part = tuple(n // parts for n, parts in zip(shape, tensor.spec.shape, strict=False))
+    block = tuple(n // parts for n, parts in zip(shape, tensor.spec.shape, strict=False))
     for chunk in tensor.chunks:
         *grid, start = chunk.start
         *ones, length = chunk.size
@@ -64,7 +64,7 @@ def unfold_chunks(layout: Layout, name: str, shape: Shape) -> Iterator[Chunk]:
                 f"a chunk at {list(chunk.start)} of size {list(chunk.size)} is not one contiguous run of a parameter"
             )
             raise Corrupt(message, path=layout.root / chunk.path, tensor=name)
-        corner = [i * n for i, n in zip(grid, part, strict=True)]
+        corner = [i * n for i, n in zip(grid, block, strict=True)]
         row = chunk._replace(box=Box((start,), (length,)))
-        for piece in boxes_of_run(row, 0, part, start, start + length):
+        for piece in boxes_of_run(row, 0, block, start, start + length):
             yield piece._replace(box=Box(tuple(map(add, corner, piece.start)), piece.size))

@@ -107,7 +107,7 @@ Place = tuple[Any, Any, Any, Any]  # file, offset, length and transforms of an i
 
 
 class Reading:
-    """Collects a layout from one `Metadata` object, or from those of all ranks. The chunks are not located.
+    """Collects a layout from the `Metadata` object of the checkpoint, or of all ranks. The chunks are not located.
 
     With a `report` that does not raise, malformed entries are skipped.
     """
@@ -219,7 +219,7 @@ def take_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
         for index, _ in batch:
             if isinstance(index, InstanceTable):
                 yield index.columns(_OF_INDEX), index.columns(_OF_PLACE, side=1)
-        single = [one for one in batch if not isinstance(one[0], InstanceTable)]
+        single = [entry for entry in batch if not isinstance(entry[0], InstanceTable)]
         if single:
             yield columns([index for index, _ in single], _OF_INDEX), columns([info for _, info in single], _OF_PLACE)
 
@@ -227,10 +227,10 @@ def take_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
 def boxes_of(chunks: list[Any]) -> list[Box]:
     """Return the box of each `ChunkStorageMetadata` in a list, in order."""
     boxes: list[Box] = []
-    for is_table, group in groupby(chunks, lambda one: isinstance(one, InstanceTable)):
-        some = list(group)
-        found = [one.columns(_OF_CHUNK) for one in some] if is_table else [columns(some, _OF_CHUNK)]
-        for starts, sizes in found:
+    for is_table, group in groupby(chunks, lambda record: isinstance(record, InstanceTable)):
+        records = list(group)
+        pairs = [record.columns(_OF_CHUNK) for record in records] if is_table else [columns(records, _OF_CHUNK)]
+        for starts, sizes in pairs:
             boxes += map(Box, as_shapes(list(starts)), as_shapes(list(sizes)))
     return boxes
 
@@ -296,14 +296,14 @@ def has_strides(metadata: Attributes) -> bool:
 
 def infer_keys(names: Iterable[str], tensors: Collection[str]) -> dict[str, KeyPath]:
     """Return the key paths of an optimizer's entries by name. A state must belong to a tensor in `tensors`."""
-    found = {}
+    keys = {}
     for name in names:
         match = _OPTIMIZER.fullmatch(name)
         if match:
             moment = _MOMENT.fullmatch(match[3])
             rest = moment.groups() if moment and moment[3] in tensors else (match[3],)
-            found[name] = (*filter(None, match.groups()[:2]), *rest)
-    return found
+            keys[name] = (*filter(None, match.groups()[:2]), *rest)
+    return keys
 
 
 def name_data(rank: int, number: int) -> str:

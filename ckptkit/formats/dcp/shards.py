@@ -1,6 +1,6 @@
 """Assign the shards of a checkpoint to ranks as FSDP2 shards a model, item by item and file by file.
 
-Source: torch.chunk, with which FSDP2 splits dim 0, and torch/distributed/checkpoint/filesystem.py.
+Source: torch.chunk (FSDP2 uses it to split dim 0), and torch/distributed/checkpoint/filesystem.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read and write Hugging Face checkpoints: safetensors files, and the index that maps tensors to files.
 
-Source: huggingface_hub's `split_torch_state_dict_into_shards`. Also reads the files in which each rank stores its
-shards, from torch.distributed.checkpoint's `HuggingFaceStorageWriter` and so from transformers'
+Source: huggingface_hub's `split_torch_state_dict_into_shards`. Also reads files per rank, which
+torch.distributed.checkpoint's `HuggingFaceStorageWriter` writes, and so transformers with
 `distributed_checkpoint=True`.
 """
 
@@ -37,10 +37,7 @@ _HEAD = 1 << 16  # bytes; most headers are shorter
 
 
 class HuggingFace(FormatWriter):
-    """The format of `model.safetensors`, or several files with an index.
-
-    Files that hold the shards of a rank are only read.
-    """
+    """The format of `model.safetensors`, or several files with an index. Files per rank are only read."""
 
     name = "hf"
     known_by = "`*.safetensors` with its index"
@@ -72,13 +69,13 @@ class HuggingFace(FormatWriter):
         last ranks may be missing without a trace: nothing records the world size, or the shape of a tensor. The
         layout's `world_size` is the number of ranks found.
         """
-        found = find_files(path, report)
+        indexed = find_files(path, report)
         chunks: dict[str, list[Chunk]] = {}
         texts: dict[str, str] = {}
-        unread = set(found.missing)
-        for file in read_ahead(found.root, found.names, lambda name: [(name, 0, _HEAD)]):
+        unread = set(indexed.missing)
+        for file in read_ahead(indexed.root, indexed.names, lambda name: [(name, 0, _HEAD)]):
             try:
-                header, more = read_with_metadata(found.root / file, is_shard=found.world_size is not None)
+                header, more = read_with_metadata(indexed.root / file, is_shard=indexed.world_size is not None)
             except CkptError as error:
                 unread.add(file)
                 report(error)
@@ -86,19 +83,19 @@ class HuggingFace(FormatWriter):
             texts = more | texts
             for name, chunk in header.items():
                 chunks.setdefault(name, []).append(chunk)
-        if found.index is not None:
-            check_index(found.root / found.described_by, found.index, chunks, unread, report)
-        tensors = {name: assemble(name, parts, found.root) for name, parts in chunks.items()}
-        described_by = () if found.index is None else (found.described_by,)
-        ranks = found.world_size
-        layout = Layout(found.root, self.name, tensors, world_size=ranks, descriptions=described_by, texts=texts)
+        if indexed.index is not None:
+            check_index(indexed.root / indexed.described_by, indexed.index, chunks, unread, report)
+        tensors = {name: assemble(name, parts, indexed.root) for name, parts in chunks.items()}
+        described_by = () if indexed.index is None else (indexed.described_by,)
+        ranks = indexed.world_size
+        layout = Layout(indexed.root, self.name, tensors, world_size=ranks, descriptions=described_by, texts=texts)
         if unread:
-            return replace(layout, absent=find_absent(found, unread, layout))
+            return replace(layout, absent=find_absent(indexed, unread, layout))
         gaps: list[CkptError] = []
         check_cover(layout, gaps.append)
-        for gap in [found.lost] if gaps and found.lost else gaps:
+        for gap in [indexed.lost] if gaps and indexed.lost else gaps:
             report(gap)
-        return replace(layout, absent=dict.fromkeys(tensors, "")) if gaps and found.lost else layout
+        return replace(layout, absent=dict.fromkeys(tensors, "")) if gaps and indexed.lost else layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002
         """Yield the tensors of every file; none has a checksum."""
@@ -192,7 +189,7 @@ def find_files(path: Path, report: Report) -> IndexedFiles:
 def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> IndexedFiles:
     """Return the files of all ranks. Raises `Corrupt` if a part is missing, or another model is in the directory too.
 
-    A rank has files only for the parts of the model in which it has shards.
+    A rank without shards in some part of the model has no file for that part.
     """
     names = [match[0] for match in shards]
     ranks, parts = ({int(match[i]) for match in shards} for i in (1, 2))
@@ -233,9 +230,9 @@ def count_of(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
     return counts.pop()
 
 
-def find_missing_number(pattern: str, found: set[int], last: int, path: Path) -> Incomplete | None:
+def find_missing_number(pattern: str, numbers: set[int], last: int, path: Path) -> Incomplete | None:
     """Return the error for the first number from 1 to `last` without a file named by `pattern`, if any."""
-    missing = next(number for number in count(1) if number not in found)
+    missing = next(number for number in count(1) if number not in numbers)
     if missing > last:
         return None
     message = f"`{pattern.format(missing)}` of {last} files is missing"
@@ -276,12 +273,12 @@ def check_is_model(folder: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def find_index(path: Path, present: set[str]) -> str | None:
-    """Return the name of the index in a directory, None if there is none. Some libraries name it after their files."""
-    found = sorted(name for name in present if name.endswith(_INDEX))
-    if len(found) > 1 and INDEX not in found:
+    """Return the name of the index in a directory, None without an index. Some libraries name it after their files."""
+    indices = sorted(name for name in present if name.endswith(_INDEX))
+    if len(indices) > 1 and INDEX not in indices:
         hint = f"pass one of them alone: move the others away from {path}"
-        raise Unsupported(f"expected the index of one model, found {', '.join(found)}", path=path, hint=hint)
-    return INDEX if INDEX in found else next(iter(found), None)
+        raise Unsupported(f"expected the index of one model, found {', '.join(indices)}", path=path, hint=hint)
+    return INDEX if INDEX in indices else next(iter(indices), None)
 
 
 def find_indexed(path: Path, described_by: str, present: set[str], report: Report) -> IndexedFiles:
@@ -304,7 +301,7 @@ def find_indexed(path: Path, described_by: str, present: set[str], report: Repor
 
 
 def find_only(path: Path, present: set[str]) -> str:
-    """Return the only safetensors file of a directory that has no index."""
+    """Return the only safetensors file of a directory without an index."""
     names = sorted(name for name in present if name.endswith(_SUFFIX))
     if len(names) != 1:
         raise Unsupported(
@@ -316,20 +313,20 @@ def find_only(path: Path, present: set[str]) -> str:
 
 
 def check_index(
-    path: Path, places: Mapping[str, str], found: Mapping[str, Sequence[Chunk]], unread: Container[str], report: Report
+    path: Path, places: Mapping[str, str], chunks: Mapping[str, Sequence[Chunk]], unread: Container[str], report: Report
 ) -> None:
     """Report where the index and the headers of its files do not name the same tensors in the same files.
 
     Skips files that are `unread`.
     """
     for name, file in places.items():
-        files = [chunk.path for chunk in found.get(name, ())]
+        files = [chunk.path for chunk in chunks.get(name, ())]
         if files != [file] and file not in unread:
             where = f"found it in {' and '.join(f'`{file}`' for file in files)}" if files else "found it in no file"
             report(Corrupt(f"expected the tensor in `{file}` (index), {where}", path=path, tensor=name))
-    for name in found:
+    for name in chunks:
         if name not in places:
-            message = f"`{found[name][0].path}` contains a tensor that the index does not list"
+            message = f"`{chunks[name][0].path}` contains a tensor that the index does not list"
             report(Corrupt(message, path=path, tensor=name))
 
 
@@ -345,8 +342,8 @@ def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
     first, *others = chunks
     for chunk in others:
         if (chunk.dtype, len(chunk.size)) != (first.dtype, len(first.size)):
-            one, other = (f"{Spec(c.dtype, c.size)} in `{c.path}`" for c in (first, chunk))
-            raise Corrupt(f"the shards disagree: {one}, {other}", path=root, tensor=name)
+            first_text, other_text = (f"{Spec(c.dtype, c.size)} in `{c.path}`" for c in (first, chunk))
+            raise Corrupt(f"the shards disagree: {first_text}, {other_text}", path=root, tensor=name)
     shape = tuple(map(max, zip(*(chunk.box.stop for chunk in chunks), strict=True)))
     return StoredTensor(Spec(first.dtype, shape), tuple(chunks))
 

@@ -56,7 +56,7 @@ def stored(chunk: Chunk) -> StoredTensor:
 
 
 def is_empty(entry: Any) -> bool:
-    """Return whether an entry has neither a dtype nor elements, like torch's `_FqnData` before it is filled."""
+    """Return whether an entry is empty, without dtype and elements, like torch's `_FqnData` before it is filled."""
     if not isinstance(entry, dict) or entry.get("dtype") != "":
         return False
     offsets = entry.get("data_offsets")
@@ -65,8 +65,8 @@ def is_empty(entry: Any) -> bool:
 
 def is_series(files: set[str]) -> bool:
     """Return whether file names count from 1 to their number, such as `model-00001-of-00002.safetensors`."""
-    found = [match for file in files if (match := _SERIES.fullmatch(file))]
-    kinds = {(match[1], int(match[3]), match[4]) for match in found}
-    numbers = {int(match[2]) for match in found}
-    is_numbered = len(found) == len(files) and numbers == set(range(1, len(files) + 1))
+    matches = [match for file in files if (match := _SERIES.fullmatch(file))]
+    kinds = {(match[1], int(match[3]), match[4]) for match in matches}
+    numbers = {int(match[2]) for match in matches}
+    is_numbered = len(matches) == len(files) and numbers == set(range(1, len(files) + 1))
     return is_numbered and len(kinds) == 1 and next(iter(kinds))[1] == len(files)

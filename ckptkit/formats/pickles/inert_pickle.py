@@ -34,10 +34,10 @@ class Global(type):
 
     def __new__(cls, module: str, name: str, *, is_flat: bool = False) -> Global:
         """Return the class with this name."""
-        made: dict[str, Any] = {"__slots__": (), "module": module, "name": name}
+        attributes: dict[str, Any] = {"__slots__": (), "module": module, "name": name}
         if is_flat:
-            return super().__new__(cls, "Global", (FlatInstance,), made)
-        return super().__new__(cls, "Global", (), {**made, "__new__": _make})
+            return super().__new__(cls, "Global", (FlatInstance,), attributes)
+        return super().__new__(cls, "Global", (), {**attributes, "__new__": _make})
 
     def __init__(cls, module: str, name: str, *, is_flat: bool = False) -> None:
         pass  # `__new__` does everything
@@ -112,15 +112,15 @@ class Record:
 
 
 class _Attribute(Global):
-    """The name of `getattr`. A call of it with a name and a string is a name too: that of a nested class."""
+    """The name of `getattr`. A call of it with a name and a string returns the name of a nested class."""
 
     _name_it: Callable[[str, str], Any]
 
     def __new__(cls, module: str, name: str, name_it: Callable[[str, str], Any]) -> Global:
         """Return the class that calls `name_it` for each nested class."""
-        made = super().__new__(cls, module, name)
-        type.__setattr__(made, "_name_it", staticmethod(name_it))
-        return made
+        attribute = super().__new__(cls, module, name)
+        type.__setattr__(attribute, "_name_it", staticmethod(name_it))
+        return attribute
 
     def __init__(cls, module: str, name: str, name_it: Callable[[str, str], Any]) -> None:
         pass  # `__new__` does everything
@@ -347,17 +347,17 @@ def walk(value: Any, parts: Callable[[Any], Sequence[Any]] = parts_of) -> Iterat
     seen: set[int] = set()
     waiting = [value]
     while waiting:
-        part = waiting.pop()
-        if id(part) not in seen:
-            seen.add(id(part))
-            yield part
-            waiting.extend(reversed(parts(part)))
+        member = waiting.pop()
+        if id(member) not in seen:
+            seen.add(id(member))
+            yield member
+            waiting.extend(reversed(parts(member)))
 
 
 def check_key(key: Any) -> None:
     """Raise `TypeError` for a dict key whose hash may take forever: nested tuples of shared tuples."""
     if isinstance(key, tuple):
-        if not all(isinstance(part, SCALARS) for part in key):
+        if not all(isinstance(member, SCALARS) for member in key):
             raise TypeError("key")
     elif not isinstance(key, (*SCALARS, Record, FlatInstance, Global)):
         raise TypeError("key")

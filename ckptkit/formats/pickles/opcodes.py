@@ -1,9 +1,9 @@
-"""Scan the opcodes of a pickle, and rewrite those with which it could harm Python's own unpickler. Runs none of them.
+"""Scan the opcodes of a pickle, and rewrite the opcodes that could harm Python's own unpickler. Runs none of them.
 
-The unpickler, which is written in C, trusts its input. It allocates whatever number of bytes, or memo index, a pickle
-names. And it hashes the keys of dicts and the members of sets, which for nested tuples can take forever, or exhaust the
-stack. So a length is compared with the bytes that are there; opcodes for an empty dict or set are replaced by a call of
-`persistent_load`, which returns a safe container; and an opcode that torch does not write is refused. Source:
+The unpickler, which is written in C, trusts its input. It allocates as many bytes, or memo entries, as a pickle
+requests. And it hashes the keys of dicts and the members of sets, which for nested tuples can take forever, or exhaust
+the stack. So a length is compared with the bytes that are there; opcodes for an empty dict or set are replaced by a
+call of `persistent_load`, which returns a safe container; and an opcode that torch does not write is refused. Source:
 https://github.com/python/cpython/blob/3.13/Lib/pickletools.py
 """
 
@@ -109,15 +109,15 @@ class SanitizedPickle(RawIOBase):
         done = at
         while True:
             start = at
-            found = instances.findall(data, at, at + window) if instances else []
-            if found and found[-1][-1]:
-                del found[-1]
-            if found:
-                flat = _APPENDS.join(map(b"".join, found)) + _APPENDS
+            flat_ones = instances.findall(data, at, at + window) if instances else []
+            if flat_ones and flat_ones[-1][-1]:
+                del flat_ones[-1]
+            if flat_ones:
+                flat = _APPENDS.join(map(b"".join, flat_ones)) + _APPENDS
                 yield data[done:at] + flat
-                at = done = at + len(flat) + _SHORTER * len(found)
+                at = done = at + len(flat) + _SHORTER * len(flat_ones)
                 if tables:
-                    at = done = yield from tables.follow((before for before, *_ in found), start, at)
+                    at = done = yield from tables.follow((before for before, *_ in flat_ones), start, at)
                 continue
             at = next(allowed.finditer(data, at)).end()
             if tables:
@@ -176,8 +176,8 @@ def allowed_run() -> re.Pattern[bytes]:
 def flat_instances() -> re.Pattern[bytes]:
     """Return the pattern of an object whose state is a dict.
 
-    Its groups are the opcodes before the dict, the dict's items, and, if there is no such object, the remaining bytes.
-    Strings are those of protocol 4.
+    Its groups are the opcodes before the dict, the dict's items, and, without such an object, the remaining bytes.
+    Strings must be as protocol 4 writes them.
     """
     before, items = allowed_opcodes(_ALWAYS + _NOT_IN_STATES, _OPERANDS), allowed_opcodes(_ALWAYS, _OPERANDS)
     return re.compile(rb"(%b*+)\}(\x94?\(%b*+)ub|(.).*" % (before, items), re.DOTALL)

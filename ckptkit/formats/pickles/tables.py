@@ -5,8 +5,8 @@ names. The opcodes of one instance give a pattern, and the pattern finds the nex
 `persistent_load` in place of them all. Equal values become one object.
 
 The unpickler memoizes every object, and later opcodes may fetch it by its memo index. So the memo entries of the
-instances are filled: with None, or with a string where an opcode may fetch one. Instances from which an opcode may
-fetch any other value are left to the unpickler.
+instances are filled: with None, or with a string if an opcode may fetch it. If an opcode may fetch any other value of
+an instance, the unpickler reads the instance itself.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class InstanceShape(NamedTuple):
     @property
     def pattern(self) -> bytes:
         """Return the pattern of such an instance, with a group for each value."""
-        values = (re.escape(one.name + one.size) + _KINDS[one.kind] for one in self.attributes)
+        values = (re.escape(attribute.name + attribute.size) + _KINDS[attribute.kind] for attribute in self.attributes)
         return b"".join((re.escape(self.of), rb"\)\x81\x94}\x94\(", *values, b"ub"))
 
     @property
@@ -80,8 +80,8 @@ class InstanceShape(NamedTuple):
         The second object is torch.Size, or else the class again.
         """
         yield self.of
-        for one in self.attributes:
-            yield from (one.name, one.size or self.of)
+        for attribute in self.attributes:
+            yield from (attribute.name, attribute.size or self.of)
 
 
 def has_long_runs(data: bytes, at: int) -> bool:
@@ -126,19 +126,19 @@ class Tables:
         before, self._memo_size = self._memo_size, self._memo_size + bare.count(b"\x94")
         wanted = set(self._fetched_in(before, self._memo_size))
         if wanted:
-            memoized = enumerate((found[1] for found in _MEMOIZED.finditer(piece) if found[2]), before)
-            self._note_texts((place, text) for place, text in memoized if text is not None and place in wanted)
+            memoized = enumerate((match[1] for match in _MEMOIZED.finditer(piece) if match[2]), before)
+            self._note_texts((index, text) for index, text in memoized if text is not None and index in wanted)
 
     def _pass_instances(self, heads: Iterable[bytes]) -> None:
         """Track whether the next instance is a key, from the opcodes before the state of each instance passed on."""
         for head in heads:
-            found = _HEAD.fullmatch(head)
-            if found is None:
+            match = _HEAD.fullmatch(head)
+            if match is None:
                 self._is_key_next = None
-            elif found["mark"]:
+            elif match["mark"]:
                 self._is_key_next = False
             elif (
-                not found["tail"] and self._is_key_next is not None
+                not match["tail"] and self._is_key_next is not None
             ):  # a tail means that there were two instances, so nothing changes
                 self._is_key_next = not self._is_key_next
 
@@ -171,9 +171,9 @@ class Tables:
         end = self._memo_size + count_memoized(shapes, rows)
         wanted = self._fetched_in(self._memo_size, end)
         texts = dict(memoized_texts(shapes, rows, self._memo_size)) if wanted else {}
-        if not all(place in texts for place in wanted):
+        if not all(index in texts for index in wanted):
             return None
-        kept = [(place, texts[place]) for place in wanted]
+        kept = [(index, texts[index]) for index in wanted]
         self._note_texts(kept)
         if len(self._values) > _MOST_VALUES:
             self._values.clear()
@@ -192,13 +192,13 @@ class Tables:
         """
         shapes, values = self._made[number]
         self._made[number] = ((), [])
-        left, columns = iter(fetched), iter(values)
+        remaining, columns = iter(fetched), iter(values)
         sides = []
         for shape in shapes:
-            of = next(left)
+            of = next(remaining)
             side = {}
             for attribute in shape.attributes:
-                name, other = next(left), next(left)
+                name, other = next(remaining), next(remaining)
                 is_expected = other is (size if attribute.kind == "size" else of)
                 if type(name) is not str or not is_expected or not isinstance(of, type):
                     return None
@@ -209,8 +209,8 @@ class Tables:
     def _fetched_in(self, start: int, end: int) -> Sequence[int]:
         return self._fetched[bisect_left(self._fetched, start) : bisect_left(self._fetched, end)]
 
-    def _note_texts(self, found: Iterable[tuple[int, bytes]]) -> None:
-        self._texts.update((place, decode_text(opcodes)) for place, opcodes in found)
+    def _note_texts(self, strings: Iterable[tuple[int, bytes]]) -> None:
+        self._texts.update((index, decode_text(opcodes)) for index, opcodes in strings)
 
 
 class _Values(dict[bytes, Any]):
@@ -252,7 +252,7 @@ def decode_text(opcodes: bytes) -> str:
 
 
 def shapes_at(data: bytes, at: int) -> tuple[InstanceShape, ...]:
-    """Return the shapes of the instance at an offset, and of the next one if its class differs; () if there is none."""
+    """Return the shapes of the instance at an offset, and of the next one if its class differs; () without one."""
     first = shape_at(data, at)
     if first is None:
         return ()
@@ -263,18 +263,18 @@ def shapes_at(data: bytes, at: int) -> tuple[InstanceShape, ...]:
 
 def shape_at(data: bytes, at: int) -> tuple[InstanceShape, int] | None:
     """Return the shape of the instance at an offset and the offset after it; None if it does not fit a table."""
-    found = _INSTANCE.match(data, at)
-    if found is None:
+    match = _INSTANCE.match(data, at)
+    if match is None:
         return None
     attributes = []
-    for name, size, _, _, text in _ATTRIBUTE.findall(found[2]):
+    for name, size, _, _, text in _ATTRIBUTE.findall(match[2]):
         attributes.append(Attribute(name, size, "size" if size else "text" if text else "number"))
-    return InstanceShape(found[1], tuple(attributes)), found.end()
+    return InstanceShape(match[1], tuple(attributes)), match.end()
 
 
 def count_memoized(shapes: Sequence[InstanceShape], rows: Sequence[tuple[bytes, ...]]) -> int:
     """Return the number of memo entries of rows: two per instance, three per size, one per string."""
-    kinds = [one.kind for shape in shapes for one in shape.attributes]
+    kinds = [attribute.kind for shape in shapes for attribute in shape.attributes]
     count = len(rows) * (2 * len(shapes) + 3 * kinds.count("size"))
     for kind, column in zip(kinds, zip(*rows, strict=True), strict=False):  # the last column has no kind
         if kind == "size":
@@ -285,27 +285,27 @@ def count_memoized(shapes: Sequence[InstanceShape], rows: Sequence[tuple[bytes, 
 
 
 def memoized_texts(
-    shapes: Sequence[InstanceShape], rows: Iterable[tuple[bytes, ...]], place: int
+    shapes: Sequence[InstanceShape], rows: Iterable[tuple[bytes, ...]], index: int
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the memo index of each string in rows of instances, and the opcodes of the string."""
     for row in rows:
         values = iter(row)
         for shape in shapes:
-            place += 2
+            index += 2
             for attribute in shape.attributes:
                 opcodes = next(values)
                 if attribute.kind == "size":
-                    place += 2 if opcodes == b")" else 3
+                    index += 2 if opcodes == b")" else 3
                 elif attribute.kind == "text" and opcodes[0] == 0x8C:
-                    yield place, opcodes[:-1]
-                    place += 1
+                    yield index, opcodes[:-1]
+                    index += 1
 
 
 def fillers(start: int, end: int, texts: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
     """Yield opcodes that fill the memo from index `start` to `end` with strings and None."""
-    for place, text in texts:
-        yield b"N%b0%b\x940" % (b"\x94" * (place - start), text)
-        start = place + 1
+    for index, text in texts:
+        yield b"N%b0%b\x940" % (b"\x94" * (index - start), text)
+        start = index + 1
     yield b"N%b0" % (b"\x94" * (end - start))
 
 
@@ -314,15 +314,15 @@ def fetched_places(data: bytes, at: int) -> list[int]:
 
     Most fetches are of a few names and classes, which are skipped once they are known.
     """
-    found: set[bytes] = set()
+    fetched: set[bytes] = set()
     highest = min(len(data) >> 24, 255)  # byte of a place
     fetch = memo_get_pattern((), highest)
     for start in range(at, len(data), _WINDOW):
-        some = fetch.findall(data, start, start + _WINDOW + 4)
-        found.update(some)
-        if len(some) > _MOST_FETCHES:
-            fetch = memo_get_pattern([one for one, _ in Counter(some).most_common(_FREQUENT)], highest)
-    return sorted(place for place in (int.from_bytes(one, "little") for one in found) if place < len(data))
+        in_window = fetch.findall(data, start, start + _WINDOW + 4)
+        fetched.update(in_window)
+        if len(in_window) > _MOST_FETCHES:
+            fetch = memo_get_pattern([one for one, _ in Counter(in_window).most_common(_FREQUENT)], highest)
+    return sorted(index for index in (int.from_bytes(one, "little") for one in fetched) if index < len(data))
 
 
 def memo_get_pattern(places: Sequence[bytes], highest: int) -> re.Pattern[bytes]:

@@ -108,8 +108,8 @@ class Pickler:
         small = _SMALL_TUPLES.get(len(value))
         if small is None:
             self.out += b"("
-        for part in value:
-            self.save(part)
+        for member in value:
+            self.save(member)
         self.out += small or b"t"
         if value:
             self._remember(id(value))

@@ -45,8 +45,8 @@ _BESIDE = re.compile(
 class Pt(FormatWriter):
     """The format of torch.save: read from a file or from the directory that contains it; written as `state.pt`.
 
-    In a directory ckptkit reads `state.pt`, or else the only file whose name is not that of an optimizer, scheduler,
-    sampler or random state.
+    In a directory ckptkit reads `state.pt`, or else the only candidate: the names of optimizers, schedulers, samplers
+    and random states are excluded.
     """
 
     name = "pt"
@@ -134,8 +134,8 @@ def choose_file(path: Path) -> Path:
     if len(files) == 1:
         return files[0]
     names = ", ".join(file.name for file in files[:8])
-    if len(found := find_set(files[0].name, [file.name for file in files]) if files else []) > 1:
-        raise not_joined(found, path)
+    if len(ranks := find_set(files[0].name, [file.name for file in files]) if files else []) > 1:
+        raise not_joined(ranks, path)
     raise Unsupported(
         f"expected one torch.save file, or `{MAIN}`, found {len(files)}: {names}",
         path=path,

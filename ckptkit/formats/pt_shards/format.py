@@ -136,9 +136,9 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
         if file != index.groups:
             compare_names(index, file, children, report)
         flattening.add_all(children, above)
-        again = next((name for name in flattening.flat.keys if name in whole.keys), None)
-        if again is not None:
-            raise Corrupt("another file contains the tensor too", tensor=again)
+        duplicate = next((name for name in flattening.flat.keys if name in whole.keys), None)
+        if duplicate is not None:
+            raise Corrupt("another file contains the tensor too", tensor=duplicate)
     except CkptError as error:
         raise error.blame(path=index.root / file) from None
     whole.tensors.update(flattening.flat.tensors)
@@ -148,12 +148,12 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
 
 def compare_names(index: Index, file: str, children: list[tuple[str | int, Any]], report: Report) -> None:
     """Report names that the index lists for a file and that are not in it, and the reverse."""
-    wanted = {name for name, place in index.places.items() if place == file}
-    found = {str(name) for name, _ in children}
-    for name in sorted(wanted - found):
+    listed = {name for name, place in index.places.items() if place == file}
+    in_file = {str(name) for name, _ in children}
+    for name in sorted(listed - in_file):
         message = f"`{index.name}` lists the tensor in this file, but the file does not have it"
         report(Corrupt(message, path=index.root / file, tensor=name))
-    for name in sorted(found - wanted):
+    for name in sorted(in_file - listed):
         message = f"the tensor is in the file, but `{index.name}` does not list it"
         report(Corrupt(message, path=index.root / file, tensor=name))
 

@@ -1,1 +1,1 @@
-"""Handle directories in which each rank stored its shards of model and optimizer in its own files of torch.save."""
+"""Handle directories with files of torch.save per rank: each rank's shards of model and optimizer."""

@@ -29,7 +29,7 @@ ALONE = RankMesh((1,))  # the mesh of a single rank
 class Example:
     """A way to write files of ranks: their names, the mesh, and the placements of each model tensor.
 
-    The placements are None for a replicated tensor. `calls` are the DTensors of the example, which new ones imitate.
+    A replicated tensor has None instead of placements. `calls` are the DTensors of the example, which new ones imitate.
     `is_told` says that the example shows which tensors are sharded, `was_sharded` that its tensors are ShardedTensors.
     """
 
@@ -42,7 +42,7 @@ class Example:
     was_sharded: bool = False
 
     def for_world(self, world: int) -> RankMesh:
-        """Return the mesh of `world` ranks. The other axes keep their size; the first axis gets what remains."""
+        """Return the mesh of `world` ranks. The other axes keep their size; the first axis gets the quotient."""
         rest = self.grid.shape[1:]
         if world % prod(rest):
             message = (
@@ -55,26 +55,26 @@ class Example:
 
 def example_of(wanted: Layout) -> Example:
     """Return how a checkpoint in files of ranks was written; for any other, an example sharded by rows as in FSDP2."""
-    found = find_files(names_in(wanted.root), ignore) if wanted.format == "ranks" else None
-    if found is None:
+    rank_files = find_files(names_in(wanted.root), ignore) if wanted.format == "ranks" else None
+    if rank_files is None:
         return Example()
-    if not found.naming.templates:
+    if not rank_files.naming.templates:
         raise Unsupported("ckptkit reads files with such names, but does not write them", hint="use `convert --to dcp`")
-    model = first_of(wanted, found.files[MODEL])
+    model = first_of(wanted, rank_files.files[MODEL])
     meshes = [tensor.spread.mesh for tensor in model.tensors.values() if isinstance(tensor.spread, Placed)]
-    if any(len(mesh.ranks) != found.world or mesh != meshes[0] for mesh in meshes):
+    if any(len(mesh.ranks) != rank_files.world or mesh != meshes[0] for mesh in meshes):
         raise Unsupported(
             "the tensors are on several meshes, or on some of the ranks only", hint="use `convert --to dcp`"
         )
     calls = dtensors_in(model)
-    grid = RankMesh((found.world,))
+    grid = RankMesh((rank_files.world,))
     if meshes:
         like = next(iter(calls.values())).args[3][-1]["_spec"].attributes()["mesh"]
         grid = RankMesh(meshes[0].shape, meshes[0].names, meshes[0].device, like)
     spread = {name: how_spread(tensor.spread) for name, tensor in model.tensors.items()}
     return Example(
-        naming=found.naming,
-        label=found.label,
+        naming=rank_files.naming,
+        label=rank_files.label,
         grid=grid if meshes else grid._replace(device=device_of(model.value)),
         spread=spread,
         calls=calls,
@@ -105,7 +105,7 @@ def dtensors_in(model: RankFile) -> dict[str, Record]:
 
 def device_of(value: Any) -> str:
     """Return the device type of the tensors in a state dict."""
-    for part in walk(value):
-        if isinstance(part, PersistentId) and isinstance(part.value, tuple) and len(part.value) > 3:
-            return str(part.value[3]).partition(":")[0]
+    for member in walk(value):
+        if isinstance(member, PersistentId) and isinstance(member.value, tuple) and len(member.value) > 3:
+            return str(member.value[3]).partition(":")[0]
     return "cuda"

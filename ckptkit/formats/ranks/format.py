@@ -1,4 +1,4 @@
-"""Read and write directories in which each rank stored its shards with torch.save, as DTensors or ShardedTensors.
+"""Read and write directories with a file of torch.save per rank, whose shards are DTensors or ShardedTensors.
 
 No file describes the whole checkpoint: each tensor has the position of its rank's shard, and file names have the rank.
 So ckptkit opens all files and checks that they agree.
@@ -93,14 +93,14 @@ def join_rest(files: Sequence[RankFile], taken: Sequence[str]) -> FlatState:
 
 def comparable_content(file: RankFile, top: str | int) -> list[tuple[object, ...]]:
     """Return the comparable part of a rank's entries below a key: values, and the checksums of tensors."""
-    found: list[tuple[object, ...]] = []
+    content: list[tuple[object, ...]] = []
     for name, key in file.flat.keys.items():
         if key[0] == top and name in file.flat.blobs:
-            found.append((name, file.flat.blobs[name].content))
+            content.append((name, file.flat.blobs[name].content))
         elif key[0] == top:
             tensor = file.flat.tensors[name]
-            found.append((name, tensor.spec, *(chunk.crc32 for chunk in tensor.chunks)))
-    return found
+            content.append((name, tensor.spec, *(chunk.crc32 for chunk in tensor.chunks)))
+    return content
 
 
 def add(joined: FlatState, file: RankFile, top: str | int, rank: tuple[str, ...]) -> None:
@@ -164,14 +164,14 @@ class FilePerRank(FormatWriter):
 
         Raises an error for a tensor in a file that cannot be read.
         """
-        found = find(path, report)
+        rank_files = find(path, report)
         with collector_paused():
             try:
-                flat = join_all(path, found, report)
+                flat = join_all(path, rank_files, report)
             except CkptError as error:
                 raise error.blame(path=path) from None
-            descriptions = (*((CONFIG,) if (path / CONFIG).exists() else ()), *sorted(found.names))
-            layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, found.world, descriptions)
+            descriptions = (*((CONFIG,) if (path / CONFIG).exists() else ()), *sorted(rank_files.names))
+            layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, rank_files.world, descriptions)
             layout = replace(layout, spares=flat.spares)
             check_cover(layout, report)
         return layout
@@ -193,8 +193,8 @@ class FilePerRank(FormatWriter):
 
     def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the replicas that several ranks store, and the CRC-32 of each storage."""
-        found = find(made.root)
-        files = [read_files(made.root, found, kind, (kind,), refuse) for kind in found.files]
+        rank_files = find(made.root)
+        files = [read_files(made.root, rank_files, kind, (kind,), refuse) for kind in rank_files.files]
         return seal_files(made.root, files, checksums)
 
 
@@ -207,48 +207,48 @@ def holds_shards(path: Path) -> bool:
 
 
 def find(path: Path, report: Report = refuse) -> RankFiles:
-    """Return the files of ranks in a directory; report those that are missing.
+    """Return the files of ranks in a directory; report missing files.
 
     Raises `Corrupt` if they do not belong to one checkpoint.
     """
     try:
-        found = find_files(names_in(path), lambda problem: report(problem.blame(path=path)))
-        if found is None:
+        rank_files = find_files(names_in(path), lambda problem: report(problem.blame(path=path)))
+        if rank_files is None:
             raise Corrupt("no rank's file contains a model")
-        check_config(path, found)
+        check_config(path, rank_files)
     except CkptError as error:
         raise error.blame(path=path) from None
-    return found
+    return rank_files
 
 
-def check_config(path: Path, found: RankFiles) -> None:
+def check_config(path: Path, rank_files: RankFiles) -> None:
     """Raise `Corrupt` if the config file has another number of ranks."""
-    if "{world}" not in found.naming.templates.get(MODEL, "") or not (path / CONFIG).exists():
+    if "{world}" not in rank_files.naming.templates.get(MODEL, "") or not (path / CONFIG).exists():
         return
     config = parse_json(read_small(path / CONFIG, _CONFIG_LIMIT), path / CONFIG)
     recorded = config.get("world_size") if isinstance(config, dict) else None
-    if type(recorded) is int and recorded != found.world:
-        message = f"expected {recorded} ranks, found files of {found.world}"
+    if type(recorded) is int and recorded != rank_files.world:
+        message = f"expected {recorded} ranks, found files of {rank_files.world}"
         raise Corrupt(message, path=path / CONFIG, hint="check that all files come from one run")
 
 
-def join_all(path: Path, found: RankFiles, report: Report) -> FlatState:
+def join_all(path: Path, rank_files: RankFiles, report: Report) -> FlatState:
     """Return model, optimizer and other entries of all ranks; report files that cannot be read, and skip them."""
-    model = without_views(read_files(path, found, MODEL, () if found.naming is BARE else (MODEL,), report))
+    model = without_views(read_files(path, rank_files, MODEL, () if rank_files.naming is BARE else (MODEL,), report))
     if not model:
         raise Corrupt("no rank's file with a model can be read")
-    flats = [join_files(model, naming_files(path, found, MODEL, report))]
+    flats = [join_files(model, naming_files(path, rank_files, MODEL, report))]
     try:
-        files = read_files(path, found, OPTIMIZER, (OPTIMIZER,), report)
-        report_file = naming_files(path, found, OPTIMIZER, report)
+        files = read_files(path, rank_files, OPTIMIZER, (OPTIMIZER,), report)
+        report_file = naming_files(path, rank_files, OPTIMIZER, report)
         flats += (
-            [join_optimizer(files, model, report_file, found.world, is_in_order=found.naming.is_in_order)]
+            [join_optimizer(files, model, report_file, rank_files.world, is_in_order=rank_files.naming.is_in_order)]
             if files
             else []
         )
     except CkptError as error:
         report(error)
-    files = read_files(path, found, REST, (), report)
+    files = read_files(path, rank_files, REST, (), report)
     flats += [join_rest(files, (MODEL, OPTIMIZER))] if files else []
     whole = FlatState()
     for flat in flats:
@@ -256,17 +256,17 @@ def join_all(path: Path, found: RankFiles, report: Report) -> FlatState:
     return whole
 
 
-def naming_files(path: Path, found: RankFiles, kind: str, report: Report) -> Report:
+def naming_files(path: Path, rank_files: RankFiles, kind: str, report: Report) -> Report:
     """Return a report that names the file of the rank whose shard of a tensor is missing."""
 
     def report_file(problem: CkptError) -> None:
         if isinstance(problem, Incomplete) and problem.ranks:
-            problem.blame(path=path / found.name_of(kind, problem.ranks[0]))
+            problem.blame(path=path / rank_files.name_of(kind, problem.ranks[0]))
         report(problem)
 
     return report if report is refuse else report_file
 
 
-def read_files(path: Path, found: RankFiles, kind: str, above: tuple[str, ...], report: Report) -> list[RankFile]:
-    files = dict(sorted(found.files.get(kind, {}).items()))
+def read_files(path: Path, rank_files: RankFiles, kind: str, above: tuple[str, ...], report: Report) -> list[RankFile]:
+    files = dict(sorted(rank_files.files.get(kind, {}).items()))
     return list(read_each(path, files, lambda rank, name: read_rank_file(path, name, rank, above), report).values())

@@ -31,8 +31,8 @@ class Naming:
 
     def match(self, name: str) -> tuple[str, re.Match[str]] | None:
         """Return the kind of a file, and the match of its name; None if it does not belong to a rank."""
-        found = ((kind, pattern.fullmatch(name)) for kind, pattern in self.compiled.items())
-        return next(((kind, match) for kind, match in found if match), None)
+        matches = ((kind, pattern.fullmatch(name)) for kind, pattern in self.compiled.items())
+        return next(((kind, match) for kind, match in matches if match), None)
 
 
 _RANK = r"(?P<rank>[0-9]{1,7})"
@@ -83,8 +83,8 @@ class RankFiles:
 
 def rank_in(name: str) -> int | None:
     """Return the rank in a file name, None for a file that does not belong to a rank."""
-    found = next((match for naming in (*NAMINGS, BARE) if (match := naming.match(name))), None)
-    return int(found[1]["rank"]) if found else None
+    kind_and_match = next((match for naming in (*NAMINGS, BARE) if (match := naming.match(name))), None)
+    return int(kind_and_match[1]["rank"]) if kind_and_match else None
 
 
 def has_label(name: str) -> bool:
@@ -99,9 +99,9 @@ def find_files(names: Iterable[str], report: Report = refuse) -> RankFiles | Non
     """
     names = sorted(names)
     for naming in (*NAMINGS, BARE):
-        found = [(name, *match) for name in names if (match := naming.match(name))]
-        if any(kind == MODEL for _, kind, _ in found) and (naming is not OTHER or len(found) > 1):
-            return gather(naming, found, report)
+        matches = [(name, *match) for name in names if (match := naming.match(name))]
+        if any(kind == MODEL for _, kind, _ in matches) and (naming is not OTHER or len(matches) > 1):
+            return gather(naming, matches, report)
     return None
 
 
@@ -112,21 +112,21 @@ def is_there(names: Iterable[str]) -> bool:
     return any(naming is not OTHER or models.count(OTHER) > 1 for naming in models)
 
 
-def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]], report: Report) -> RankFiles:
-    """Return the files as those of one checkpoint."""
-    worlds = sorted({int(match["world"]) for *_, match in found if "world" in match.re.groupindex})
+def gather(naming: Naming, matches: list[tuple[str, str, re.Match[str]]], report: Report) -> RankFiles:
+    """Return the matched files as one checkpoint."""
+    worlds = sorted({int(match["world"]) for *_, match in matches if "world" in match.re.groupindex})
     if len(worlds) > 1:
         message = f"expected files of one run, found files of runs with {' and '.join(map(str, worlds))} ranks"
         raise Corrupt(message, hint="move the files of the earlier run to another directory")
-    labels = sorted({match["set"] for _, kind, match in found if kind == MODEL})
+    labels = sorted({match["set"] for _, kind, match in matches if kind == MODEL})
     if len(labels) > 1:
-        names = ", ".join(next(name for name, _, match in found if match["set"] == label) for label in labels[:4])
+        names = ", ".join(next(name for name, _, match in matches if match["set"] == label) for label in labels[:4])
         raise Unsupported(
             f"expected files of one model, found {len(labels)}: {names}",
             hint="move each model to a directory of its own",
         )
     files: dict[str, dict[int, str]] = {}
-    for name, kind, match in found:
+    for name, kind, match in matches:
         if match["set"] == labels[0]:
             files.setdefault(kind, {})[int(match["rank"])] = name
     world = worlds[0] if worlds else 1 + max(files[MODEL])
@@ -135,18 +135,16 @@ def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]], report: 
     return gathered
 
 
-def check_ranks(found: RankFiles, report: Report) -> None:
+def check_ranks(rank_files: RankFiles, report: Report) -> None:
     """Report ranks without a file of each kind. Raises `Corrupt` for files of additional ranks."""
-    for kind, by_rank in found.files.items():
-        missing = [rank for rank in range(found.world) if rank not in by_rank]
+    for kind, by_rank in rank_files.files.items():
+        missing = [rank for rank in range(rank_files.world) if rank not in by_rank]
         name = next(iter(by_rank.values()))
         if missing:
-            some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            message = f"{len(missing)} of {found.world} files like `{name}` are missing: of rank {some}"
-            names = [found.name_of(kind, rank) for rank in missing]
+            ranks_text = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            message = f"{len(missing)} of {rank_files.world} files like `{name}` are missing: of rank {ranks_text}"
+            names = [rank_files.name_of(kind, rank) for rank in missing]
             report(Incomplete(message, hint=f"{ELSEWHERE}, or {SALVAGE}", files=names, ranks=missing))
-        if len(by_rank) > found.world:
-            message = (
-                f"expected files of {found.world} ranks, found one of rank {max(by_rank)}: `{by_rank[max(by_rank)]}`"
-            )
+        if len(by_rank) > rank_files.world:
+            message = f"expected files of {rank_files.world} ranks, found one of rank {max(by_rank)}: `{by_rank[max(by_rank)]}`"
             raise Corrupt(message, hint="move the file away if it belongs to an earlier run")

@@ -35,17 +35,19 @@ class Parameter:
 def parameters_of(model: RankFile) -> list[Parameter]:
     """Return the model's parameters in order, from one rank's file: the sharded tensors, tied ones once.
 
-    Returns all tensors if none is sharded, as with a single rank: then buffers cannot be told from parameters.
+    Returns all tensors if none is sharded, as with a single rank: then nothing distinguishes buffers from parameters.
     """
     tensors = model.tensors
     is_spread = any(tensor.spread is not None for tensor in tensors.values())
-    found: dict[object, Parameter] = {}
+    parameters: dict[object, Parameter] = {}
     for name, tensor in tensors.items():
         if tensor.spread is not None or not is_spread:
-            place = (tensor.chunks[0].path, tensor.chunks[0].offset) if tensor.chunks and tensor.spec.numel else name
+            identity = (tensor.chunks[0].path, tensor.chunks[0].offset) if tensor.chunks and tensor.spec.numel else name
             has_bytes = bool(tensor.chunks) and tensor.chunks[0].box.numel > 0
-            found.setdefault(place if has_bytes else name, Parameter(str(model.flat.keys[name][-1]), tensor.spec.shape))
-    return list(found.values())
+            parameters.setdefault(
+                identity if has_bytes else name, Parameter(str(model.flat.keys[name][-1]), tensor.spec.shape)
+            )
+    return list(parameters.values())
 
 
 def match(
@@ -80,10 +82,10 @@ def match_names(
     known = {parameter.name: parameter for parameter in sizes}
     shown = {number: shape for number, shape in shapes.items() if shape != ()}  # states of several shapes do not count
     try:
-        found = match_recorded(recorded, shown, {parameter.name: size for parameter, size in sizes.items()})
+        matched = match_recorded(recorded, shown, {parameter.name: size for parameter, size in sizes.items()})
     except Mismatch:
         return None
-    return {number: known[name] for number, name in found.items()}
+    return {number: known[name] for number, name in matched.items()}
 
 
 def read_names(value: Any, groups: Sequence[Sequence[int]]) -> dict[int, str] | None:
@@ -117,7 +119,7 @@ def has_strays(files: Sequence[RankFile], groups: Sequence[Sequence[int]]) -> bo
 
 def shapes_of(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape | int]:
     """Return the shape of each index's states, or the number of elements on all ranks if they are flattened."""
-    found: dict[int, Shape | int] = {}
+    shapes: dict[int, Shape | int] = {}
     of_moment: dict[tuple[int, Any], int] = {}
     for file in files:
         for name, tensor in file.tensors.items():
@@ -127,14 +129,14 @@ def shapes_of(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape 
             number = int(key[AT])
             if flattened:
                 of_moment[number, key[-1]] = of_moment.get((number, key[-1]), 0) + tensor.spec.numel
-            elif found.setdefault(number, tensor.spec.shape) != tensor.spec.shape:
-                found[number] = ()  # states of several shapes: not the parameter's shape
+            elif shapes.setdefault(number, tensor.spec.shape) != tensor.spec.shape:
+                shapes[number] = ()  # states of several shapes: not the parameter's shape
     for (number, what), count in of_moment.items():
-        if found.setdefault(number, count) != count:
+        if shapes.setdefault(number, count) != count:
             raise Corrupt(
-                f"expected {found[number]} numbers in the pieces of `{what}` of parameter {number}, found {count}"
+                f"expected {shapes[number]} numbers in the pieces of `{what}` of parameter {number}, found {count}"
             )
-    return found
+    return shapes
 
 
 def holders(model: Sequence[RankFile]) -> list[int]:
@@ -147,21 +149,21 @@ def holders(model: Sequence[RankFile]) -> list[int]:
 
 
 def join_flattened(
-    files: Sequence[RankFile], found: Mapping[int, Parameter] | None
+    files: Sequence[RankFile], parameters: Mapping[int, Parameter] | None
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the states whose flattened shards the ranks have, in rank order.
 
     They get the shapes of their parameters, or one dimension if the parameters are unknown.
     """
     names = dict.fromkeys(
-        name for file in files for name, held in file.tensors.items() if is_moment(file.flat.keys[name], held)
+        name for file in files for name, tensor in file.tensors.items() if is_moment(file.flat.keys[name], tensor)
     )
     for name in names:
         by_file = [(file, file.tensors[name]) for file in files if name in file.tensors]
-        total = sum(held.spec.numel for _, held in by_file)
+        total = sum(tensor.spec.numel for _, tensor in by_file)
         key = by_file[0][0].flat.keys[name]
-        shape = found[int(key[AT])].shape if found else (total,)
-        pieces = pieces_in_turn(piece_of(held) for _, held in by_file)
+        shape = parameters[int(key[AT])].shape if parameters else (total,)
+        pieces = pieces_in_turn(piece_of(tensor) for _, tensor in by_file)
         yield name, StoredTensor(replace(by_file[0][1].spec, shape=shape), tuple(cut_out(pieces, 0, shape)))
 
 
@@ -171,8 +173,8 @@ def piece_of(moment: RankTensor) -> tuple[Chunk, int]:
     return chunk, moment.spec.numel
 
 
-def named(key: KeyPath, found: Mapping[int, Parameter]) -> KeyPath:
+def named(key: KeyPath, parameters: Mapping[int, Parameter]) -> KeyPath:
     """Return a key path with the name of the parameter in place of its index."""
     if len(key) > AT and key[1] == "state":
-        return (*key[:AT], found[int(key[AT])].name, *key[AT + 1 :])
+        return (*key[:AT], parameters[int(key[AT])].name, *key[AT + 1 :])
     return key

@@ -53,7 +53,7 @@ def match_units(
 def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter]) -> list[Unit]:
     """Return the units of flat parameters with recorded names, [] if they do not cover the whole model.
 
-    Each unit has the parameters of its module, without those of wrapped modules inside it.
+    Each unit has the parameters of its module, except for wrapped modules inside it.
     """
     flat = [unwrapped(recorded[number]) for number in sorted(recorded)]
     prefixes = [name[: name.rfind(".") + 1] for name in flat]
@@ -93,7 +93,7 @@ def unit_of(parameters: Sequence[Parameter]) -> Unit:
 
 
 def fits(units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping[int, int], world: int) -> bool:
-    """Return whether the indices can be those of the units, which all ranks shard equally."""
+    """Return whether the indices can belong to the units, which all ranks shard equally."""
     sizes = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
     padded = {index: -(-size // world) * world for index, size in enumerate(sizes)}
     return match_if_certain(groups, totals, padded) is not None
@@ -120,11 +120,11 @@ def join_units(
             if len(key) != AT + 2 or key[1] != "state" or key[AT] != str(number) or name not in files[0].tensors:
                 continue
             named = (*key[:AT], parameter.name, key[-1])
-            held = files[0].tensors[name]
-            if is_moment(key, held):
+            rank_tensor = files[0].tensors[name]
+            if is_moment(key, rank_tensor):
                 pieces = pieces_in_turn(piece_of(file.tensors[name]) for file in files)
                 chunks = tuple(cut_out(pieces, at, parameter.shape))
-                add(named, StoredTensor(replace(held.spec, shape=parameter.shape), chunks))
+                add(named, StoredTensor(replace(rank_tensor.spec, shape=parameter.shape), chunks))
             else:
                 add(named, rest.tensors[name])
     for name, key in rest.keys.items():
@@ -164,39 +164,39 @@ def join_optimizer(
     own = [file for file in files if file.rank in holding] if flattened else list(files)
     shapes = numbered.shapes_of(own, flattened=flattened)
     parameters = numbered.parameters_of(model[0])
-    found = numbered.match(groups, parameters, shapes, recorded, is_in_order=is_in_order)
+    parameter_of = numbered.match(groups, parameters, shapes, recorded, is_in_order=is_in_order)
     if flattened:
         rest = join_files([without_moments(file) for file in files])
         totals = {number: count for number, count in shapes.items() if isinstance(count, int)}
         units = (
             match_units(groups, parameters, totals, len(own), recorded)
-            if found is None and (is_in_order or recorded)
+            if parameter_of is None and (is_in_order or recorded)
             else None
         )
         if units is not None:
             return with_lists(join_units(own, units, rest, parameters), [parameters])
-        tensors = {**dict(numbered.join_flattened(own, found)), **rest.tensors}
+        tensors = {**dict(numbered.join_flattened(own, parameter_of)), **rest.tensors}
         keys = {name: key for file in reversed(own) for name, key in file.flat.keys.items()} | rest.keys
         joined = FlatState(tensors, rest.blobs, keys)
     else:
-        joined = join_files(files, report if found is None else naming_parameters(files, found, report))
-    return joined if found is None else with_names(joined, groups, found)
+        joined = join_files(files, report if parameter_of is None else naming_parameters(files, parameter_of, report))
+    return joined if parameter_of is None else with_names(joined, groups, parameter_of)
 
 
-def naming_parameters(files: Sequence[RankFile], found: Mapping[int, Parameter], report: Report) -> Report:
+def naming_parameters(files: Sequence[RankFile], parameter_of: Mapping[int, Parameter], report: Report) -> Report:
     """Return a report that names states by their parameters."""
     keys = {name: key for file in files for name, key in file.flat.keys.items()}
 
     def report_named(problem: CkptError) -> None:
         if problem.tensor in keys:
-            problem.tensor = ".".join(map(str, numbered.named(keys[problem.tensor], found)))
+            problem.tensor = ".".join(map(str, numbered.named(keys[problem.tensor], parameter_of)))
         report(problem)
 
     return report if report is refuse else report_named
 
 
 def without_moments(file: RankFile) -> RankFile:
-    tensors = {name: held for name, held in file.tensors.items() if not is_moment(file.flat.keys[name], held)}
+    tensors = {name: tensor for name, tensor in file.tensors.items() if not is_moment(file.flat.keys[name], tensor)}
     return replace(file, flat=FlatState(dict[str, StoredTensor](tensors), file.flat.blobs, file.flat.keys))
 
 
@@ -209,11 +209,11 @@ def with_lists(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> Flat
     return joined
 
 
-def with_names(joined: FlatState, groups: Sequence[Sequence[int]], found: Mapping[int, Parameter]) -> FlatState:
+def with_names(joined: FlatState, groups: Sequence[Sequence[int]], parameter_of: Mapping[int, Parameter]) -> FlatState:
     """Return the optimizer with parameter names in place of indices."""
     named = FlatState()
     for old, key in joined.keys.items():
-        new = numbered.named(key, found)
+        new = numbered.named(key, parameter_of)
         name = ".".join(map(str, new))
         if old in joined.spares:
             named.spares[name] = joined.spares[old]
@@ -221,4 +221,4 @@ def with_names(joined: FlatState, groups: Sequence[Sequence[int]], found: Mappin
             named.tensors[name], named.keys[name] = joined.tensors[old], new
         elif old in joined.blobs:
             named.blobs[name], named.keys[name] = joined.blobs[old], new
-    return with_lists(named, [[found[number] for number in group] for group in groups])
+    return with_lists(named, [[parameter_of[number] for number in group] for group in groups])

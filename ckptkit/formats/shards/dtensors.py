@@ -67,9 +67,10 @@ def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
         )
     recorded = state.get("_rank")
     if rank not in ranks or (type(recorded) is int and recorded != rank):
-        seen = f"that of rank {recorded}" if recorded is not None else f"that of ranks {abridge(ranks)}"
+        found_text = f"that of rank {recorded}" if recorded is not None else f"that of ranks {abridge(ranks)}"
         raise Corrupt(
-            f"expected the mesh of rank {rank} (file name), found {seen}", hint="check whether the file was renamed"
+            f"expected the mesh of rank {rank} (file name), found {found_text}",
+            hint="check whether the file was renamed",
         )
     where = unravel(ranks.index(rank), shape)
     return Mesh(shape, ranks, where, tuple(map(str, names)) if names else None, device)
@@ -86,12 +87,12 @@ def spread(layout: Record, every: tuple[int, ...], rank: int) -> tuple[Shape, tu
         raise ValueError("layout")
     at = every.index(rank)
     base = at - sum(at // step % size * step for size, step in steps if step)
-    places = [base]
+    indices = [base]
     for size, step in steps:
-        places = [place + i * step for place in places for i in range(size)]
-    if not 0 <= min(places) <= max(places) < len(every):
+        indices = [index + i * step for index in indices for i in range(size)]
+    if not 0 <= min(indices) <= max(indices) < len(every):
         raise ValueError("layout")
-    return shape, tuple(every[place] for place in places)
+    return shape, tuple(every[index] for index in indices)
 
 
 def axes_of(state: dict[str, Any]) -> list[list[tuple[int, int]]]:
@@ -111,11 +112,11 @@ def axis_of(axis: Any) -> list[tuple[int, int]]:
 
 def unravel(index: int, shape: Shape) -> Shape:
     """Return the coordinate of an element of a tensor of `shape` by its row-major index."""
-    found = []
+    coordinate = []
     for extent in reversed(shape):
-        found.append(index % extent)
+        coordinate.append(index % extent)
         index //= extent
-    return tuple(reversed(found))
+    return tuple(reversed(coordinate))
 
 
 def abridge(ranks: tuple[int, ...]) -> str:
@@ -129,7 +130,7 @@ _MOST_PIECES = 4096  # boxes of one tensor on one rank
 
 
 class Placed(NamedTuple):
-    """A DTensor, as one rank has it: `held` is its local tensor."""
+    """A DTensor, as one rank has it. The field `held` is its local tensor."""
 
     spec: Spec
     mesh: Mesh
@@ -145,11 +146,11 @@ class Placed(NamedTuple):
     @property
     def pieces(self) -> list[PlacedBox]:
         """Return the boxes of this rank. Raises `Corrupt` if its local tensor has another shape."""
-        found, pieces = place(self.spec.shape, self.mesh.shape, self.mesh.coordinate, self.placements, self.order)
-        if self.held.shape != found:
+        local_shape, pieces = place(self.spec.shape, self.mesh.shape, self.mesh.coordinate, self.placements, self.order)
+        if self.held.shape != local_shape:
             where = ", ".join(map(str, self.mesh.coordinate))
             raise Corrupt(
-                f"expected {list(found)} of shape {list(self.spec.shape)} on the rank at ({where}) of a mesh of "
+                f"expected {list(local_shape)} of shape {list(self.spec.shape)} on the rank at ({where}) of a mesh of "
                 f"{list(self.mesh.shape)}, found {list(self.held.shape)}"
             )
         if len(pieces) > _MOST_PIECES:
@@ -187,7 +188,7 @@ class Specs:
             if function != _WRAPPER:
                 raise Unsupported("the pickle builds the DTensor in an unknown way")
             attributes = state[-1] if isinstance(state, tuple) else state
-            held = as_tensor(attributes["_local_tensor"])
+            local = as_tensor(attributes["_local_tensor"])
             spec = attributes["_spec"].attributes()
             mesh = self.mesh(spec["mesh"])
             placements = self.placed(spec["placements"], mesh)
@@ -199,7 +200,7 @@ class Specs:
             raise Unsupported("the pickle describes the DTensor in an unknown way") from error
         if any(shard is not None and shard.dim >= len(shape) for shard in placements):
             raise Corrupt(f"a placement shards a dimension that shape {list(shape)} does not have")
-        return Placed(Spec(held.dtype, shape), mesh, placements, order, held)
+        return Placed(Spec(local.dtype, shape), mesh, placements, order, local)
 
     def mesh(self, value: Any) -> Mesh:
         """Return a mesh, which many tensors share."""
@@ -212,7 +213,7 @@ class Specs:
         """Return the placements, one per axis of the mesh."""
         known = self.placements.get(id(value))
         if known is None:
-            known = self.placements[id(value)] = tuple(read_placement(one, mesh) for one in value)
+            known = self.placements[id(value)] = tuple(read_placement(placement, mesh) for placement in value)
         if len(known) != len(mesh.shape):
             raise Corrupt(f"expected {len(mesh.shape)} placements (axes of the mesh), found {len(known)}")
         return known
@@ -240,7 +241,7 @@ def attributes_of(value: Record) -> Mapping[str, Any]:
     """Return the state of an object: also of one with slots, or of a call with positional arguments."""
     state = value.state
     if isinstance(state, tuple):
-        return {name: one for part in state if isinstance(part, dict) for name, one in part.items()}
+        return {name: value_ for slots in state if isinstance(slots, dict) for name, value_ in slots.items()}
     if state is None:
         return dict(zip(("dim", "split_factor"), value.args, strict=False))
     return value.attributes()
@@ -263,7 +264,7 @@ def read_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...]
 
 
 def check_meta(value: Any, shape: Shape) -> None:
-    """Raise `Corrupt` if the shape in a spec is not that of the tensor."""
+    """Raise `Corrupt` if a spec has another shape than its tensor."""
     if value is not None and as_shape(value.args[0]) != shape:
         raise Corrupt(f"expected shape {list(as_shape(value.args[0]))} (spec), found {list(shape)}")
 
@@ -273,8 +274,8 @@ def chunks_of(placed: Placed, entries: Mapping[str, ZipEntry], path: str) -> lis
     return [chunk_of(placed.held, piece.box, piece.at, entries, path) for piece in placed.pieces]
 
 
-def chunk_of(held: TensorRecord, box: Box, at: Shape, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
+def chunk_of(local: TensorRecord, box: Box, at: Shape, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
     """Return the location of a box that begins at index `at` of the local tensor."""
-    start = held.offset + sum(i * stride for i, stride in zip(at, held.strides, strict=True))
-    record = TensorRecord(held.key, held.dtype, start, box.size, held.strides)
+    start = local.offset + sum(i * stride for i, stride in zip(at, local.strides, strict=True))
+    record = TensorRecord(local.key, local.dtype, start, box.size, local.strides)
     return place_tensor(record, entries).chunk(box, path)

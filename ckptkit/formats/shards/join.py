@@ -32,9 +32,9 @@ def join_tensors(files: Sequence[RankFile], report: Report = refuse) -> dict[str
     by_rank = [(file.rank, file.name, file.tensors) for file in files]
     joined = {}
     for name in names:
-        by_rank_held = {rank: tensors[name] for rank, _, tensors in by_rank if name in tensors}
+        parts = {rank: tensors[name] for rank, _, tensors in by_rank if name in tensors}
         try:
-            joined[name] = join(by_rank_held, naming(name, report), may_differ=name.endswith(STATISTICS))
+            joined[name] = join(parts, naming(name, report), may_differ=name.endswith(STATISTICS))
         except CkptError as error:
             report(error.blame(tensor=name))
     return joined
@@ -46,74 +46,74 @@ def naming(name: str, report: Report) -> Report:
 
 def spares_of(files: Sequence[RankFile], joined: Mapping[str, StoredTensor]) -> dict[str, tuple[Chunk, ...]]:
     """Return the replicas of chunks in the joined tensors, except for statistics."""
-    found: dict[str, list[Chunk]] = {}
+    spares: dict[str, list[Chunk]] = {}
     chosen = {name: set(tensor.chunks) for name, tensor in joined.items() if not name.endswith(STATISTICS)}
     for file in files:
         for name, held in file.tensors.items():
             if name in chosen:
-                found.setdefault(name, []).extend(chunk for chunk in held.chunks if chunk not in chosen[name])
-    return {name: tuple(chunks) for name, chunks in found.items() if chunks}
+                spares.setdefault(name, []).extend(chunk for chunk in held.chunks if chunk not in chosen[name])
+    return {name: tuple(chunks) for name, chunks in spares.items() if chunks}
 
 
-def join(held: Mapping[int, RankTensor], report: Report, *, may_differ: bool = False) -> StoredTensor:
+def join(parts: Mapping[int, RankTensor], report: Report, *, may_differ: bool = False) -> StoredTensor:
     """Return one tensor with the chunks of all ranks.
 
     A plain tensor comes from the first rank if all ranks have the same. Raises `Unsupported` if checksums show that
     they differ, unless `may_differ`.
     """
-    first, tensor = next(iter(held.items()))
-    for rank, other in held.items():
+    first, tensor = next(iter(parts.items()))
+    for rank, other in parts.items():
         if other.spec != tensor.spec or type(other.spread) is not type(tensor.spread):
             message = f"expected {describe(tensor)} as on rank {first}, found {describe(other)} on rank {rank}"
             raise Corrupt(message, hint="check that all files come from one run")
     if isinstance(tensor.spread, Placed):
-        return StoredTensor(tensor.spec, unique(join_placed(held, tensor.spread, report)))
+        return StoredTensor(tensor.spec, unique(join_placed(parts, tensor.spread, report)))
     if isinstance(tensor.spread, ShardedTensor):
-        check_same_shards(held, tensor.spread, report)
-        return StoredTensor(tensor.spec, unique(chunk for other in held.values() for chunk in other.chunks))
-    for rank, other in held.items():
+        check_same_shards(parts, tensor.spread, report)
+        return StoredTensor(tensor.spec, unique(chunk for other in parts.values() for chunk in other.chunks))
+    for rank, other in parts.items():
         if not may_differ:
             compare(first, tensor, rank, other)
     return StoredTensor(tensor.spec, tensor.chunks)
 
 
-def describe(held: RankTensor) -> str:
+def describe(tensor: RankTensor) -> str:
     kinds = {Placed: "a DTensor", ShardedTensor: "a ShardedTensor"}
-    return f"{kinds.get(type(held.spread), 'a plain tensor')} {held.spec}"
+    return f"{kinds.get(type(tensor.spread), 'a plain tensor')} {tensor.spec}"
 
 
-def join_placed(held: Mapping[int, RankTensor], of_first: Placed, report: Report) -> Iterable[Chunk]:
+def join_placed(parts: Mapping[int, RankTensor], of_first: Placed, report: Report) -> Iterable[Chunk]:
     """Yield the chunks of a DTensor that are not replicas, in the order of the mesh.
 
     The mesh may be a slice of a larger one: then ranks outside it have replicas.
     """
-    for rank, other in held.items():
+    for rank, other in parts.items():
         spread = other.spread
         assert isinstance(spread, Placed)
         own = (spread.mesh.shape, spread.placements, spread.order)
         wanted = (of_first.mesh.shape, of_first.placements, of_first.order)
         if own != wanted:
             message = (
-                f"expected a mesh of {list(wanted[0])} as on rank {min(held)}, found {list(own[0])} on rank {rank}"
+                f"expected a mesh of {list(wanted[0])} as on rank {min(parts)}, found {list(own[0])} on rank {rank}"
             )
             raise Corrupt(f"{message}, or other placements", hint="check that all files come from one run")
-    missing = [rank for rank in of_first.mesh.ranks if rank not in held]
+    missing = [rank for rank in of_first.mesh.ranks if rank not in parts]
     if missing:
         message = f"expected a part of it from {len(of_first.mesh.ranks)} ranks; rank {missing[0]} does not have one"
         report(Incomplete(message, hint="check that no file is missing or from another run", ranks=missing))
     first = {}
-    for rank in (rank for rank in of_first.mesh.ranks if rank in held):
-        spread = held[rank].spread
+    for rank in (rank for rank in of_first.mesh.ranks if rank in parts):
+        spread = parts[rank].spread
         assert isinstance(spread, Placed)
         first[spread.mesh.coordinate] = rank
         if not spread.is_replica:
-            yield from held[rank].chunks
-    for rank, other in held.items():
+            yield from parts[rank].chunks
+    for rank, other in parts.items():
         if rank not in of_first.mesh.ranks:
             assert isinstance(other.spread, Placed)
             same = first.get(other.spread.mesh.coordinate)
             if same is not None:
-                compare(same, held[same], rank, other)
+                compare(same, parts[same], rank, other)
 
 
 def compare(one: int, held: RankTensor, other: int, other_held: RankTensor) -> None:
@@ -130,20 +130,20 @@ def compare(one: int, held: RankTensor, other: int, other_held: RankTensor) -> N
             )
 
 
-def check_same_shards(held: Mapping[int, RankTensor], of_first: ShardedTensor, report: Report) -> None:
+def check_same_shards(parts: Mapping[int, RankTensor], of_first: ShardedTensor, report: Report) -> None:
     """Raise `Corrupt` unless all ranks agree on all boxes, and each has one of them; report a missing rank."""
-    for rank, other in held.items():
+    for rank, other in parts.items():
         spread = other.spread
         assert isinstance(spread, ShardedTensor)
         if spread.boxes != of_first.boxes:
             message = (
-                f"expected the {len(of_first.boxes)} shards of rank {min(held)}, found {len(spread.boxes)} "
+                f"expected the {len(of_first.boxes)} shards of rank {min(parts)}, found {len(spread.boxes)} "
                 f"or others on rank {rank}"
             )
             raise Corrupt(message, hint="check that all files come from one run")
         if not {chunk.box for chunk in other.chunks} <= set(of_first.boxes):
             raise Corrupt(f"rank {rank} has a shard that the list of all shards does not contain")
-    beyond = [rank for rank in of_first.ranks if rank is not None and rank not in held]
+    beyond = [rank for rank in of_first.ranks if rank is not None and rank not in parts]
     if beyond:
         message = f"expected a part of it from {len(of_first.ranks)} ranks; rank {beyond[0]} does not have one"
         report(Incomplete(message, hint="check that no file is missing or from another run", ranks=beyond))
@@ -151,10 +151,10 @@ def check_same_shards(held: Mapping[int, RankTensor], of_first: ShardedTensor, r
 
 def unique(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     """Return the first chunk of each box, and one of the empty chunks."""
-    found: dict[Box | None, Chunk] = {}
+    by_box: dict[Box | None, Chunk] = {}
     for chunk in chunks:
-        found.setdefault(chunk.box if chunk.box.numel else None, chunk)
-    return tuple(found.values())
+        by_box.setdefault(chunk.box if chunk.box.numel else None, chunk)
+    return tuple(by_box.values())
 
 
 def join_blobs(files: Sequence[RankFile]) -> tuple[dict[str, Blob], dict[str, KeyPath]]:

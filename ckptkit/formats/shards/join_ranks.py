@@ -39,7 +39,7 @@ JoinRules = Sequence[tuple[str, JoinRule]]  # patterns of full names; the first 
 
 
 def find_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
-    """Return the rule for a tensor. Raises `Unsupported` if there is none: ckptkit does not guess."""
+    """Return the rule for a tensor. Raises `Unsupported` without a rule: ckptkit does not guess."""
     found = next((rule for pattern, rule in rules if re.fullmatch(pattern, name)), None)
     if found is None:
         hint = "report the tensor's name; to open one rank's file, rename a copy of it"
@@ -56,29 +56,29 @@ def join_ranks(parts: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
         return join_copies(parts)
     first = parts[0].spec
     rest = replace_at(first.shape, rule.axis, 1, ())
-    for part in parts[1:]:
-        if part.spec.dtype != first.dtype or replace_at(part.spec.shape, rule.axis, 1, ()) != rest:
-            raise Corrupt(f"expected a tensor that fits {first} of another rank, found {part.spec}")
+    for shard in parts[1:]:
+        if shard.spec.dtype != first.dtype or replace_at(shard.spec.shape, rule.axis, 1, ()) != rest:
+            raise Corrupt(f"expected a tensor that fits {first} of another rank, found {shard.spec}")
     if len(first.shape) <= rule.axis:
         raise Corrupt(f"expected a tensor that ranks split along axis {rule.axis}, found {first}")
-    sections = zip(*(cut_in(part, rule.axis, rule) for part in parts), strict=True)
+    sections = zip(*(cut_in(shard, rule.axis, rule) for shard in parts), strict=True)
     joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
 
 
 def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
     """Return the copy of the first rank whose file can be read. Raises `Corrupt` if dtype or shape differ."""
-    for part in parts[1:]:
-        if part.spec != parts[0].spec:
-            raise Corrupt(f"expected {parts[0].spec} as on another rank, found {part.spec}")
-    return next((part for part in parts if not part.is_unreadable), parts[0])
+    for copy in parts[1:]:
+        if copy.spec != parts[0].spec:
+            raise Corrupt(f"expected {parts[0].spec} as on another rank, found {copy.spec}")
+    return next((copy for copy in parts if not copy.is_unreadable), parts[0])
 
 
 def spares_of(tensor: StoredTensor, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
     """Return the chunks of the other replicas if a joined tensor is one of the ranks' copies, else ()."""
-    if not any(tensor is part for part in parts):
+    if not any(tensor is copy for copy in parts):
         return ()
-    return tuple(chunk for part in parts if part is not tensor for chunk in part.chunks)
+    return tuple(chunk for copy in parts if copy is not tensor for chunk in copy.chunks)
 
 
 def as_lost(flat: FlatState, path: str) -> FlatState:

@@ -44,7 +44,7 @@ class RankFile:
 
     @property
     def tensors(self) -> Mapping[str, RankTensor]:
-        return {name: held for name, held in self.flat.tensors.items() if isinstance(held, RankTensor)}
+        return {name: tensor for name, tensor in self.flat.tensors.items() if isinstance(tensor, RankTensor)}
 
 
 class _RankFlattening(Flattening):
@@ -68,12 +68,12 @@ class _RankFlattening(Flattening):
 
     def read_integers(self, value: Any) -> list[int]:
         """Return the numbers in a small tensor of integers, row by row."""
-        found = place_tensor(as_tensor(value), self.entries)
-        size = found.tensor.dtype.itemsize
-        if found.strides is not None or found.length > _MOST_INTEGERS or found.tensor.dtype.kind != "int":
+        located = place_tensor(as_tensor(value), self.entries)
+        size = located.tensor.dtype.itemsize
+        if located.strides is not None or located.length > _MOST_INTEGERS or located.tensor.dtype.kind != "int":
             raise ValueError("mesh")
         with opening(self.root / self.path) as file:
-            data = read_at(file, found.length, found.offset)
+            data = read_at(file, located.length, located.offset)
         return [int.from_bytes(data[at : at + size], "little", signed=True) for at in range(0, len(data), size)]
 
 
@@ -137,15 +137,17 @@ def open_sharded(value: Record) -> ShardedTensor:
         described = attributes_of(metadata)
         shape = as_shape(described["size"])
         every = [box_and_rank(one) for one in described["shards_metadata"]]
-        held = tuple(open_shard(attributes_of(shard)) for shard in shards)
-        dtype = held[0][1].dtype if held else as_tensor_dtype(value)
+        own_shards = tuple(open_shard(attributes_of(shard)) for shard in shards)
+        dtype = own_shards[0][1].dtype if own_shards else as_tensor_dtype(value)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise Unsupported("the pickle describes a ShardedTensor in an unknown way") from error
-    return ShardedTensor(Spec(dtype, shape), held, tuple(box for box, _ in every), tuple(rank for _, rank in every))
+    return ShardedTensor(
+        Spec(dtype, shape), own_shards, tuple(box for box, _ in every), tuple(rank for _, rank in every)
+    )
 
 
 def as_tensor_dtype(value: Record) -> Any:
-    """Return the dtype of a ShardedTensor of which this rank has no shard."""
+    """Return the dtype of a ShardedTensor without a shard on this rank."""
     from ckptkit.layout.dtypes import DTYPES
 
     return DTYPES[value.args[2][1].name]
@@ -154,10 +156,10 @@ def as_tensor_dtype(value: Record) -> Any:
 def open_shard(shard: Mapping[str, Any]) -> tuple[Box, TensorRecord]:
     """Return the box of a shard, and its tensor."""
     box, _ = box_and_rank(shard["metadata"])
-    held = as_tensor(shard["tensor"])
-    if prod(held.shape) != box.numel or (held.shape != box.size and box.numel):
-        raise Corrupt(f"expected a shard of shape {list(box.size)}, found {list(held.shape)}")
-    return box, held
+    tensor = as_tensor(shard["tensor"])
+    if prod(tensor.shape) != box.numel or (tensor.shape != box.size and box.numel):
+        raise Corrupt(f"expected a shard of shape {list(box.size)}, found {list(tensor.shape)}")
+    return box, tensor
 
 
 def box_and_rank(metadata: Record) -> tuple[Box, int | None]:
@@ -173,14 +175,14 @@ def box_and_rank(metadata: Record) -> tuple[Box, int | None]:
 
 def chunks_of_shards(sharded: ShardedTensor, entries: Mapping[str, ZipEntry], path: str) -> list[Chunk]:
     """Return the location of each shard of a rank, in file `path` with these entries."""
-    return [shard_chunk(box, held, entries, path) for box, held in sharded.held]
+    return [shard_chunk(box, tensor, entries, path) for box, tensor in sharded.held]
 
 
-def shard_chunk(box: Box, held: TensorRecord, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
+def shard_chunk(box: Box, tensor: TensorRecord, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
     zeros: Shape = (0,) * len(box.size)
-    return chunk_of(held if held.shape == box.size else empty_like(held, box), box, zeros, entries, path)
+    return chunk_of(tensor if tensor.shape == box.size else empty_like(tensor, box), box, zeros, entries, path)
 
 
-def empty_like(held: TensorRecord, box: Box) -> TensorRecord:
+def empty_like(tensor: TensorRecord, box: Box) -> TensorRecord:
     """Return an empty tensor in the shape of its box: torch may have given it another shape."""
-    return TensorRecord(held.key, held.dtype, held.offset, box.size, (1,) * len(box.size))
+    return TensorRecord(tensor.key, tensor.dtype, tensor.offset, box.size, (1,) * len(box.size))

@@ -101,7 +101,7 @@ def describe_layout(grid: RankMesh, like: Record | None) -> Record:
 def describe_dtensor(
     spec: Spec, placements: Sequence[Placement], mesh: Record, local: Record, device: str, like: Record | None
 ) -> Record:
-    """Return the call by which torch rebuilds a DTensor from the local tensor of a rank."""
+    """Return torch's call that rebuilds a DTensor from the local tensor of a rank."""
     dtype = Global("torch", spec.dtype.name)
     strides = row_major(spec.shape)
     of = like.args[1] if like is not None else _DTENSOR
@@ -115,7 +115,7 @@ def describe_dtensor(
 
 
 def describe_spec(spec: Spec, placements: Sequence[Placement], mesh: Record, like: Record | None) -> Record:
-    """Return the spec of a DTensor: that of `like` on another mesh, or a new one."""
+    """Return the spec of a DTensor: the spec of `like` on another mesh, or a new one."""
     dtype = Global("torch", spec.dtype.name)
     size = Record(Global("torch", "Size"), (spec.shape,))
     if like is not None:
