@@ -16,7 +16,7 @@ from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.layout import Chunk, Layout
 from ckptkit.layout.dtypes import DTYPES
 
-Array = Any  # of numpy, which only a family that computes imports
+Array = Any  # a numpy array; numpy is imported only if elements change
 _PIECE = 1 << 24  # bytes that are changed at a time, which bounds the memory
 _FLOAT32 = DTYPES["float32"]
 

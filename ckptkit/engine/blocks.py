@@ -88,6 +88,7 @@ class Gatherer:
             target = self.scratch[: min(BLOCK_BYTES, length - start)]
             self.load(path, offset + start, target)
             whole.add(path, start, len(target), crc32(target))
+        # an empty range has no checksum entry
         return whole.whole(path, length) or 0
 
 
@@ -119,7 +120,7 @@ class Block(NamedTuple):
         return self.box.numel * self.target.chunk.dtype.itemsize
 
 
-class Wanted(NamedTuple):
+class BlockInputs(NamedTuple):
     """An input that all blocks of a target have. `region` maps the box of a block to a box of the source."""
 
     source: int
@@ -144,9 +145,8 @@ def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
     """Yield the blocks of one target in the order of its bytes, small enough for elements of `itemsize` bytes too."""
     wanted = wanted_of(target, len(plan.sources))
     recipe, whole = target.recipe, target.chunk.box
-    if recipe is not None and isinstance(
-        recipe, ByRows
-    ):  # isinstance with a protocol takes 25 µs; plain copies skip it
+    # isinstance with a protocol takes 25 µs, so plain copies skip it
+    if recipe is not None and isinstance(recipe, ByRows):
         boxes = cut_rows(whole, recipe.rows)
     else:
         boxes = cut(whole, BLOCK_BYTES // max(itemsize, width(target)))
@@ -157,7 +157,7 @@ def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
         start += block.nbytes
 
 
-def wanted_of(target: Target, sources: int) -> list[Wanted]:
+def wanted_of(target: Target, sources: int) -> list[BlockInputs]:
     """Return the inputs of the blocks of a target: its recipe's operands, or its own box in each source."""
     if target.recipe is None:
         groups = [target.copies] if sources == 1 else split(target.copies, sources)
@@ -167,8 +167,8 @@ def wanted_of(target: Target, sources: int) -> list[Wanted]:
     return [wanted(operand.source, operand.region, copies) for operand, copies in pairs]
 
 
-def wanted(source: int, region: Region, copies: tuple[Copy, ...]) -> Wanted:
-    return Wanted(source, region, copies, BoxIndex([copy.region for copy in copies]))
+def wanted(source: int, region: Region, copies: tuple[Copy, ...]) -> BlockInputs:
+    return BlockInputs(source, region, copies, BoxIndex([copy.region for copy in copies]))
 
 
 def split(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:

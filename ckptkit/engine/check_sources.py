@@ -16,8 +16,8 @@ from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.plan import Copy, Plan, Target, in_order, itself
 
 # A byte range that several chunks share is read beyond the requested chunks only if very little of it is missing.
-_NEARLY = 8  # at most 1/8 of the bytes may be missing
-_FEW = 1 << 16  # bytes that may be missing of a short range, whatever its length
+_MISSING_DIVISOR = 8  # at most 1/8 of the bytes may be missing
+_MISSING_BYTES = 1 << 16  # bytes that may be missing of a short range, whatever its length
 
 
 class Sources:
@@ -38,23 +38,25 @@ class Sources:
             for place, (name, chunk) in runs.items()
             if chunk.crc32 is not None and not (is_all and nbytes[place] < chunk.bytes[1])
         }
+        # the ledger may have reads of an earlier call, which count too
         self._read = ledger.read
-        self._asked = count_asked(nbytes, runs)
+        self._requested = count_requested(nbytes, runs)
         self._compared: set[SourcePlace] = set()
         self.checked_bytes = 0
+        # a resumed ledger may have complete ranges already
         for place in [place for place, *_ in self._read if place in self._waiting]:
             self._compare_if_whole(place)
 
     @property
     def unchecked_bytes(self) -> int:
         """Return how many of the requested bytes have not been verified with a CRC-32."""
-        return sum(self._asked.values()) - self.checked_bytes
+        return sum(self._requested.values()) - self.checked_bytes
 
     @property
     def unchecked(self) -> Counter[tuple[int, str]]:
         """Return the unchecked bytes by source and file, for files that have one CRC-32 for the whole file."""
         unchecked: Counter[tuple[int, str]] = Counter()
-        for place, nbytes in self._asked.items():
+        for place, nbytes in self._requested.items():
             number, path, _ = place
             if nbytes and place not in self._compared and path in self._plan.sources[number].file_sums:
                 unchecked[number, path] += nbytes
@@ -108,7 +110,7 @@ class Sources:
                 path=self._plan.sources[place[0]].root / chunk.path,
                 tensor=name,
             )
-        self.checked_bytes += self._asked[place]
+        self.checked_bytes += self._requested[place]
         self._compared.add(place)
         del self._waiting[place]
 
@@ -123,7 +125,7 @@ class Sources:
     def _rest(self, place: SourcePlace, name: str, chunk: Chunk) -> Iterator[Target]:
         """Yield a target for each gap in the reads of a byte range."""
         offset, length = chunk.bytes
-        if length - self._asked[place] > max(length // _NEARLY, _FEW):
+        if length - self._requested[place] > max(length // _MISSING_DIVISOR, _MISSING_BYTES):
             return
         for start, missing in self._read.missing(place, length):
             gap = Chunk(whole((missing,)), chunk.path, offset + start, missing, DTYPES["uint8"], run=chunk.bytes)
@@ -139,7 +141,7 @@ def count_read(copies: Iterable[Copy]) -> Counter[SourcePlace]:
     return nbytes
 
 
-def count_asked(
+def count_requested(
     nbytes: Counter[SourcePlace], runs: Mapping[SourcePlace, tuple[str, Chunk]]
 ) -> Mapping[SourcePlace, int]:
     """Return the requested bytes of each byte range: all of a chunk's own range, the bytes read of a shared one."""

@@ -79,11 +79,11 @@ def compare(
 
     visit(plan, measure_block, record, jobs, sums=sources.compares, among=blocks_to_compare(plan))
     scrub(sources, jobs)
-    found = {name: with_own_index(distance, a.tensors[name], b.tensors[name]) for name, distance in found.items()}
+    found = {name: with_tensor_index(distance, a.tensors[name], b.tensors[name]) for name, distance in found.items()}
     return Comparison(complete(a, found, jobs), sources.checked_bytes)
 
 
-def with_own_index(distance: Distance, *tensors: StoredTensor) -> Distance:
+def with_tensor_index(distance: Distance, *tensors: StoredTensor) -> Distance:
     """Return a distance whose first index refers to the tensor, where blocks were compared with axes split."""
     splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
     if splits is None or distance.first is None:
@@ -137,7 +137,7 @@ def complete(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -> 
     def record(block: Block, size: float, _pieces: Pieces) -> None:
         sizes[block.target.name] += size
 
-    visit(in_one_piece(replace(a, tensors=lacking)), measure_block, record, jobs)
+    visit(unsharded_plan(replace(a, tensors=lacking)), measure_block, record, jobs)
     return {name: replace(distance, size_a=sizes.get(name, distance.size_a)) for name, distance in distances.items()}
 
 
@@ -151,11 +151,11 @@ def fingerprints(layout: Layout, *, jobs: int | None = None) -> dict[str, int]:
     def record(block: Block, crc: int, _pieces: Pieces) -> None:
         sums.add(block.target.name, block.start, block.nbytes, crc)
 
-    visit(in_one_piece(layout), sum_block, record, jobs)
+    visit(unsharded_plan(layout), sum_block, record, jobs)
     return {name: sums.whole(name, spec.nbytes) or 0 for name, spec in layout.specs.items()}
 
 
-def in_one_piece(layout: Layout) -> Plan:
+def unsharded_plan(layout: Layout) -> Plan:
     """Return the plan that would write each tensor row-major and as one chunk."""
     tensors = {
         name: StoredTensor(spec, (Chunk(whole(spec.shape), name, 0, spec.nbytes, spec.dtype),))

@@ -48,6 +48,7 @@ class Journal:
                 else:
                     self.units[int(entry["unit"])] = Ledger.from_json(entry)
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+                # a damaged line ends the journal: the units after it are done again
                 return
             if not line.endswith(b"\n"):
                 return
@@ -69,6 +70,7 @@ class Journal:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             file = LocalFile(self.path, fd)
             try:
+                # drop what a killed worker left of a line
                 os.ftruncate(fd, self._nbytes)
                 file.write_at(memoryview(line), self._nbytes)
                 if sync:

@@ -23,7 +23,7 @@ class Tally:
         self._expected: deque[Block] = deque()
         self._early: dict[int, Count] = {}  # by id() of the block
 
-    def in_turn(self, blocks_in_order: Iterable[Block]) -> Iterator[Block]:
+    def track_order(self, blocks_in_order: Iterable[Block]) -> Iterator[Block]:
         """Yield the blocks, and expect their counts in this order."""
         for block in blocks_in_order:
             self._expected.append(block)
@@ -59,6 +59,6 @@ def survey(
         if progress:
             progress(block.nbytes)
 
-    visit(plan, count_block, record, jobs, sums=sources.compares, among=tally.in_turn(blocks(plan)))
+    visit(plan, count_block, record, jobs, sums=sources.compares, among=tally.track_order(blocks(plan)))
     scrub(sources, jobs)
     return tally.counts

@@ -13,8 +13,8 @@ from ckptkit.io.file import file_size
 from ckptkit.layout import Extent, Layout
 
 # The most that is read in addition to complete a file: its header, and bytes that the conversion does not need.
-_NEARLY = 8  # at most 1/8 of the file
-_FEW = 1 << 16  # bytes
+_MISSING_DIVISOR = 8  # at most 1/8 of the file
+_MISSING_BYTES = 1 << 16  # bytes
 
 SourceFile = tuple[int, str]  # index of a source in the plan, file
 
@@ -94,7 +94,7 @@ def compare_file(layout: Layout, path: str, runs: Iterable[Extent], most_between
     if any(run.offset < end for run, end in zip(ordered, ends, strict=False)):
         return False
     between = nbytes - sum(run.length for run in ordered)
-    if not 0 <= between <= (max(nbytes // _NEARLY, _FEW) if most_between is None else most_between):
+    if not 0 <= between <= (max(nbytes // _MISSING_DIVISOR, _MISSING_BYTES) if most_between is None else most_between):
         return False
     crc = sum_file(layout.root, path, nbytes, ordered)
     if crc != recorded:

@@ -182,22 +182,22 @@ def detect_format(path: Path) -> FormatReader | None:
         names = names_in(path) if path.is_dir() else [path.name]
         claims = (reader for reader in likely_formats(names, perhaps=True) if reader.detect(path))
         first = next(claims, None)
-        if first is None or not path.is_dir() or has_main(first, names):
+        if first is None or not path.is_dir() or has_main_file(first, names):
             return first
-        return next((reader for reader in claims if has_main(reader, names)), first)
+        return next((reader for reader in claims if has_main_file(reader, names)), first)
 
 
 def is_main_file(name: str) -> bool:
     """Return whether some format stores a model itself in a file of this name."""
-    return any(reader.owns(name) and has_main(reader, [name]) for reader in likely_formats([name]))
+    return any(reader.owns(name) and has_main_file(reader, [name]) for reader in likely_formats([name]))
 
 
 def is_stray(path: Path, reader: FormatReader) -> bool:
     """Return whether the format claims a directory by files that may be beside any checkpoint."""
-    return path.is_dir() and not has_main(reader, names_in(path))
+    return path.is_dir() and not has_main_file(reader, names_in(path))
 
 
-def has_main(reader: FormatReader, names: Iterable[str]) -> bool:
+def has_main_file(reader: FormatReader, names: Iterable[str]) -> bool:
     return has_name(names, FORMATS[reader.name].main)
 
 

@@ -58,10 +58,10 @@ def halve(box: Box, strides: Shape) -> tuple[Box, Box]:
         key=lambda d: strides[d],
     )
     half = box.size[axis] // 2
-    return _part(box, axis, 0, half), _part(box, axis, half, box.size[axis])
+    return _slice_axis(box, axis, 0, half), _slice_axis(box, axis, half, box.size[axis])
 
 
-def _part(box: Box, axis: int, low: int, high: int) -> Box:
+def _slice_axis(box: Box, axis: int, low: int, high: int) -> Box:
     start = (*box.start[:axis], box.start[axis] + low, *box.start[axis + 1 :])
     return Box(start, (*box.size[:axis], high - low, *box.size[axis + 1 :]))
 

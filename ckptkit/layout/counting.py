@@ -97,10 +97,10 @@ _INTEGERS = {"bool": "uint8", "quint8": "uint8", "qint8": "int8", "qint32": "int
 def _count_integers(values: Array) -> Count:
     zero = len(values) - int(np.count_nonzero(values))
     low, high = values.min().item(), values.max().item()
-    return Count(len(values), zero=zero, low=low, high=high, moments=measure(values, _as_they_are))
+    return Count(len(values), zero=zero, low=low, high=high, moments=measure(values, _identity))
 
 
-def _as_they_are(values: Array) -> Array:
+def _identity(values: Array) -> Array:
     return values
 
 

@@ -182,6 +182,7 @@ def assign_uniquely(
         if not next_reached:
             message = f"no optimizer state in this position has the shape {as_text(size)}"
             raise Unsupported(message, tensor=str(key), hint=_HINT)
+        # so many open assignments stay ambiguous, and would take too long
         if len(next_reached) > _MOST_WAYS:
             raise ambiguous(key)
         reached = next_reached

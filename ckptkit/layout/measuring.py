@@ -37,7 +37,7 @@ def measure(a: Elements, b: Elements, box: Box, tolerance: Tolerance | None = No
     Without a tolerance elements of one dtype differ if any bit differs, elements of two dtypes if their values do; then
     NaN equals NaN.
     """
-    distance, rows = Distance(), _Rows()
+    distance, rows = Distance(), _Scratch()
     for start in range(0, box.numel, _PART):
         part = slice(start, min(start + _PART, box.numel))
         distance = distance.merge(_measure_part(_cut(a, part), _cut(b, part), box, start, tolerance, rows))
@@ -50,7 +50,7 @@ def size_of(elements: Elements) -> float:
     data, dtype = elements
     numel = len(data) // dtype.itemsize
     parts = (slice(start, min(start + _PART, numel)) for start in range(0, numel, _PART))
-    rows = _Rows()
+    rows = _Scratch()
     return sum(_squares(_widen(_numbers(_cut(elements, part), rows.narrow[0]))) for part in parts)
 
 
@@ -59,7 +59,7 @@ def _cut(elements: Elements, part: slice) -> Elements:
     return data[part.start * dtype.itemsize : part.stop * dtype.itemsize], dtype
 
 
-class _Rows:
+class _Scratch:
     """Reusable memory for the values of a part: allocating it each time would cost more than the arithmetic.
 
     `narrow` is for the values of each side as float32, `row` for these and for their differences in float64.
@@ -73,8 +73,10 @@ class _Rows:
         return self._rows[number, : prod(shape)].reshape(shape)
 
 
-def _measure_part(a: Elements, b: Elements, box: Box, start: int, tolerance: Tolerance | None, rows: _Rows) -> Distance:
-    x, y = _alike(_numbers(a, rows.narrow[0]), _numbers(b, rows.narrow[1]), rows)
+def _measure_part(
+    a: Elements, b: Elements, box: Box, start: int, tolerance: Tolerance | None, rows: _Scratch
+) -> Distance:
+    x, y = _promoted(_numbers(a, rows.narrow[0]), _numbers(b, rows.narrow[1]), rows)
     gaps = _gaps(x, y, rows)
     if tolerance is None and a[1] == b[1]:
         is_different = _bits_differ(a, b)
@@ -125,7 +127,7 @@ def _numbers(elements: Elements, memory: Array) -> Array:
     return stored
 
 
-def _alike(x: Array, y: Array, rows: _Rows) -> tuple[Array, Array]:
+def _promoted(x: Array, y: Array, rows: _Scratch) -> tuple[Array, Array]:
     """Return both in a dtype that represents the values of each: integers stay integers, floats become float64."""
     kind = np.promote_types(x.dtype, y.dtype)
     if kind.kind == "f":
@@ -138,7 +140,7 @@ def _alike(x: Array, y: Array, rows: _Rows) -> tuple[Array, Array]:
     return x.astype(kind, copy=False), y.astype(kind, copy=False)
 
 
-def _gaps(x: Array, y: Array, rows: _Rows) -> Array:
+def _gaps(x: Array, y: Array, rows: _Scratch) -> Array:
     """Return |x - y|; unsigned for integers, so that it cannot overflow."""
     gaps: Array
     if x.dtype == np.float64:

@@ -180,13 +180,15 @@ def data_of(dst: Layout, src: Layout) -> list[tuple[FileOffset, int, str, Chunk 
 
 def needed(src: Layout, dst: Layout, also: Container[str] = ()) -> Layout:
     """Return the part of `src` that fills `dst`, a layout with tensors of the same names; and all tensors in `also`."""
-    tensors = {name: part_for(src.tensors[name], wanted) for name, wanted in dst.tensors.items() if name in src.tensors}
+    tensors = {
+        name: restrict_to(src.tensors[name], wanted) for name, wanted in dst.tensors.items() if name in src.tensors
+    }
     tensors |= {name: tensor for name, tensor in src.tensors.items() if name in also}
     blobs = {name: blob for name, blob in src.blobs.items() if name in dst.blobs}
     return replace(src, tensors=tensors, blobs=blobs)
 
 
-def part_for(tensor: StoredTensor, wanted: StoredTensor) -> StoredTensor:
+def restrict_to(tensor: StoredTensor, wanted: StoredTensor) -> StoredTensor:
     cut = wanted if tensor.splits is None else resplit(wanted, tensor.splits)
     return replace(tensor, chunks=meeting(tensor, cut.chunks))
 

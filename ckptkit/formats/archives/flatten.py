@@ -179,7 +179,7 @@ class Flattening:
     def add_entry(self, value: Any, key: KeyPath) -> None:
         """Add a tensor, or a value without tensors."""
         name = ".".join(map(str, key))
-        self.spend(len(name))
+        self.use_budget(len(name))
         if name in self.flat.keys:
             raise Unsupported("two entries of the state dict have the same name", tensor=name)
         self.flat.keys[name] = key
@@ -205,16 +205,16 @@ class Flattening:
         """Return a non-tensor value with its own pickle."""
         if is_module(value):
             raise pickled_module_error(value)
-        if holds_tensor(value):
+        if contains_tensor(value):
             raise Unsupported(
                 f"ckptkit does not read a tensor inside {describe(value)}",
                 hint="save the tensor in a dict, under a name",
             )
         content = dump(value)
-        self.spend(len(content))
+        self.use_budget(len(content))
         return Blob(self.path, self.pickle.offset, 0, content)
 
-    def spend(self, amount: int) -> None:
+    def use_budget(self, amount: int) -> None:
         """Raise `Unsupported` if the entries became much larger than their pickle."""
         self.budget -= amount
         if self.budget < 0:
@@ -226,11 +226,11 @@ def is_entered(value: Any) -> bool:
     """Return True for a list with a dict in it or in nested lists, or a list or tuple with a tensor at any depth."""
     if isinstance(value, list):
         lists = inert_pickle.walk(value, lambda member: member if isinstance(member, list) else ())
-        return any(pairs_of(member) is not None for member in lists) or holds_tensor(value)
-    return isinstance(value, tuple) and holds_tensor(value)
+        return any(pairs_of(member) is not None for member in lists) or contains_tensor(value)
+    return isinstance(value, tuple) and contains_tensor(value)
 
 
-def holds_tensor(value: Any) -> bool:
+def contains_tensor(value: Any) -> bool:
     return any(is_tensor(member) or isinstance(member, PersistentId) for member in inert_pickle.walk(value))
 
 

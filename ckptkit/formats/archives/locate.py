@@ -22,7 +22,7 @@ ENVELOPE = "torch.save"  # the wrapper of a chunk that can be located here; any 
 ZSTD = "stream.zstd/1"  # the only known transform, with torch's name and version of it
 _LARGEST_CHECKED = 1 << 26  # bytes of a blob that is checked, which takes as much memory
 _crc32 = Struct("<I")
-_MOST = 4096  # templates in memory
+_MOST_TEMPLATES = 4096  # templates in memory
 _SERIAL = ".data/serialization_id"  # a number that torch computes from all checksums
 Span = tuple[int, int]
 
@@ -142,7 +142,8 @@ class ArchiveTemplates:
         located, entries = open_archive(read, length)
         template = make_template(read, length, located, entries)
         if template is not None:
-            if len(self._kept) == _MOST:
+            # rare, so a full cache is simply emptied
+            if len(self._kept) == _MOST_TEMPLATES:
                 self._kept.clear()
             self._kept[length] = template
         return located

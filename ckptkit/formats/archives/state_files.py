@@ -196,7 +196,7 @@ def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     if is_legacy(head):
         return read_legacy(read, length)[1]
     if not head.startswith(_ZIP) and is_of_datastates(read, length):
-        raise of_datastates()
+        raise datastates_error()
     if program := program_in(read, length):
         raise program
     return read_directory(read, length)
@@ -228,7 +228,7 @@ def is_of_datastates(read: ReadAt, length: int) -> bool:
     return any((header := read(at, size)).startswith(b"{") and b'"datastates_metadata"' in header for at in places)
 
 
-def of_datastates(path: Path | None = None) -> Unsupported:
+def datastates_error(path: Path | None = None) -> Unsupported:
     hint = "load the checkpoint with DataStates' engine, and save it with the default one"
     return Unsupported("the file is in the format of DataStates, not of torch.save", path=path, hint=hint)
 
@@ -237,10 +237,11 @@ def unlike_torch(path: Path) -> Unsupported | None:
     """Return the error for a program that torch wrote, or a file of DataStates; None for any other file."""
     with opened(path) as (read, length):
         if is_of_datastates(read, length):
-            return of_datastates(path)
+            return datastates_error(path)
         try:
             program = program_in(read, length) if read(0, min(4, length)) == _ZIP else None
         except (Corrupt, Unsafe, Unsupported):
+            # not this function's concern: whoever reads the file reports the damage
             return None
     if program is not None:
         program.blame(path=path)
@@ -266,7 +267,7 @@ def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
 
 
 def read_pickle(path: Path) -> bytes:
-    """Return the pickle in a file of torch.save; from a file in the old format return nothing."""
+    """Return the unparsed pickle in a file of torch.save, without its storages; empty if the archive has none."""
     with opened(path) as (read, length):
         entries = entries_of(read, length)
         return b"" if "data.pkl" not in entries else bytes(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT))

@@ -71,7 +71,7 @@ class Storages:
         if blob.wrapper:
             raise Unsupported(f"stored through the transform `{blob.wrapper}`")
         try:
-            self._spend(blob.length)
+            self._use_budget(blob.length)
             read, length = reading(self.wanted.root, blob)
             entries = read_directory(read, length)
             check_byte_order(read, entries)
@@ -91,13 +91,13 @@ class Storages:
                 case ("storage", kind, str(key), *rest):
                     if key not in keys:
                         content = read_entry(read, entries, f"data/{key}", limit=self._room)
-                        self._spend(len(content))
+                        self._use_budget(len(content))
                         keys[key] = self.add(content)
                     member.value = ("storage", kind, keys[key], *rest)
                 case _:
                     raise Corrupt("data.pkl refers to an object that is not a storage")
 
-    def _spend(self, nbytes: int) -> None:
+    def _use_budget(self, nbytes: int) -> None:
         self._room -= nbytes
         if self._room < 0:
             raise Unsupported(f"the entries that are not tensors need more than {_ENTRY_LIMIT} bytes")

@@ -31,23 +31,23 @@ def read_by_rank(path: Path, files: Mapping[int, Path], report: Report) -> Readi
     joined = Reading(path, report)
     names = dict.fromkeys(name for reading in ranks.values() for name in reading.names)
     by_name = {name: {rank: one.entry(name) for rank, one in ranks.items() if name in one.names} for name in names}
-    contents = read_contents(path, [by_rank for by_rank in by_name.values() if are_whole(by_rank)], report)
+    contents = read_content_ids(path, [by_rank for by_rank in by_name.values() if are_unsharded(by_rank)], report)
     keys = {name: next(ranks[rank].key(name) for rank in by_rank) for name, by_rank in by_name.items()}
-    sharded = {top_of(keys[name]) for name, by_rank in by_name.items() if any(map(is_sharded, by_rank.values()))}
+    sharded = {first_step(keys[name]) for name, by_rank in by_name.items() if any(map(is_sharded, by_rank.values()))}
     for name, by_rank in by_name.items():
-        is_equal = not are_whole(by_rank) or len({contents[place_of(entry)] for entry in by_rank.values()}) == 1
+        is_equal = not are_unsharded(by_rank) or len({contents[place_of(entry)] for entry in by_rank.values()}) == 1
         is_float = all(
             isinstance(entry, StoredTensor) and entry.spec.dtype.kind == "float" for entry in by_rank.values()
         )
         try:
-            if is_equal or (is_float and top_of(keys[name]) in sharded and not name.endswith(STATISTICS)):
+            if is_equal or (is_float and first_step(keys[name]) in sharded and not name.endswith(STATISTICS)):
                 check_kinds(by_rank)
                 put(joined, name, keys[name], list(by_rank.values()))
                 continue
         except CkptError as error:
             report(error.blame(path=path, tensor=name))
             continue
-        put_apart(joined, keys[name], by_rank)
+        put_per_rank(joined, keys[name], by_rank)
         if name.endswith(STATISTICS):
             put(joined, name, keys[name], [next(iter(by_rank.values()))])
     return joined
@@ -66,7 +66,7 @@ def read_each_rank(path: Path, files: Mapping[int, Path], report: Report) -> dic
     return ranks
 
 
-def are_whole(by_rank: _EntryByRank) -> bool:
+def are_unsharded(by_rank: _EntryByRank) -> bool:
     """Return whether several ranks have an entry, and each of them has all of it."""
     return len(by_rank) > 1 and not any(map(is_sharded, by_rank.values()))
 
@@ -76,7 +76,7 @@ def is_sharded(entry: Entry) -> bool:
     return isinstance(entry, StoredTensor) and [chunk.box for chunk in entry.chunks] != [whole(entry.spec.shape)]
 
 
-def top_of(key: KeyPath) -> KeyPath:
+def first_step(key: KeyPath) -> KeyPath:
     """Return the first step of an entry's key path if the entry is inside a dict, else ()."""
     return key[: len(key) > 1]
 
@@ -104,14 +104,14 @@ def put(joined: Reading, name: str, key: KeyPath, entries: Sequence[Entry]) -> N
         joined.keys[name] = key
 
 
-def put_apart(joined: Reading, key: KeyPath, by_rank: _EntryByRank) -> None:
+def put_per_rank(joined: Reading, key: KeyPath, by_rank: _EntryByRank) -> None:
     """Add a separate entry for each rank, since their values differ."""
     for rank, entry in by_rank.items():
         way = (OWN, f"rank_{rank}", *key)
         put(joined, ".".join(map(str, way)), way, [entry])
 
 
-def read_contents(
+def read_content_ids(
     path: Path, entries_by_rank: Sequence[_EntryByRank], report: Report
 ) -> dict[tuple[str, int, int], _Content]:
     """Return a value for each entry, by its location, that is equal for entries with equal contents."""

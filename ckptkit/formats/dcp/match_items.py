@@ -38,7 +38,7 @@ def match_items(root: Path, plan: Layout) -> None:
             message = f"expected no file of this name, as in {plan.root}, found {size} bytes"
             raise Mismatch(message, path=root / name, hint=_HINT)
     with OpenFiles(root, in_order=False) as files, OpenFiles(plan.root, in_order=False) as others:
-        matching = Matching(ReadAhead(files), ReadAhead(others))
+        matching = ItemComparison(ReadAhead(files), ReadAhead(others))
         for name in sorted(present & planned.keys()):
             try:
                 matching.compare(name, files[name].size, planned[name])
@@ -60,7 +60,7 @@ def items_by_file(plan: Layout) -> dict[str, Items]:
     return by_file
 
 
-class Matching:
+class ItemComparison:
     """Compares files with the files of the same names in another checkpoint."""
 
     def __init__(self, files: ReadAhead, others: ReadAhead) -> None:

@@ -29,17 +29,17 @@ METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _DATA = re.compile(r".*?__(\d+)_\d+\.distcp")
 _PLAIN = Wrapped(ENVELOPE)  # of an item without a transform
-_OF_INDEX = ["fqn", "index", "offset"]
-_OF_CHUNK = ["offsets", "sizes"]
-_OF_PLACE = ["relative_path", "offset", "length", "transform_descriptors"]
+_INDEX_FIELDS = ["fqn", "index", "offset"]
+_CHUNK_FIELDS = ["offsets", "sizes"]
+_INFO_FIELDS = ["relative_path", "offset", "length", "transform_descriptors"]
 _BATCH = 4096  # records that are parsed together
 
-_THERE = "torch.distributed.checkpoint"
+_PACKAGE = "torch.distributed.checkpoint"
 _NAMES = frozenset(
     [
         *(
             (f"{package}.metadata", name)
-            for package in (_THERE, "torch.distributed._shard.checkpoint")
+            for package in (_PACKAGE, "torch.distributed._shard.checkpoint")
             for name in (
                 "Metadata",
                 "MetadataIndex",
@@ -51,16 +51,16 @@ _NAMES = frozenset(
                 "_MEM_FORMAT_ENCODING",
             )
         ),
-        (f"{_THERE}.filesystem", "_StorageInfo"),
+        (f"{_PACKAGE}.filesystem", "_StorageInfo"),
         ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"),
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
         ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
         # Megatron-LM stores its save plans in the metadata
         *(
-            (f"{_THERE}.planner", name)
+            (f"{_PACKAGE}.planner", name)
             for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
         ),
-        (f"{_THERE}.filesystem", "_StoragePrefix"),
+        (f"{_PACKAGE}.filesystem", "_StoragePrefix"),
         ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
         ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
         # OLMo-core has its own writer, whose classes have torch's names
@@ -124,7 +124,7 @@ class Reading:
 
     def add(self, metadata: Attributes, file: Path) -> None:
         """Add the entries of the metadata that was read from `file`."""
-        places, report = self._places(metadata, file), self.report
+        places, report = self._locations(metadata, file), self.report
         for name, entry in metadata["state_dict_metadata"].items():
             if type(name) is not str:
                 raise Corrupt(f"expected strings as keys of the state dict, found {type(name).__name__}", path=file)
@@ -136,14 +136,14 @@ class Reading:
                 report(Corrupt("the metadata of this entry is malformed", path=file, tensor=name))
         self.keys.update(key_paths(metadata, file))
 
-    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Place]]:
+    def _locations(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Place]]:
         """Return `storage_data`, the location of each chunk, by name and by the chunk's offset (None for a byte entry).
 
         Empties `storage_data` on the way: in a large checkpoint it takes most of the memory.
         """
         places: dict[str, dict[Shape | None, Place]] = {}
         try:
-            for (names, _, starts), infos in take_storage(metadata["storage_data"]):
+            for (names, _, starts), infos in pop_storage(metadata["storage_data"]):
                 shapes = iter(as_shapes([start for start in starts if start is not None]))
                 for name, start, place in zip(map(as_name, names), starts, zip(*infos, strict=True), strict=True):
                     places.setdefault(name, {}).setdefault(None if start is None else next(shapes), place)
@@ -155,7 +155,7 @@ class Reading:
         of = type(entry)
         kind = of.name if isinstance(of, Global) else ""
         if kind == "BytesStorageMetadata":
-            path, offset, length, wrapped = self._place(places.get(None))
+            path, offset, length, wrapped = self._location(places.get(None))
             transform = None if wrapped == _PLAIN else wrapped
             self.blobs.setdefault(name, Blob(path, offset, length, where=transform))
             return
@@ -167,13 +167,13 @@ class Reading:
         chunks, report = self.chunks.setdefault(name, {}), self.report
         for box in boxes_of(tensor["chunks"]):
             try:
-                path, offset, length, wrapped = self._place(places.get(box.start))
+                path, offset, length, wrapped = self._location(places.get(box.start))
             except CkptError as error:
                 report(error.blame(path=file, tensor=name))
                 continue
             chunks.setdefault(box, Chunk(box, path, offset, length, spec.dtype, None, None, wrapped))
 
-    def _place(self, place: Place | None) -> tuple[str, int, int, Wrapped]:
+    def _location(self, place: Place | None) -> tuple[str, int, int, Wrapped]:
         """Return file name, offset, length and wrapper of one item."""
         if place is None:
             raise Corrupt("the metadata does not say where this entry is stored")
@@ -212,16 +212,19 @@ class Reading:
         return Layout(self.root, name, tensors, self.blobs, keys, spares=spares)
 
 
-def take_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
+def pop_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
     """Remove entries from `storage_data` batch by batch: yield columns of their indices and of their locations."""
     while storage:
         batch = [storage.popitem() for _ in range(min(_BATCH, len(storage)))]
         for index, _ in batch:
             if isinstance(index, InstanceTable):
-                yield index.columns(_OF_INDEX), index.columns(_OF_PLACE, side=1)
+                yield index.columns(_INDEX_FIELDS), index.columns(_INFO_FIELDS, side=1)
         single = [entry for entry in batch if not isinstance(entry[0], InstanceTable)]
         if single:
-            yield columns([index for index, _ in single], _OF_INDEX), columns([info for _, info in single], _OF_PLACE)
+            yield (
+                columns([index for index, _ in single], _INDEX_FIELDS),
+                columns([info for _, info in single], _INFO_FIELDS),
+            )
 
 
 def boxes_of(chunks: list[Any]) -> list[Box]:
@@ -229,7 +232,7 @@ def boxes_of(chunks: list[Any]) -> list[Box]:
     boxes: list[Box] = []
     for is_table, group in groupby(chunks, lambda record: isinstance(record, InstanceTable)):
         records = list(group)
-        pairs = [record.columns(_OF_CHUNK) for record in records] if is_table else [columns(records, _OF_CHUNK)]
+        pairs = [record.columns(_CHUNK_FIELDS) for record in records] if is_table else [columns(records, _CHUNK_FIELDS)]
         for starts, sizes in pairs:
             boxes += map(Box, as_shapes(list(starts)), as_shapes(list(sizes)))
     return boxes

@@ -94,9 +94,9 @@ def describe_files(wanted: Layout, files: Mapping[str, list[ShardItem]], blobs: 
     return record(replace(wanted, blobs=blobs), placed)
 
 
-_THERE = "torch.distributed.checkpoint.metadata"
+_MODULE = "torch.distributed.checkpoint.metadata"
 _CLASSES = {
-    name: Global(_THERE, name)
+    name: Global(_MODULE, name)
     for name in (
         "Metadata",
         "MetadataIndex",
@@ -115,7 +115,7 @@ _FIELDS = {
 }
 _SIZE = Global("torch", "Size")
 _STRIDED = Record(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-_CONTIGUOUS = Record(Global(_THERE, "_MEM_FORMAT_ENCODING"), (0,))
+_CONTIGUOUS = Record(Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
 _VERSION = "1.0.0"
 
 Placed = tuple[str, ShardItem]  # the name of a file, and an item in it
@@ -127,10 +127,10 @@ def record(wanted: Layout, files: Mapping[str, list[ShardItem]]) -> bytes:
     for file, items in files.items():
         for item in items:
             placed[item.name].append((file, item))
-    return _Recording(wanted, files).write(placed)
+    return _MetadataPickle(wanted, files).write(placed)
 
 
-class _Recording:
+class _MetadataPickle:
     """A pickle in progress: first the strings and globals that it needs, then the object, which recalls them."""
 
     def __init__(self, wanted: Layout, files: Iterable[str]) -> None:

@@ -183,7 +183,7 @@ def find_files(path: Path, report: Report) -> IndexedFiles:
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
     if numbered:
         return find_numbered(path, numbered, present, report)
-    return IndexedFiles(path, [SINGLE if SINGLE in present else find_only(path, present)])
+    return IndexedFiles(path, [SINGLE if SINGLE in present else find_only_file(path, present)])
 
 
 def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> IndexedFiles:
@@ -300,7 +300,7 @@ def find_indexed(path: Path, described_by: str, present: set[str], report: Repor
     return IndexedFiles(path, available, index, missing, described_by=described_by)
 
 
-def find_only(path: Path, present: set[str]) -> str:
+def find_only_file(path: Path, present: set[str]) -> str:
     """Return the only safetensors file of a directory without an index."""
     names = sorted(name for name in present if name.endswith(_SUFFIX))
     if len(names) != 1:

@@ -37,7 +37,7 @@ class Global(type):
         attributes: dict[str, Any] = {"__slots__": (), "module": module, "name": name}
         if is_flat:
             return super().__new__(cls, "Global", (FlatInstance,), attributes)
-        return super().__new__(cls, "Global", (), {**attributes, "__new__": _make})
+        return super().__new__(cls, "Global", (), {**attributes, "__new__": _new_record})
 
     def __init__(cls, module: str, name: str, *, is_flat: bool = False) -> None:
         pass  # `__new__` does everything
@@ -133,7 +133,7 @@ class _Attribute(Global):
         return Record(cls, args)
 
 
-def _make(of: Global, *args: Any) -> Record:
+def _new_record(of: Global, *args: Any) -> Record:
     return Record(of, args, is_new=True)
 
 
@@ -264,6 +264,7 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
         from ckptkit.formats.pickles.tables import Tables, has_long_runs  # only large checkpoints need them
 
         if has_long_runs(data, at):
+            # if the tables fail, read again without them, which also decides whether the pickle is damaged
             with suppress(NotTabular, *_MALFORMED):
                 return _load(data, names, at, is_flat=True, tables=Tables(data, at))
     try:

@@ -108,8 +108,8 @@ class Tables:
         `heads` are the opcodes before the state of each instance that was passed on since `start`.
         """
         self.pass_on(start, at)
-        self._pass_instances(heads)
-        while taken := self._take(at):
+        self._track_keys(heads)
+        while taken := self._replace_instances(at):
             piece, at = taken
             yield piece
         return at
@@ -129,7 +129,7 @@ class Tables:
             memoized = enumerate((match[1] for match in _MEMOIZED.finditer(piece) if match[2]), before)
             self._note_texts((index, text) for index, text in memoized if text is not None and index in wanted)
 
-    def _pass_instances(self, heads: Iterable[bytes]) -> None:
+    def _track_keys(self, heads: Iterable[bytes]) -> None:
         """Track whether the next instance is a key, from the opcodes before the state of each instance passed on."""
         for head in heads:
             match = _HEAD.fullmatch(head)
@@ -142,7 +142,7 @@ class Tables:
             ):  # a tail means that there were two instances, so nothing changes
                 self._is_key_next = not self._is_key_next
 
-    def _take(self, at: int) -> tuple[bytes, int] | None:
+    def _replace_instances(self, at: int) -> tuple[bytes, int] | None:
         """Return the replacement for the instances at an offset, and the offset after them; None for too few."""
         if self._is_off or self._memo_size < _FEWEST_BEFORE:
             return None
@@ -155,14 +155,14 @@ class Tables:
             end -= len(rows.pop()[-1])
         if len(rows) < _FEWEST:
             return None
-        filled = self._keep(shapes, rows)
+        filled = self._store_rows(shapes, rows)
         if filled is None:
             return None
         number = (len(self._made) - 1).to_bytes(4, "little")
         call = b"(J%b%btQ" % (number, b"".join(chain.from_iterable(shape.fetches for shape in shapes)))
         return filled + call + (b"N" if len(shapes) > 1 else b""), end
 
-    def _keep(self, shapes: Sequence[InstanceShape], rows: Sequence[tuple[bytes, ...]]) -> bytes | None:
+    def _store_rows(self, shapes: Sequence[InstanceShape], rows: Sequence[tuple[bytes, ...]]) -> bytes | None:
         """Store the values of rows; return opcodes that fill their memo entries.
 
         Returns None if the rows do not fit a table. They do not if an opcode may fetch something else than a string
@@ -181,6 +181,7 @@ class Tables:
         try:
             self._made.append((shapes, [tuple(map(self._values.__getitem__, column)) for column in columns]))
         except (KeyError, UnicodeDecodeError):
+            # an unknown memo index or invalid string: leave the instances to the unpickler
             return None
         before, self._memo_size = self._memo_size, end
         return b"".join(fillers(before, end, kept))
@@ -191,6 +192,7 @@ class Tables:
         The unpickler has `fetched` the common part of the instances; `size` is its object for torch.Size.
         """
         shapes, values = self._made[number]
+        # a table is used once; free its memory
         self._made[number] = ((), [])
         remaining, columns = iter(fetched), iter(values)
         sides = []

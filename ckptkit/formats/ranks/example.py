@@ -60,7 +60,7 @@ def example_of(wanted: Layout) -> Example:
         return Example()
     if not rank_files.naming.templates:
         raise Unsupported("ckptkit reads files with such names, but does not write them", hint="use `convert --to dcp`")
-    model = first_of(wanted, rank_files.files[MODEL])
+    model = first_readable_file(wanted, rank_files.files[MODEL])
     meshes = [tensor.spread.mesh for tensor in model.tensors.values() if isinstance(tensor.spread, Placed)]
     if any(len(mesh.ranks) != rank_files.world or mesh != meshes[0] for mesh in meshes):
         raise Unsupported(
@@ -71,7 +71,7 @@ def example_of(wanted: Layout) -> Example:
     if meshes:
         like = next(iter(calls.values())).args[3][-1]["_spec"].attributes()["mesh"]
         grid = RankMesh(meshes[0].shape, meshes[0].names, meshes[0].device, like)
-    spread = {name: how_spread(tensor.spread) for name, tensor in model.tensors.items()}
+    spread = {name: placements_of(tensor.spread) for name, tensor in model.tensors.items()}
     return Example(
         naming=rank_files.naming,
         label=rank_files.label,
@@ -83,16 +83,17 @@ def example_of(wanted: Layout) -> Example:
     )
 
 
-def first_of(wanted: Layout, files: Mapping[int, str]) -> RankFile:
+def first_readable_file(wanted: Layout, files: Mapping[int, str]) -> RankFile:
     """Return the readable file of the lowest rank: in a damaged checkpoint some may be unreadable."""
     *others, last = sorted(files)
     for rank in others:
+        # try the next rank; the last one raises its error
         with suppress(Corrupt, IOFailure, Unsupported):
             return read_rank_file(wanted.root, files[rank], rank, (MODEL,))
     return read_rank_file(wanted.root, files[last], last, (MODEL,))
 
 
-def how_spread(spread: Placed | ShardedTensor | None) -> tuple[Placement, ...] | None:
+def placements_of(spread: Placed | ShardedTensor | None) -> tuple[Placement, ...] | None:
     """Return the placements of a tensor. ShardedTensors are written as DTensors sharded by rows."""
     if isinstance(spread, Placed):
         return spread.placements

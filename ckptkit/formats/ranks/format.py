@@ -148,7 +148,7 @@ class FilePerRank(FormatWriter):
             return False
         names = names_in(path)
         bare = min(filter(BARE.match, names), default=None)
-        return is_there(names) or (bare is not None and holds_shards(path / bare))
+        return is_there(names) or (bare is not None and has_shards(path / bare))
 
     def check_names(self, path: Path, report: Report) -> None:
         """Report truncated files; raise `Corrupt` if one is missing or belongs to another run."""
@@ -198,11 +198,12 @@ class FilePerRank(FormatWriter):
         return seal_files(made.root, files, checksums)
 
 
-def holds_shards(path: Path) -> bool:
+def has_shards(path: Path) -> bool:
     """Return whether the pickle in a file of torch.save has shards of tensors."""
     try:
         return any(kind in read_pickle(path) for kind in SHARD_KINDS)
     except (Corrupt, Unsafe, Unsupported):
+        # not a readable file of this format; another format may claim it
         return False
 
 

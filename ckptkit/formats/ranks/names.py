@@ -135,16 +135,18 @@ def gather(naming: Naming, matches: list[tuple[str, str, re.Match[str]]], report
     return gathered
 
 
-def check_ranks(rank_files: RankFiles, report: Report) -> None:
+def check_ranks(files: RankFiles, report: Report) -> None:
     """Report ranks without a file of each kind. Raises `Corrupt` for files of additional ranks."""
-    for kind, by_rank in rank_files.files.items():
-        missing = [rank for rank in range(rank_files.world) if rank not in by_rank]
+    for kind, by_rank in files.files.items():
+        missing = [rank for rank in range(files.world) if rank not in by_rank]
         name = next(iter(by_rank.values()))
         if missing:
             ranks_text = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            message = f"{len(missing)} of {rank_files.world} files like `{name}` are missing: of rank {ranks_text}"
-            names = [rank_files.name_of(kind, rank) for rank in missing]
+            message = f"{len(missing)} of {files.world} files like `{name}` are missing: of rank {ranks_text}"
+            names = [files.name_of(kind, rank) for rank in missing]
             report(Incomplete(message, hint=f"{ELSEWHERE}, or {SALVAGE}", files=names, ranks=missing))
-        if len(by_rank) > rank_files.world:
-            message = f"expected files of {rank_files.world} ranks, found one of rank {max(by_rank)}: `{by_rank[max(by_rank)]}`"
+        if len(by_rank) > files.world:
+            message = (
+                f"expected files of {files.world} ranks, found one of rank {max(by_rank)}: `{by_rank[max(by_rank)]}`"
+            )
             raise Corrupt(message, hint="move the file away if it belongs to an earlier run")

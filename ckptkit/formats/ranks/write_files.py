@@ -80,7 +80,7 @@ class Writing:
             kind = str(top) if top in (MODEL, OPTIMIZER) else REST
             if top != OWN:
                 kinds.setdefault(kind, []).append(name)
-        unknown = next((name for name in kinds.get(OPTIMIZER, ()) if self.is_of_unknown(name)), None)
+        unknown = next((name for name in kinds.get(OPTIMIZER, ()) if self.has_unknown_parameter(name)), None)
         if unknown is not None:
             message = "ckptkit cannot tell which parameter this state belongs to, so it cannot split the state"
             raise Unsupported(message, tensor=unknown, hint="drop the optimizer with --exclude 'optimizer.*'")
@@ -90,7 +90,7 @@ class Writing:
             )
         return kinds
 
-    def is_of_unknown(self, name: str) -> bool:
+    def has_unknown_parameter(self, name: str) -> bool:
         """Return whether a state with a shape belongs to a parameter that the model does not have."""
         key, stored = self.wanted.key(name), self.wanted.tensors.get(name)
         is_state = len(key) == AT + 2 and key[1] == "state"
@@ -134,13 +134,13 @@ class Writing:
 
         Parameters have an optimizer state or several chunks; if no tensor has either, all floats are parameters.
         """
-        if len(self.wanted.tensors[name].chunks) > 1 or name in self.optimized:
+        if len(self.wanted.tensors[name].chunks) > 1 or name in self.optimized_names:
             return True
-        some_are = bool(self.optimized) or any(len(tensor.chunks) > 1 for tensor in self.wanted.tensors.values())
+        some_are = bool(self.optimized_names) or any(len(tensor.chunks) > 1 for tensor in self.wanted.tensors.values())
         return not some_are and self.wanted.tensors[name].spec.dtype.kind == "float"
 
     @property
-    def optimized(self) -> frozenset[str]:
+    def optimized_names(self) -> frozenset[str]:
         """Return the names of the model's tensors that the optimizer has."""
         return frozenset(f"{MODEL}.{name}" for name in self.numbers or number(self.wanted))
 
@@ -191,10 +191,10 @@ class RankStorages(Storages):
         if place_of not in self._local:
             self._local[place_of] = self.add(local.nbytes)
         record = describe_tensor(local, self._local[place_of])
-        like = self.writing.example.calls.get(name) or self.like_parameter(name)
+        like = self.writing.example.calls.get(name) or self.parameter_dtensor(name)
         return describe_dtensor(stored.spec, placements, self.mesh(), record, "cpu", like)
 
-    def like_parameter(self, name: str) -> Record | None:
+    def parameter_dtensor(self, name: str) -> Record | None:
         """Return the DTensor of a state's parameter in the example."""
         key = self.wanted.key(name)
         return self.writing.example.calls.get(f"{MODEL}.{key[AT]}") if key[0] == OPTIMIZER else None
@@ -237,14 +237,14 @@ def seal_files(
     """
     with OpenFiles(root) as sources:
         for of_kind in files:
-            written = written_in(of_kind, checksums)
+            written = filled_chunks(of_kind, checksums)
             for file in of_kind:
                 entries = entries_in(root, file.name)
                 for name, chunk in chunks_in(file):
-                    yield from seal_chunk(chunk, written[name, chunk.box], checksums, entries, sources)
+                    yield from finalize_chunk(chunk, written[name, chunk.box], checksums, entries, sources)
 
 
-def written_in(files: list[RankFile], checksums: Mapping[FileOffset, int]) -> dict[tuple[str, Box], Chunk]:
+def filled_chunks(files: list[RankFile], checksums: Mapping[FileOffset, int]) -> dict[tuple[str, Box], Chunk]:
     """Return the chunks that were filled with data, by name and box."""
     return {
         (name, chunk.box): chunk
@@ -267,7 +267,7 @@ def entries_in(root: Path, name: str) -> dict[int, ZipEntry]:
         return {entry.offset: entry for entry in entries_of(read, length).values() if entry.length}
 
 
-def seal_chunk(
+def finalize_chunk(
     chunk: Chunk,
     source: Chunk,
     checksums: Mapping[FileOffset, int],

@@ -61,7 +61,7 @@ def join_ranks(parts: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
             raise Corrupt(f"expected a tensor that fits {first} of another rank, found {shard.spec}")
     if len(first.shape) <= rule.axis:
         raise Corrupt(f"expected a tensor that ranks split along axis {rule.axis}, found {first}")
-    sections = zip(*(cut_in(shard, rule.axis, rule) for shard in parts), strict=True)
+    sections = zip(*(split_sections(shard, rule.axis, rule) for shard in parts), strict=True)
     joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
 
@@ -90,7 +90,7 @@ def as_lost(flat: FlatState, path: str) -> FlatState:
     return FlatState(lost, {}, flat.keys)
 
 
-def cut_in(tensor: StoredTensor, axis: int, rule: JoinRule) -> list[StoredTensor]:
+def split_sections(tensor: StoredTensor, axis: int, rule: JoinRule) -> list[StoredTensor]:
     """Return the sections of a rank's shard along an axis."""
     extents = rule.extents or (tensor.spec.shape[axis] // rule.sections,) * rule.sections
     if sum(extents) != tensor.spec.shape[axis]:
