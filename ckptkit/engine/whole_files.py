@@ -82,7 +82,7 @@ def runs_with_sums(layout: Layout) -> dict[str, list[Extent]]:
 def compare_file(layout: Layout, path: str, runs: Iterable[Extent], most_between: int | None = None) -> bool:
     """Return whether a file could be compared with the CRC-32 in the layout.
 
-    `runs` are byte ranges with a known CRC-32. It cannot if more than `most_between` bytes lie between the runs; the
+    `runs` are byte ranges with a known CRC-32. It cannot if more than `most_between` bytes are between the runs; the
     default limit is a small part of the file. Raises `Corrupt` if the file differs.
     """
     nbytes, recorded = layout.file_sums[path]

@@ -116,7 +116,7 @@ def pairs_in(path: Path, size: int, changed: int) -> tuple[tuple[str, object], .
     try:
         text = read_small(path, size).decode()
     except (Corrupt, IOFailure, Unsafe, ValueError):
-        # any file may lie here; one that is not text mentions nothing
+        # the file may have any contents; one that is not text mentions nothing
         return ()
     try:
         return tuple(leaves_of(json.loads(text), ""))
