@@ -1,6 +1,6 @@
-"""Change the numbers of tensors whose meaning differs between a family and the Hub: a factor, a shift.
+"""Apply factors and shifts to the elements of tensors whose meaning differs between a model family and the Hub.
 
-The results lie in a temporary file that goes with the layout, so that whatever reads the tensors reads the results.
+The results are written to a temporary file that the new layout keeps alive, so later reads get the changed elements.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.layout import Chunk, Layout
 from ckptkit.layout.dtypes import DTYPES
 
-Array = Any  # of numpy, which only a family that computes imports
-_PIECE = 1 << 24  # bytes that are changed at once
+Array = Any  # a numpy array; numpy is imported only if elements change
+_PIECE = 1 << 24  # bytes that are changed at a time, which bounds the memory
 _FLOAT32 = DTYPES["float32"]
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """A change of each number, in float32: times `factor`, plus `shift`."""
+    """An elementwise change, computed in float32: multiply by `factor`, then add `shift`."""
 
     factor: float = 1.0
     shift: float = 0.0
 
     def __call__(self, values: Array) -> Array:
-        """Return the changed numbers of an array of float32. A change by one or by zero leaves every bit as it is."""
+        """Return the changed elements of a float32 array. A factor of 1 and a shift of 0 keep every bit."""
         import numpy as np
 
         values = values if self.factor == 1 else values * np.float32(self.factor)
@@ -37,9 +37,10 @@ class Arithmetic:
 
 
 def compute(layout: Layout, changes: Mapping[str, Arithmetic]) -> Layout:
-    """Return a located layout with the numbers of tensors changed, each rounded once to the dtype that it has.
+    """Return a located layout in which `changes` are applied to tensors.
 
-    Raises `Unsupported` for a tensor that is not of floats, `NoRoom` if the disk is too small for the results.
+    Each result is rounded once to the tensor's dtype. Raises `Unsupported` for a tensor whose dtype is not float32,
+    bfloat16 or float16, `NoRoom` if the temporary disk is too small for the results.
     """
     if not changes:
         return layout
@@ -59,7 +60,10 @@ def compute(layout: Layout, changes: Mapping[str, Arithmetic]) -> Layout:
 
 
 def compute_chunk(chunk: Chunk, change: Arithmetic, files: OpenFiles, out: BinaryIO, path: str) -> Chunk:
-    """Append the changed numbers of a chunk; return where they lie. A chunk that no file contains stays as it is."""
+    """Append the changed elements of a chunk to `out`; return the new chunk.
+
+    A chunk that is in no file stays unchanged.
+    """
     offset, written = out.tell(), 0
     if chunk.is_zeros:
         written = append(bytes(chunk.box.numel * chunk.dtype.itemsize), chunk, change, out)
@@ -73,7 +77,7 @@ def compute_chunk(chunk: Chunk, change: Arithmetic, files: OpenFiles, out: Binar
 
 
 def append(data: bytes, chunk: Chunk, change: Callable[[Array], Array], out: BinaryIO) -> int:
-    """Append the changed numbers of `data`, as a chunk stores them; return how many bytes they are."""
+    """Change the elements in `data`, append them to `out` in the dtype of the chunk, and return their size in bytes."""
     import numpy as np
 
     from ckptkit.layout.casting import cast, widener

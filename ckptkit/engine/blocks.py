@@ -17,16 +17,16 @@ from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, same
 
 # Gather the elements of a box from its chunks into one buffer.
 #
-# Elements that lie in the source as they shall lie in the buffer are read straight there. Only those that must be put
-# into another order or dtype go through a second buffer and numpy, which is not even imported before.
+# Elements that have the same order and dtype in the source and in the buffer are read straight into the buffer. Other
+# elements go through a second buffer and numpy, which is imported only then.
 BLOCK_BYTES = 1 << 22
-STEP_BYTES = 1 << 19  # read at once of a local file: they are in a core's cache for the checksum, and for a write
+STEP_BYTES = 1 << 19  # per read of a local file: small enough to stay in a core's cache for the checksum and the write
 
 
 class Gatherer:
-    """A reader of boxes of chunks in directory `root`. Belongs to one thread.
+    """Reads boxes of chunks from the files in directory `root`. Use one gatherer per thread.
 
-    It computes the CRC-32 of the runs that it reads of chunks for which `sums` returns True.
+    It computes the CRC-32 of its reads from the chunks for which `sums` returns True.
     """
 
     def __init__(self, root: Path, sums: Callable[[Chunk], bool] = lambda _: False) -> None:
@@ -39,43 +39,46 @@ class Gatherer:
 
     @cached_property
     def scratch(self) -> memoryview:
-        """Return a block's worth of bytes, for elements that are not yet in place."""
+        """Return a buffer of one block, for elements that must be reordered or cast."""
         return memoryview(bytearray(BLOCK_BYTES))
 
     def fill(self, parts: Iterable[tuple[Chunk, Box]], box: Box, dtype: DType, out: memoryview) -> list[ReadRun]:
-        """Put the elements of `box`, which `parts` tile with a box of a chunk each, into `out`: row-major, as `dtype`.
+        """Write the elements of `box` into `out`: row-major, as `dtype`.
 
-        Returns the runs of bytes that were read in one piece.
+        `parts` are pairs of a chunk and a box of it; together the boxes tile `box`. Returns the byte ranges that were
+        read contiguously.
         """
         pieces: list[ReadRun] = []
-        for chunk, part in parts:
-            here = span_of(part, box, None)
-            there = span_of(part, chunk.box, chunk.strides)
-            if here.is_run and there.is_run and chunk.dtype == dtype:
-                target = out[here.start * dtype.itemsize : (here.start + here.length) * dtype.itemsize]
-                pieces.append(self.read_into(chunk, there.start * dtype.itemsize, target))
+        for chunk, part_box in parts:
+            target_span = span_of(part_box, box, None)
+            source_span = span_of(part_box, chunk.box, chunk.strides)
+            if target_span.is_run and source_span.is_run and chunk.dtype == dtype:
+                target = out[
+                    target_span.start * dtype.itemsize : (target_span.start + target_span.length) * dtype.itemsize
+                ]
+                pieces.append(self.read_into(chunk, source_span.start * dtype.itemsize, target))
             else:
                 from ckptkit.engine.rearrange import Rearrangement
 
-                pieces.extend(Rearrangement(self.read_into, self.scratch, chunk, dtype).fill(part, box, out))
+                pieces.extend(Rearrangement(self.read_into, self.scratch, chunk, dtype).fill(part_box, box, out))
         return pieces
 
     def read_into(self, chunk: Chunk, start: int, target: memoryview) -> ReadRun:
-        """Fill `target` with the chunk's bytes from `start`, as they lie, or with zeros."""
+        """Fill `target` with the bytes of a chunk from byte `start` on, or with zeros for a chunk of zeros."""
         if chunk.is_zeros:
             target[:] = bytes(len(target))
             return ReadRun(chunk, start, len(target), None)
         file, offset = self.files[chunk.path], chunk.offset + start
         crc = 0 if self._sums(chunk) else None
         for at in range(0, len(target), self.step):
-            part = target[at : at + self.step]
-            file.read_into(part, offset + at)
+            step_target = target[at : at + self.step]
+            file.read_into(step_target, offset + at)
             if crc is not None:
-                crc = crc32(part, crc)
+                crc = crc32(step_target, crc)
         return ReadRun(chunk, start, len(target), crc)
 
     def load(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of a file from `offset`."""
+        """Fill `target` with the bytes of a file from `offset` on."""
         self.files[path].read_into(target, offset)
 
     def checksum(self, path: str, offset: int, length: int) -> int:
@@ -85,6 +88,7 @@ class Gatherer:
             target = self.scratch[: min(BLOCK_BYTES, length - start)]
             self.load(path, offset + start, target)
             whole.add(path, start, len(target), crc32(target))
+        # an empty range has no checksum entry
         return whole.whole(path, length) or 0
 
 
@@ -92,7 +96,7 @@ Parts = tuple[tuple[Chunk, Box], ...]  # chunks of a source, each with the box t
 
 
 class Input(NamedTuple):
-    """A box of a tensor of the source of this number, and the parts of its chunks that tile it."""
+    """A box of a tensor in source number `source`, and the parts of chunks that tile the box."""
 
     source: int
     box: Box
@@ -100,9 +104,9 @@ class Input(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A run of a target's chunk, made at once: a box of it, and the inputs that it is made of.
+    """A contiguous byte range of a target's chunk that is written at once: its box, and the inputs it is computed from.
 
-    It begins at byte `start` of the chunk.
+    The block begins at byte `start` of the chunk.
     """
 
     target: Target
@@ -112,12 +116,12 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes in the destination."""
+        """Return the size of the block in the destination, in bytes."""
         return self.box.numel * self.target.chunk.dtype.itemsize
 
 
-class Wanted(NamedTuple):
-    """One of the inputs of all blocks of a target: the source, the box of it that a block needs, and what has that."""
+class BlockInputs(NamedTuple):
+    """An input that all blocks of a target have. `region` maps the box of a block to a box of the source."""
 
     source: int
     region: Region
@@ -126,11 +130,13 @@ class Wanted(NamedTuple):
 
     def of(self, box: Box) -> Input:
         region = self.region(box)
-        return Input(self.source, region, tuple((self.copies[i].src, part) for i, part in self.boxes.meeting(region)))
+        return Input(
+            self.source, region, tuple((self.copies[i].src, part_box) for i, part_box in self.boxes.meeting(region))
+        )
 
 
 def blocks(plan: Plan) -> Iterator[Block]:
-    """Yield the blocks of a plan in the order of its targets, each of at most `BLOCK_BYTES`."""
+    """Yield the blocks of a plan in the order of its targets. A block has at most `BLOCK_BYTES`."""
     for target in plan.targets:
         yield from blocks_of(plan, target)
 
@@ -139,19 +145,20 @@ def blocks_of(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
     """Yield the blocks of one target in the order of its bytes, small enough for elements of `itemsize` bytes too."""
     wanted = wanted_of(target, len(plan.sources))
     recipe, whole = target.recipe, target.chunk.box
-    if recipe is not None and isinstance(recipe, ByRows):  # to ask a protocol takes 25 microseconds; copies have none
+    # isinstance with a protocol takes 25 µs, so plain copies skip it
+    if recipe is not None and isinstance(recipe, ByRows):
         boxes = cut_rows(whole, recipe.rows)
     else:
         boxes = cut(whole, BLOCK_BYTES // max(itemsize, width(target)))
     start = 0
     for box in boxes:
-        block = Block(target, box, start, tuple(one.of(box) for one in wanted))
+        block = Block(target, box, start, tuple(input_.of(box) for input_ in wanted))
         yield block
         start += block.nbytes
 
 
-def wanted_of(target: Target, sources: int) -> list[Wanted]:
-    """Return the inputs of the blocks of a target: the operands of its recipe, or its own box in each source."""
+def wanted_of(target: Target, sources: int) -> list[BlockInputs]:
+    """Return the inputs of the blocks of a target: its recipe's operands, or its own box in each source."""
     if target.recipe is None:
         groups = [target.copies] if sources == 1 else split(target.copies, sources)
         return [wanted(copies[0].source, same, copies) for copies in groups if copies]
@@ -160,8 +167,8 @@ def wanted_of(target: Target, sources: int) -> list[Wanted]:
     return [wanted(operand.source, operand.region, copies) for operand, copies in pairs]
 
 
-def wanted(source: int, region: Region, copies: tuple[Copy, ...]) -> Wanted:
-    return Wanted(source, region, copies, BoxIndex([copy.region for copy in copies]))
+def wanted(source: int, region: Region, copies: tuple[Copy, ...]) -> BlockInputs:
+    return BlockInputs(source, region, copies, BoxIndex([copy.region for copy in copies]))
 
 
 def split(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:
@@ -169,7 +176,7 @@ def split(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:
 
 
 def width(target: Target) -> int:
-    """Return the bytes that an element of a target takes at most while it is made."""
+    """Return the largest itemsize among the target, its sources and its recipe's operands, in bytes."""
     dtypes = [target.chunk.dtype, *(copy.src.dtype for copy in target.copies)]
     if target.recipe is not None:
         dtypes += [operand.dtype for operand in target.recipe.operands]

@@ -1,4 +1,4 @@
-"""Compare runs of source bytes with the CRC-32 recorded for them, once they have been read whole."""
+"""Verify byte ranges of the sources against their recorded CRC-32, once a range has been read completely."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.plan import Copy, Plan, Target, in_order, itself
 
-# Of a run that has other chunks too no more is read than was asked for, unless that is nearly all.
-_NEARLY = 8  # the part that may be missing: one in so many bytes
-_FEW = 1 << 16  # bytes that may be missing of a short one
+# A byte range that several chunks share is read beyond the requested chunks only if very little of it is missing.
+_MISSING_DIVISOR = 8  # at most 1/8 of the bytes may be missing
+_MISSING_BYTES = 1 << 16  # bytes that may be missing of a short range, whatever its length
 
 
 class Sources:
-    """The runs of bytes that a plan reads, and which of them have been read whole and have the CRC-32 recorded.
+    """The byte ranges that a plan reads, and which of them were read completely and match their recorded CRC-32.
 
-    A run is a chunk, or what several chunks were cut out of. With `is_all` nothing but the plan reads them: a run that
-    the plan does not read whole is not compared.
+    A byte range is a chunk, or the storage that several chunks share. `is_all` says that nothing but this plan reads
+    the ranges: a range that the plan does not read completely is then left unchecked.
     """
 
     @collector_paused()
@@ -38,43 +38,45 @@ class Sources:
             for place, (name, chunk) in runs.items()
             if chunk.crc32 is not None and not (is_all and nbytes[place] < chunk.bytes[1])
         }
+        # the ledger may have reads of an earlier call, which count too
         self._read = ledger.read
-        self._asked = count_asked(nbytes, runs)
+        self._requested = count_requested(nbytes, runs)
         self._compared: set[SourcePlace] = set()
         self.checked_bytes = 0
+        # a resumed ledger may have complete ranges already
         for place in [place for place, *_ in self._read if place in self._waiting]:
             self._compare_if_whole(place)
 
     @property
     def unchecked_bytes(self) -> int:
-        """Return the bytes of what is read that have not been compared with a CRC-32."""
-        return sum(self._asked.values()) - self.checked_bytes
+        """Return how many of the requested bytes have not been verified with a CRC-32."""
+        return sum(self._requested.values()) - self.checked_bytes
 
     @property
     def unchecked(self) -> Counter[tuple[int, str]]:
-        """Return the unchecked bytes by source and file, of the files that a CRC-32 is known of as a whole."""
+        """Return the unchecked bytes by source and file, for files that have one CRC-32 for the whole file."""
         unchecked: Counter[tuple[int, str]] = Counter()
-        for place, nbytes in self._asked.items():
+        for place, nbytes in self._requested.items():
             number, path, _ = place
             if nbytes and place not in self._compared and path in self._plan.sources[number].file_sums:
                 unchecked[number, path] += nbytes
         return unchecked
 
     def compares(self, number: int, chunk: Chunk) -> bool:
-        """Return whether a chunk has a recorded CRC-32 that is still to be compared with its bytes."""
+        """Return whether the recorded CRC-32 of a chunk's byte range is still to be compared."""
         return (number, *place_of(chunk)) in self._waiting
 
     def records(self, number: int, chunk: Chunk) -> bool:
-        """Return whether the CRC-32 of a chunk's bytes is to be compared, now or when all of its file was read."""
+        """Return whether the CRC-32 of a chunk's bytes is needed, now or once its file has been read completely."""
         return chunk.path in self._plan.sources[number].file_sums or self.compares(number, chunk)
 
     def note(self, pieces: Sequence[Iterable[ReadRun]]) -> None:
-        """Account for what was read of each source; compare the CRC-32 of each run that is whole with this.
+        """Record the reads from each source, and verify each byte range that is now complete.
 
-        Raises `Corrupt` for one that differs.
+        Raises `Corrupt` for a range whose CRC-32 differs.
         """
-        for number, found in enumerate(pieces):
-            for piece in found:
+        for number, of_source in enumerate(pieces):
+            for piece in of_source:
                 path, offset, start = place_in_run(piece.chunk, piece.start)
                 place = number, path, offset
                 if place in self._waiting:
@@ -83,9 +85,9 @@ class Sources:
                     self._compare_if_whole(place)
 
     def hand_over(self, shared: Ledger) -> None:
-        """Enter what was read of runs with more chunks into a ledger of several reads, and compare those whole there.
+        """Hand the incomplete byte ranges that several chunks share to the ledger of several reads.
 
-        Raises `Corrupt` for one that differs.
+        Verifies the ranges that are complete there. Raises `Corrupt` for a range whose CRC-32 differs.
         """
         unfinished = [place for place, (_, chunk) in self._waiting.items() if chunk.run is not None]
         for place, *piece in self._read:
@@ -99,39 +101,39 @@ class Sources:
     def _compare_if_whole(self, place: SourcePlace, ledger: Ledger | None = None) -> None:
         name, chunk = self._waiting[place]
         offset, length = chunk.bytes
-        found = (self._read if ledger is None else ledger.read).whole(place, length)
-        if found is None:
+        crc = (self._read if ledger is None else ledger.read).whole(place, length)
+        if crc is None:
             return
-        if found != chunk.crc32:
+        if crc != chunk.crc32:
             raise Corrupt(
-                tell_damage(length, offset, found, chunk.crc32),
+                tell_damage(length, offset, crc, chunk.crc32),
                 path=self._plan.sources[place[0]].root / chunk.path,
                 tensor=name,
             )
-        self.checked_bytes += self._asked[place]
+        self.checked_bytes += self._requested[place]
         self._compared.add(place)
         del self._waiting[place]
 
     def unfinished(self) -> Plan:
-        """Return the plan to read what is missing of the runs that have a CRC-32 and were not read whole in order.
+        """Return the plan that completes the byte ranges that have a CRC-32 and were not read completely in order.
 
-        A run of which much was not asked for, since it has other chunks, is left.
+        Skips a range that several chunks share if much of it was not requested.
         """
         targets = (target for place, run in self._waiting.items() for target in self._rest(place, *run))
         return replace(self._plan, targets=in_order(targets))
 
     def _rest(self, place: SourcePlace, name: str, chunk: Chunk) -> Iterator[Target]:
-        """Yield what was not read in order of a run."""
+        """Yield a target for each gap in the reads of a byte range."""
         offset, length = chunk.bytes
-        if length - self._asked[place] > max(length // _NEARLY, _FEW):
+        if length - self._requested[place] > max(length // _MISSING_DIVISOR, _MISSING_BYTES):
             return
         for start, missing in self._read.missing(place, length):
-            part = Chunk(whole((missing,)), chunk.path, offset + start, missing, DTYPES["uint8"], run=chunk.bytes)
-            yield itself(name, part, place[0])
+            gap = Chunk(whole((missing,)), chunk.path, offset + start, missing, DTYPES["uint8"], run=chunk.bytes)
+            yield itself(name, gap, place[0])
 
 
 def count_read(copies: Iterable[Copy]) -> Counter[SourcePlace]:
-    """Return the bytes that copies read of each run; those that are read twice count twice."""
+    """Return how many bytes the copies read of each byte range. Bytes that are read twice count twice."""
     nbytes: Counter[SourcePlace] = Counter()
     for copy in copies:
         if copy.src.where is None:
@@ -139,10 +141,10 @@ def count_read(copies: Iterable[Copy]) -> Counter[SourcePlace]:
     return nbytes
 
 
-def count_asked(
+def count_requested(
     nbytes: Counter[SourcePlace], runs: Mapping[SourcePlace, tuple[str, Chunk]]
 ) -> Mapping[SourcePlace, int]:
-    """Return the bytes of each run that are asked for: of a chunk by itself all, of one with others those read."""
+    """Return the requested bytes of each byte range: all of a chunk's own range, the bytes read of a shared one."""
     lengths = ((place, chunk, chunk.bytes[1]) for place, (_, chunk) in runs.items())
     return {place: length if chunk.run is None else min(length, nbytes[place]) for place, chunk, length in lengths}
 
@@ -152,10 +154,10 @@ def name_of(target: Target, copy: Copy) -> str:
 
 
 def source_place(copy: Copy) -> SourcePlace:
-    """Return the source, file and offset by which the run that is read is known."""
+    """Return the source, file and offset that identify the byte range a copy reads."""
     return copy.source, copy.src.path, copy.src.bytes[0]
 
 
 def place_of(chunk: Chunk) -> FileOffset:
-    """Return the file and offset by which the bytes of a chunk, or those that it was cut out of, are known."""
+    """Return the file and offset that identify the byte range of a chunk."""
     return chunk.path, chunk.bytes[0]

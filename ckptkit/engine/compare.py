@@ -1,6 +1,6 @@
-"""Compare layouts: both are read, block by block, and measured where they are not the same.
+"""Compare layouts: read both block by block, and measure the difference where blocks are not equal.
 
-Blocks that are equal cost no more than being read: numpy is not even imported before two differ.
+Equal blocks cost only the reads: numpy is imported when two blocks differ.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The distance of each tensor that was measured, and how many bytes had a CRC-32 to compare with.
+    """The distance of each measured tensor, and how many bytes were verified with a CRC-32.
 
-    Measured are the tensors that differ, or all where that was asked for.
+    Tensors that differ are measured; with `measure_all`, all tensors are.
     """
 
     distances: Mapping[str, Distance]
@@ -35,8 +35,8 @@ class Comparison:
 
     @property
     def different(self) -> list[str]:
-        """Return the names of the tensors that differ, in order."""
-        return sorted(name for name, found in self.distances.items() if found.different)
+        """Return the sorted names of the tensors that differ."""
+        return sorted(name for name, distance in self.distances.items() if distance.different)
 
 
 def compare(
@@ -48,27 +48,27 @@ def compare(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Hold two layouts against each other that have the same tensors, in the same shapes, with `jobs` threads.
+    """Compare two layouts that have the same tensors in the same shapes, with `jobs` threads.
 
-    The dtypes may differ where numbers can be measured. With `measure_all` equal tensors are measured too. Every chunk
-    is compared with the CRC-32 recorded for it: `Corrupt` names one that differs. Raises `Usage` for a layout that has
-    not been located. `progress` is told of bytes read, by one thread at a time.
+    The dtypes may differ where the difference can be measured. With `measure_all` equal tensors are measured too.
+    Verifies every chunk that has a recorded CRC-32: `Corrupt` names one that differs. Raises `Usage` for a layout that
+    has not been located. `progress` receives the bytes read, from one thread at a time.
     """
     plan = plan_comparison(a, b)
     sources = Sources(plan, Ledger())
     found: dict[str, Distance] = {}
 
-    def look(worker: Worker, block: Block) -> tuple[Distance | None, int]:
-        one, two = (layout.tensors[block.target.name].spec.dtype for layout in (a, b))
-        ours, theirs = worker.read(block, 0, one), worker.read(block, 1, two)
+    def measure_block(worker: Worker, block: Block) -> tuple[Distance | None, int]:
+        a_dtype, b_dtype = (layout.tensors[block.target.name].spec.dtype for layout in (a, b))
+        ours, theirs = worker.read(block, 0, a_dtype), worker.read(block, 1, b_dtype)
         nbytes = len(ours) + len(theirs)
-        if not measure_all and one == two and are_equal(ours, theirs):
+        if not measure_all and a_dtype == b_dtype and are_equal(ours, theirs):
             return None, nbytes
         from ckptkit.layout.measuring import measure
 
-        return measure((ours, one), (theirs, two), block.box, tolerance), nbytes
+        return measure((ours, a_dtype), (theirs, b_dtype), block.box, tolerance), nbytes
 
-    def note(block: Block, seen: tuple[Distance | None, int], pieces: Pieces) -> None:
+    def record(block: Block, seen: tuple[Distance | None, int], pieces: Pieces) -> None:
         distance, nbytes = seen
         name = block.target.name
         sources.note(pieces)
@@ -77,14 +77,14 @@ def compare(
         if progress:
             progress(nbytes)
 
-    visit(plan, look, note, jobs, sums=sources.compares, among=blocks_to_compare(plan))
+    visit(plan, measure_block, record, jobs, sums=sources.compares, among=blocks_to_compare(plan))
     scrub(sources, jobs)
-    found = {name: with_own_index(one, a.tensors[name], b.tensors[name]) for name, one in found.items()}
+    found = {name: with_tensor_index(distance, a.tensors[name], b.tensors[name]) for name, distance in found.items()}
     return Comparison(complete(a, found, jobs), sources.checked_bytes)
 
 
-def with_own_index(distance: Distance, *tensors: StoredTensor) -> Distance:
-    """Return a distance whose first index is one of the tensor, where blocks were compared with axes split."""
+def with_tensor_index(distance: Distance, *tensors: StoredTensor) -> Distance:
+    """Return a distance whose first index refers to the tensor, where blocks were compared with axes split."""
     splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
     if splits is None or distance.first is None:
         return distance
@@ -92,7 +92,7 @@ def with_own_index(distance: Distance, *tensors: StoredTensor) -> Distance:
 
 
 def are_equal(a: memoryview, b: memoryview) -> bool:
-    """Return True if two buffers of one length are equal. By memcmp: memoryviews compare themselves item by item."""
+    """Return True if two buffers of equal length are equal. Uses memcmp; memoryviews compare element by element."""
     whole_buffer = a.obj
     assert isinstance(whole_buffer, bytearray)
     return whole_buffer.startswith(b)
@@ -104,56 +104,59 @@ def plan_comparison(a: Layout, b: Layout) -> Plan:
 
 
 def with_places(tensor: StoredTensor) -> StoredTensor:
-    """Return a tensor whose chunks of zeros can be targets, which need a place."""
+    """Return a tensor whose chunks of zeros can be targets: targets need a file location."""
     return replace(
         tensor, chunks=tuple(chunk._replace(where=None) if chunk.is_zeros else chunk for chunk in tensor.chunks)
     )
 
 
 def blocks_to_compare(plan: Plan) -> Iterator[Block]:
-    """Yield blocks that are small enough for the dtypes of both layouts."""
+    """Yield blocks that fit the buffers in the dtypes of both layouts."""
     for target in plan.targets:
         dtypes = (layout.tensors[target.name].spec.dtype for layout in plan.sources)
         yield from blocks_of(plan, target, max(dtype.itemsize for dtype in dtypes))
 
 
 def complete(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -> dict[str, Distance]:
-    """Return distances with the size of all of `a`: of a tensor that is equal in part, only the rest was measured."""
+    """Return the distances with the norm of all of `a`.
+
+    Equal blocks of a tensor that differs were not measured before.
+    """
     lacking = {
         name: a.tensors[name]
-        for name, found in distances.items()
-        if found.different and found.elements < a.tensors[name].spec.numel
+        for name, distance in distances.items()
+        if distance.different and distance.elements < a.tensors[name].spec.numel
     }
     sizes = dict.fromkeys(lacking, 0.0)
 
-    def look(worker: Worker, block: Block) -> float:
+    def measure_block(worker: Worker, block: Block) -> float:
         from ckptkit.layout.measuring import size_of
 
         return size_of((worker.read(block), block.target.chunk.dtype))
 
-    def note(block: Block, size: float, _pieces: Pieces) -> None:
+    def record(block: Block, size: float, _pieces: Pieces) -> None:
         sizes[block.target.name] += size
 
-    visit(in_one_piece(replace(a, tensors=lacking)), look, note, jobs)
-    return {name: replace(found, size_a=sizes.get(name, found.size_a)) for name, found in distances.items()}
+    visit(unsharded_plan(replace(a, tensors=lacking)), measure_block, record, jobs)
+    return {name: replace(distance, size_a=sizes.get(name, distance.size_a)) for name, distance in distances.items()}
 
 
 def fingerprints(layout: Layout, *, jobs: int | None = None) -> dict[str, int]:
-    """Return the CRC-32 of each tensor's elements in row-major order, however they are stored."""
+    """Return the CRC-32 of each tensor's elements in row-major order, regardless of how they are sharded."""
     sums: Checksums[str] = Checksums()
 
-    def look(worker: Worker, block: Block) -> int:
+    def sum_block(worker: Worker, block: Block) -> int:
         return crc32(worker.read(block))
 
-    def note(block: Block, crc: int, _pieces: Pieces) -> None:
+    def record(block: Block, crc: int, _pieces: Pieces) -> None:
         sums.add(block.target.name, block.start, block.nbytes, crc)
 
-    visit(in_one_piece(layout), look, note, jobs)
+    visit(unsharded_plan(layout), sum_block, record, jobs)
     return {name: sums.whole(name, spec.nbytes) or 0 for name, spec in layout.specs.items()}
 
 
-def in_one_piece(layout: Layout) -> Plan:
-    """Return the plan by which each tensor would lie row-major and in one piece."""
+def unsharded_plan(layout: Layout) -> Plan:
+    """Return the plan that would write each tensor row-major and as one chunk."""
     tensors = {
         name: StoredTensor(spec, (Chunk(whole(spec.shape), name, 0, spec.nbytes, spec.dtype),))
         for name, spec in layout.specs.items()

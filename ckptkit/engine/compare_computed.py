@@ -1,4 +1,4 @@
-"""Compare tensors block by block if one or both of them must be computed first."""
+"""Compare tensors block by block where one or both of them must be computed first."""
 
 from __future__ import annotations
 
@@ -23,29 +23,32 @@ _FLOAT32 = DTYPES["float32"]
 
 
 class ComparedTensor(NamedTuple):
-    """One of two tensors that are compared: the recipe of its elements, which it is asked for as `dtype`."""
+    """One of two compared tensors: the recipe that computes its elements, and their dtype."""
 
     recipe: Recipe
     dtype: DType
 
 
 class Both:
-    """The recipe of two tensors of one shape. The operands of the first come before those of the second."""
+    """The recipe of a pair of tensors of one shape.
 
-    def __init__(self, one: ComparedTensor, two: ComparedTensor) -> None:
-        self._one, self._two = one, two
-        self.operands = (*one.recipe.operands, *two.recipe.operands)
+    Its operands are those of the first tensor, then those of the second.
+    """
+
+    def __init__(self, first: ComparedTensor, second: ComparedTensor) -> None:
+        self._first, self._second = first, second
+        self.operands = (*first.recipe.operands, *second.recipe.operands)
 
     def elements(self, box: Box, blocks: Sequence[memoryview]) -> tuple[Elements, Elements]:
-        """Return the elements of a box of each."""
-        one, two, count = self._one, self._two, len(self._one.recipe.operands)
-        ours, _ = one.recipe(box, one.dtype, blocks[:count])
-        theirs, _ = two.recipe(box, two.dtype, blocks[count:])
-        return (ours, one.dtype), (theirs, two.dtype)
+        """Return the elements of a box of each of the two tensors."""
+        first, second, count = self._first, self._second, len(self._first.recipe.operands)
+        ours, _ = first.recipe(box, first.dtype, blocks[:count])
+        theirs, _ = second.recipe(box, second.dtype, blocks[count:])
+        return (ours, first.dtype), (theirs, second.dtype)
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the elements of the first as `dtype`."""
-        return self._one.recipe(box, dtype, blocks[: len(self._one.recipe.operands)])
+        """Return the elements of the first tensor as `dtype`."""
+        return self._first.recipe(box, dtype, blocks[: len(self._first.recipe.operands)])
 
 
 def compare_computed(
@@ -57,34 +60,35 @@ def compare_computed(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Distance]:
-    """Measure how far tensors are from each other, of these names and shapes, with `jobs` threads.
+    """Return the distance of each pair of tensors in `sides`, by name, computed with `jobs` threads.
 
-    The operands of the first of each are of source 0, which is `a`, those of the second of source 1, `b`. Every chunk
-    is compared with the CRC-32 recorded for it. `progress` is told of bytes read, by one thread at a time.
+    `shapes` has their shapes. The operands of the first tensor of a pair are in source 0, which is `a`, and the
+    operands of the second in source 1, `b`. Verifies every chunk that has a recorded CRC-32. `progress` receives the
+    bytes read, from one thread at a time.
     """
     recipes = {name: Both(*pair) for name, pair in sides.items()}
     plan = Plan(a, b, tuple(targets(a, b, shapes, recipes)), (b,))
     sources = Sources(plan, Ledger())
-    found = dict.fromkeys(shapes, Distance())
+    distances = dict.fromkeys(shapes, Distance())
 
-    def look(worker: Worker, block: Block) -> Distance:
+    def measure_block(worker: Worker, block: Block) -> Distance:
         recipe = recipes[block.target.name]
         inputs = [worker.operand(block, number, operand.dtype) for number, operand in enumerate(recipe.operands)]
         return measure(*recipe.elements(block.box, inputs), block.box)
 
-    def note(block: Block, seen: Distance, pieces: Pieces) -> None:
+    def record(block: Block, seen: Distance, pieces: Pieces) -> None:
         sources.note(pieces)
-        found[block.target.name] = found[block.target.name].merge(seen)
+        distances[block.target.name] = distances[block.target.name].merge(seen)
         if progress:
             progress(sum(piece.length for of_source in pieces for piece in of_source))
 
-    visit(plan, look, note, jobs, sums=sources.compares)
+    visit(plan, measure_block, record, jobs, sums=sources.compares)
     scrub(sources, jobs)
-    return found
+    return distances
 
 
 def targets(a: Layout, b: Layout, shapes: Mapping[str, Shape], recipes: Mapping[str, Both]) -> Iterator[Target]:
-    """Yield what is compared, as though it were to be written."""
+    """Yield a target for each tensor to compare, as if it were to be written."""
     for name, shape in shapes.items():
         spec = Spec(_FLOAT32, shape)
         chunk = Chunk(whole(shape), name, 0, spec.nbytes, _FLOAT32)

@@ -1,8 +1,8 @@
 """Copy by a plan: read, check, convert or combine, and write each block.
 
-A block is a contiguous run of the destination, so each is one write, and is read straight into place wherever the
-source is contiguous too. A block whose bytes are the same in the source and in the destination is copied in steps that
-stay in a core's cache: each step is touched three times, by the read, the checksum and the write.
+A block is a contiguous byte range of the destination, so writing it takes one write. A block is read straight into
+place wherever the source is contiguous too. A block with the same bytes in the source and in the destination is copied
+in steps that stay in a core's cache, because each byte is touched three times: by the read, the checksum and the write.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ckptkit.layout.box import span_of
 from ckptkit.layout.plan import Plan, Recipe
 
 Progress = Callable[[int], None]
-ByteRun = tuple[int, Chunk, int, int]  # where in the block, of which chunk, where in that, and how long; in bytes
+ByteRun = tuple[int, Chunk, int, int]  # (offset in the block, chunk, offset in the chunk, length), in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The CRC-32 of each chunk written, and how many source bytes had one to compare with.
+    """The CRC-32 of each written chunk, and how many source bytes were verified.
 
-    `uncompared` are source files that have one CRC-32 for the whole file, and were read too little to compare it.
+    `uncompared` are source files with one CRC-32 for the whole file that was not compared, because too little was read.
     """
 
     checksums: Mapping[FileOffset, int]
@@ -53,10 +53,10 @@ def copy(
     sync: bool = False,
     output: AssembledFiles | None = None,
 ) -> Ledger:
-    """Do a share of the plan, but for the units that the journal says are done and that are still there.
+    """Execute a share of the plan. Skips the units that the journal lists as finished and whose output is still there.
 
-    The blocks go into the files of the destination, or into those of `output`, which is told of each. Returns what was
-    read and written, by the journal's account too. With `sync` the disk has most of it by then.
+    Writes into the files of the destination, or into `output`, which is notified of each block. Returns the reads and
+    writes, including the journal's entries. With `sync` most of the output has reached the disk on return.
     """
     check_order(plan)
     done = finished_units(plan, journal, jobs)
@@ -65,22 +65,22 @@ def copy(
         ledger.add(finished)
         ledger.resumed_bytes += sum(length for _, _, length, _ in finished.written)
     sources = Sources(plan, ledger)
-    own = share.units(plan.whole_nbytes)
-    with early_sync(plan.dst.root, sync=sync) as wrote:
+    own_units = share.units(plan.whole_nbytes)
+    with early_sync(plan.dst.root, sync=sync) as schedule_sync:
 
-        def tell(block: Block) -> None:
-            wrote(block.target.chunk.path, block.nbytes)
+        def report_block(block: Block) -> None:
+            schedule_sync(block.target.chunk.path, block.nbytes)
             if progress:
                 progress(block.nbytes)
 
         for unit, group in units_of(plan, share.unit_bytes(plan.whole_nbytes)):
-            if unit not in own:
+            if unit not in own_units:
                 continue
             if unit in done:
                 if progress:
                     progress(sum(block.nbytes for block in group))
                 continue
-            fresh = copy_unit(plan, group, sources, jobs, tell, output)
+            fresh = copy_unit(plan, group, sources, jobs, report_block, output)
             ledger.add(fresh)
             if journal:
                 journal.note(unit, fresh)
@@ -88,7 +88,7 @@ def copy(
 
 
 def check_order(plan: Plan) -> None:
-    """Raise `Unsupported` if elements that are to be written do not lie together in the order of their indices."""
+    """Raise `Unsupported` if elements to be written would not be contiguous in row-major order."""
     for target in plan.targets:
         if target.chunk.strides is not None:
             message = (
@@ -106,10 +106,10 @@ def copy_unit(
     tell: Callable[[Block], None],
     output: AssembledFiles | None = None,
 ) -> Ledger:
-    """Make the blocks of a unit, and tell of each. Returns what was read and written for them."""
+    """Write the blocks of a unit, and call `tell` with each. Returns the reads and writes."""
     ledger = Ledger()
 
-    def make(worker: Worker, block: Block) -> tuple[int, bool]:
+    def write_block(worker: Worker, block: Block) -> tuple[int, bool]:
         recipe = block.target.recipe
         crc, has_remark = (copy_unchanged(worker, block) if recipe is None else None), False
         if crc is None:
@@ -120,24 +120,25 @@ def copy_unit(
             output.note(*place_in_run(block.target.chunk, block.start), block.nbytes, crc)
         return crc, has_remark
 
-    def note(block: Block, made: tuple[int, bool], pieces: Pieces) -> None:
-        crc, has_remark = made
+    def record(block: Block, result: tuple[int, bool], pieces: Pieces) -> None:
+        crc, has_remark = result
         sources.note(pieces)
-        for number, found in enumerate(pieces):
-            ledger.add_read(number, found)
+        for number, of_source in enumerate(pieces):
+            ledger.add_read(number, of_source)
         ledger.add_written(block.target.chunk, block.start, block.nbytes, crc)
         if has_remark:
             ledger.noted.add(block.target.name)
         tell(block)
 
-    visit(plan, make, note, jobs, sums=sources.records, among=unit, output=output)
+    visit(plan, write_block, record, jobs, sums=sources.records, among=unit, output=output)
     return ledger
 
 
 def copy_unchanged(worker: Worker, block: Block) -> int | None:
-    """Copy a block to where it belongs and return its CRC-32. Returns None, and does nothing, if it must be gathered.
+    """Copy a block without changing its bytes, and return its CRC-32.
 
-    A block is gathered if its elements change their order or dtype, or if it has so many runs that one write is better.
+    Returns None, and does nothing, if the block must be gathered: its elements change order or dtype, or it has so many
+    byte ranges that one write is faster.
     """
     runs = runs_of(block)
     if runs is None:
@@ -153,22 +154,29 @@ def copy_unchanged(worker: Worker, block: Block) -> int | None:
 
 
 def runs_of(block: Block) -> list[ByteRun] | None:
-    """Return the runs of bytes that a block is made of, in order; None if it is to be gathered."""
+    """Return the byte ranges that form a block, in order; None if the block must be gathered."""
     parts = block.inputs[0].parts
     dtype = block.target.chunk.dtype
     if (len(parts) - 1) * STEP_BYTES > block.nbytes:
         return None
     runs: list[ByteRun] = []
-    for chunk, part in parts:
-        here, there = span_of(part, block.box, None), span_of(part, chunk.box, chunk.strides)
-        if not (here.is_run and there.is_run and chunk.dtype == dtype) or chunk.is_zeros:
+    for chunk, box in parts:
+        target_span, source_span = span_of(box, block.box, None), span_of(box, chunk.box, chunk.strides)
+        if not (target_span.is_run and source_span.is_run and chunk.dtype == dtype) or chunk.is_zeros:
             return None
-        runs.append((here.start * dtype.itemsize, chunk, there.start * dtype.itemsize, here.length * dtype.itemsize))
+        runs.append(
+            (
+                target_span.start * dtype.itemsize,
+                chunk,
+                source_span.start * dtype.itemsize,
+                target_span.length * dtype.itemsize,
+            )
+        )
     return sorted(runs)
 
 
 def copy_run(worker: Worker, chunk: Chunk, start: int, length: int, path: str, offset: int) -> int:
-    """Copy `length` bytes of a chunk from `start` to `offset` of file `path`, step by step, and return their CRC-32."""
+    """Copy `length` bytes of a chunk, from byte `start`, to `offset` of file `path`, in steps. Return their CRC-32."""
     step = worker.sources[0].step
     source, target = worker.sources[0].files[chunk.path], worker.files[path]
     crc = 0
@@ -181,14 +189,14 @@ def copy_run(worker: Worker, chunk: Chunk, start: int, length: int, path: str, o
 
 
 def apply_recipe(recipe: Recipe, worker: Worker, block: Block) -> tuple[memoryview, bool]:
-    """Return a block made of its inputs by a recipe, and whether its tensor is worth a note."""
+    """Return a block that a recipe computes from its inputs, and whether the recipe has a remark on the tensor."""
     operands = enumerate(recipe.operands)
     inputs = [worker.operand(block, number, operand.dtype) for number, operand in operands]
     return recipe(block.box, block.target.chunk.dtype, inputs)
 
 
 def checksum(block: Block, pieces: Pieces, data: memoryview) -> int:
-    """Return the CRC-32 of a finished block: that of the one piece that it was read in, if it still is that."""
+    """Return the CRC-32 of a finished block. Reuses the CRC-32 of its read if the block still has the same bytes."""
     if block.target.recipe is None and len(block.inputs[0].parts) == len(pieces[0]) == 1:
         piece = pieces[0][0]
         is_as_it_lay = piece.chunk.strides is None and piece.chunk.dtype == block.target.chunk.dtype
@@ -198,10 +206,11 @@ def checksum(block: Block, pieces: Pieces, data: memoryview) -> int:
 
 
 def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dict[int, Ledger]:
-    """Return the units that a journal has, if what they wrote is there; of a worker that ended, without looking."""
+    """Return the units in a journal whose output is undamaged. The output of a worker that ended is not read again."""
+    # A worker that ended has synced its files before it wrote its last line.
     if journal is None or journal.has_ended:
         return {} if journal is None else dict(journal.units)
-    there = dict.fromkeys(journal.units, True)
+    is_intact = dict.fromkeys(journal.units, True)
     lock = threading.Lock()
 
     @contextmanager
@@ -209,23 +218,24 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
         with closing(Gatherer(plan.dst.root)) as source:
 
             def check(unit: int) -> None:
-                found = all(
+                is_equal = all(
                     source.checksum(path, offset + start, length) == crc
                     for (path, offset), start, length, crc in journal.units[unit].written
                 )
                 with lock:
-                    there[unit] = found
+                    is_intact[unit] = is_equal
 
             yield check
 
     work(journal.units, checker, jobs)
-    return {unit: ledger for unit, ledger in journal.units.items() if there[unit]}
+    return {unit: ledger for unit, ledger in journal.units.items() if is_intact[unit]}
 
 
 def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
-    """Check that all of a plan was done, in whatever shares, and that every source chunk has its recorded CRC-32.
+    """Check that all units of a plan were written, and verify every source chunk that has a CRC-32.
 
-    Raises `Corrupt` for a chunk that was not written whole, or a source chunk or file that differs.
+    The units may come from any number of shares. Raises `Corrupt` for a chunk that was not written completely, or a
+    source chunk or file whose CRC-32 differs.
     """
     sources = Sources(plan, ledger)
     scrub(sources, jobs)
@@ -235,12 +245,12 @@ def check_complete(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Co
         if crc is None:
             raise Corrupt("not all bytes were written", path=plan.dst.root / target.chunk.path, tensor=target.name)
         checksums[place_of(target.chunk)] = crc
-    checked, left = compare_files(plan, ledger, sources.unchecked)
-    return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, left)
+    checked, uncompared = compare_files(plan, ledger, sources.unchecked)
+    return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, uncompared)
 
 
 def compare_files(plan: Plan, ledger: Ledger, unchecked: Mapping[tuple[int, str], int]) -> tuple[int, Sequence[Path]]:
-    """Compare source files with the CRC-32 of the whole; see `whole_files.compare_read`."""
+    """Verify source files that have one CRC-32 for the whole file; see `whole_files.compare_read`."""
     if not unchecked:
         return 0, ()
     from ckptkit.engine.whole_files import compare_read  # only where a manifest has files alone
@@ -249,12 +259,12 @@ def compare_files(plan: Plan, ledger: Ledger, unchecked: Mapping[tuple[int, str]
 
 
 def scrub(sources: Sources, jobs: int | None) -> None:
-    """Re-read the runs whose checksum is still unknown, and compare them."""
+    """Re-read the byte ranges whose checksum is still unknown, and verify them."""
 
-    def look(worker: Worker, block: Block) -> None:
+    def read_block(worker: Worker, block: Block) -> None:
         worker.read(block)
 
-    def note(_block: Block, _seen: None, pieces: Pieces) -> None:
+    def record(_block: Block, _seen: None, pieces: Pieces) -> None:
         sources.note(pieces)
 
-    visit(sources.unfinished(), look, note, jobs, sums=sources.compares)
+    visit(sources.unfinished(), read_block, record, jobs, sums=sources.compares)

@@ -1,6 +1,6 @@
-"""Keep account of the bytes that were read and written, by whichever process, and of their CRC-32.
+"""Keep account of the bytes that were read and written, by any process, and of their CRC-32.
 
-A journal on disk has the finished units of a share, so that an interrupted conversion continues.
+A journal on disk lists the finished units of a share, so an interrupted conversion can resume.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from ckptkit.io.file import opening, read_at
 from ckptkit.io.local import LocalFile
 from ckptkit.layout import Chunk, FileOffset, ReadRun
 
-# Keep a journal, on disk beside the work, of the units of a share that are finished, so that the work can be resumed.
-#
-# A line for each unit that was finished, and one when the share was. A line says what was written, not that the disk
-# has it: it is believed after the bytes have been read again, unless the worker ended, whose files were on the disk
-# before.
+# The journal has one line per finished unit, and a last line when the share is finished. A line says what was written,
+# not that it reached the disk. On resume ckptkit therefore reads the bytes of a unit again before it trusts the line,
+# unless the worker ended: it synced its files before the last line.
 _ENDED = b'{"ended": true}\n'
 
 
 class Journal:
-    """The journal of one worker, in a file that is made when the first line is written."""
+    """The journal of one worker. Its file is created when the first line is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.units: dict[int, Ledger] = {}
         self.has_ended = False
-        self._nbytes = 0  # of whole lines; what a dying worker left behind them is written over
+        self._nbytes = 0  # of complete lines; the next line overwrites what a killed worker left after them
         with translate_os_errors(path):
             if path.exists():
                 self._load()
@@ -50,18 +48,19 @@ class Journal:
                 else:
                     self.units[int(entry["unit"])] = Ledger.from_json(entry)
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+                # a damaged line ends the journal: the units after it are done again
                 return
             if not line.endswith(b"\n"):
                 return
             self._nbytes += len(line)
 
     def note(self, unit: int, ledger: Ledger) -> None:
-        """Note that a unit is finished, and what was read and written for it."""
+        """Record that a unit is finished, with the reads and writes for it."""
         self.units[unit] = ledger
         self._append(json.dumps({"unit": unit, **ledger.to_json()}).encode() + b"\n")
 
     def end(self, *, sync: bool) -> None:
-        """Note that the share is finished; its files are on the disk if `sync`, and then so is the journal."""
+        """Record that the share is finished. With `sync` its files are on the disk, and the journal is synced too."""
         self.has_ended = True
         self._append(_ENDED, sync=sync)
 
@@ -71,6 +70,7 @@ class Journal:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             file = LocalFile(self.path, fd)
             try:
+                # drop what a killed worker left of a line
                 os.ftruncate(fd, self._nbytes)
                 file.write_at(memoryview(line), self._nbytes)
                 if sync:
@@ -80,15 +80,15 @@ class Journal:
         self._nbytes += len(line)
 
 
-SourcePlace = tuple[int, str, int]  # a source's number in the plan, a file and an offset in it
+SourcePlace = tuple[int, str, int]  # index of a source in the plan, file, byte offset
 
 
 @dataclass(slots=True)
 class Ledger:
-    """The pieces of source chunks that were read, and of destination chunks that were written, with their CRC-32.
+    """The byte ranges of source chunks that were read, and of destination chunks that were written, with their CRC-32.
 
-    `noted` are the tensors that a combination said are worth a note, `resumed_bytes` the bytes of `written` that an
-    earlier call had written.
+    `noted` are the tensors on which a recipe has a remark, `resumed_bytes` the bytes of `written` that an earlier call
+    wrote.
     """
 
     read: Checksums[SourcePlace] = field(default_factory=Checksums)
@@ -97,7 +97,7 @@ class Ledger:
     resumed_bytes: int = 0
 
     def add(self, other: Ledger) -> None:
-        """Take over the entries of another."""
+        """Add the entries of another ledger."""
         for place, *piece in other.read:
             self.read.add(place, *piece)
         for target, *piece in other.written:
@@ -105,26 +105,29 @@ class Ledger:
         self.noted |= other.noted
 
     def add_read(self, number: int, pieces: Iterable[ReadRun]) -> None:
-        """Enter what was read of the source of this number, where its CRC-32 was computed."""
+        """Record the reads of source `number` that have a CRC-32."""
         for piece in pieces:
             if piece.crc is not None:
                 path, offset, start = place_in_run(piece.chunk, piece.start)
                 self.read.add((number, path, offset), start, piece.length, piece.crc)
 
     def add_written(self, chunk: Chunk, start: int, length: int, crc: int) -> None:
-        """Enter what was written of a destination chunk: bytes from `start`."""
+        """Record that `length` bytes of a destination chunk were written from byte `start` on."""
         path, offset, start = place_in_run(chunk, start)
         self.written.add((path, offset), start, length, crc)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entries as lists of place, start, length and CRC-32, and the names."""
+        """Return the entries as lists of place, start, length and CRC-32, and the noted names."""
         read = [[*place, *piece] for place, *piece in self.read]
         written = [[*place, *piece] for place, *piece in self.written]
         return {"read": read, "written": written, "noted": sorted(self.noted)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Ledger:
-        """Return the ledger that `to_json` described. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the ledger from the result of `to_json`.
+
+        Raises KeyError, TypeError or ValueError for any other value.
+        """
         ledger = cls()
         for source, path, *numbers in value["read"]:
             offset, start, length, crc = map(int, numbers)
@@ -137,6 +140,6 @@ class Ledger:
 
 
 def place_in_run(chunk: Chunk, start: int) -> tuple[str, int, int]:
-    """Return file and offset of the bytes that a chunk was cut out of, and where in them its byte `start` is."""
+    """Return file and offset of the byte range of a chunk, and the offset in that range of its byte `start`."""
     offset, _ = chunk.bytes
     return chunk.path, offset, chunk.offset - offset + start

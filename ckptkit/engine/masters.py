@@ -1,8 +1,8 @@
-"""Compute the fp32 masters of weights, of these and of what an optimizer keeps of their masters.
+"""Compute fp32 master weights from the weights and from the masters or remainders that an optimizer stores.
 
-Source: transformer_engine/common/multi_tensor/adam.cu, `AdamFunctorMasterParamRemainder`. A master's lower 16 bits are
-the remainder, in int16. The weight is the upper 16 bits; one more if the remainder is negative, which rounds up. So the
-bits of a master are those of the weight plus the remainder.
+Source: transformer_engine/common/multi_tensor/adam.cu, `AdamFunctorMasterParamRemainder`. The remainder is the lower 16
+bits of a master, as int16. The weight is the upper 16 bits, plus one if the remainder is negative (rounding up). So the
+bits of a master are the bits of the weight plus the remainder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HALF = 1 << 15
 
 
 class RemaindersAsFloats:
-    """Says of masters that an optimizer stored as floats how many were remainders."""
+    """A verdict on masters that an optimizer stored as floats: how many of them were remainders."""
 
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
         """Return a sentence on the masters."""
@@ -36,7 +36,7 @@ _REMAINDERS_AS_FLOATS = RemaindersAsFloats()
 
 
 class Remainder:
-    """The recipe of a master of which source 0 has the weight, in bfloat16, and another source the remainder."""
+    """The recipe of a master: source 0 has the bfloat16 weight, another source the int16 remainder."""
 
     def __init__(self, name: str, source: int) -> None:
         self.operands = (Operand(0, name, FLOAT32), Operand(source, name, REMAINDERS))
@@ -48,7 +48,7 @@ class Remainder:
 
 
 class Master:
-    """The recipe of a master that another source has as floats: itself, or a remainder for the weight of source 0."""
+    """The recipe of a master. Another source stores the master as floats, or a remainder for the weight of source 0."""
 
     def __init__(self, name: str, source: int, weight: DType) -> None:
         self.operands = (Operand(0, name, FLOAT32), Operand(source, name, FLOAT32))
@@ -72,17 +72,17 @@ class Master:
 
 
 def add(weight: Array, remainder: Array) -> Array:
-    """Return the masters, in float32, of the bits of weights, widened to 32, and of their remainders, in int16."""
+    """Return float32 masters. `weight` has the bits of the weights widened to 32 bits, `remainder` is int16."""
     return (weight + remainder.astype(np.int32)).view(np.float32)
 
 
 def are_remainders(numbers: Array) -> bool:
-    """Return whether all numbers are such as int16 can hold."""
+    """Return whether all numbers are integers in the range of int16."""
     return bool((np.abs(numbers + 0.5) <= _HALF).all() and (np.rint(numbers) == numbers).all())
 
 
 def rounded(master: Array, dtype: DType) -> Array:
-    """Return masters as the weights of `dtype` that they round to, in float32."""
+    """Round masters to `dtype`, the dtype of the weights, and return them in float32."""
     narrow = np.empty(len(master), f"u{dtype.itemsize}")
     cast(master, FLOAT32, dtype, narrow)
     return widener(dtype)(narrow)

@@ -1,8 +1,8 @@
 """Average blocks: the weighted mean of several sources.
 
-A float of 16 bits or more is the sum of weight times number, in float64 and in the order of the sources, and is rounded
-when all are added. One that is the same in all sources to the last bit stays what it is. Elements of other dtypes are
-not added up: they are those of the last source.
+A float of 16 bits or more is the sum of weight times element, in float64 and in the order of the sources, rounded once
+at the end. An element that is bitwise equal in all sources stays unchanged. Elements of other dtypes are not averaged:
+they come from the last source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WIDE = DTYPES["float64"]
 
 
 class Mean:
-    """The recipe of a tensor that is the mean by `weights`, one for each source, of those of its name."""
+    """The recipe of a tensor that is the weighted mean of the tensors of this name, one weight per source."""
 
     def __init__(self, name: str, dtype: DType, weights: Sequence[float]) -> None:
         reads_as = _WIDE if dtype.kind == "float" else dtype
@@ -29,9 +29,10 @@ class Mean:
         self._weights = weights
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
-        """Return the mean as `dtype`, or the last source's elements, with True if those of others differ.
+        """Return the mean as `dtype`.
 
-        Raises `Unsupported` for elements that differ and have no mean.
+        Of other dtypes return the last source's elements, and True if the sources differ. Raises `Unsupported` for
+        elements that differ and cannot be averaged.
         """
         if dtype.kind == "float":
             return mean(dtype, blocks, self._weights), False
@@ -39,7 +40,7 @@ class Mean:
 
 
 def mean(dtype: DType, blocks: Sequence[memoryview], weights: Sequence[float]) -> memoryview:
-    """Return the weighted mean of blocks of float64, rounded to `dtype`. Uses up all blocks but the first."""
+    """Return the weighted mean of float64 blocks, rounded to `dtype`. Overwrites all blocks but the first."""
     first, *rest = (np.frombuffer(block, np.float64) for block in blocks)
     is_same = np.ones(len(first), bool)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -48,13 +49,13 @@ def mean(dtype: DType, blocks: Sequence[memoryview], weights: Sequence[float]) -
             is_same &= first.view(np.int64) == numbers.view(np.int64)
             total += np.multiply(numbers, weight, out=numbers)
     np.copyto(total, first, where=is_same)
-    rounded = np.empty(len(total), f"u{dtype.itemsize}")
-    cast(total, _WIDE, dtype, rounded)
-    return rounded.data.cast("B")
+    narrow = np.empty(len(total), f"u{dtype.itemsize}")
+    cast(total, _WIDE, dtype, narrow)
+    return narrow.data.cast("B")
 
 
 def last(dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-    """Return the last of some blocks, and whether any of the others differs."""
+    """Return the last of several blocks, and whether any other block differs."""
     first, *rest = (np.frombuffer(block, np.uint8) for block in blocks)
     is_same = all(np.array_equal(first, other) for other in rest)
     if not is_same and dtype.kind not in ("int", "bool"):

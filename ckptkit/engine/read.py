@@ -1,4 +1,4 @@
-"""Read a box of one tensor into memory, and no more of it."""
+"""Read one box of one tensor into memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ckptkit.layout.plan import Plan, Recipe, join
 
 
 class SharedRuns:
-    """What several reads got of runs that none of them read whole, such as one chunk with many experts.
+    """The bytes that several reads got of byte ranges that no single read completes.
 
-    A run that they read whole together is compared with its CRC-32 then. Any number of threads may read.
+    An example is one chunk with many experts. A range is verified with its CRC-32 once the reads together have read all
+    of it. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,10 @@ class SharedRuns:
         self._lock = Lock()
 
     def add(self, sources: Sources) -> None:
-        """Take the pieces of unfinished runs. Raises `Corrupt` for a run that is whole now and differs."""
+        """Add the reads of incomplete ranges.
+
+        Raises `Corrupt` for a range that is now complete and whose CRC-32 differs.
+        """
         with self._lock:
             sources.hand_over(self._ledger)
 
@@ -40,12 +44,12 @@ def read(
     shared: SharedRuns | None = None,
     jobs: int | None = None,
 ) -> bytearray:
-    """Return the elements of `box` of a tensor: row-major, in its dtype; made by a `recipe` of tensors of all layouts.
+    """Return the elements of `box` of a tensor: row-major, in its dtype.
 
-    Reads their bytes only, with `jobs` threads. A chunk that is read whole is compared with the CRC-32 recorded for it,
-    and so is every chunk where all of the tensor is read; `Corrupt` names one that differs. A run of several tensors is
-    compared once reads of all of them, with the same `shared`, have read it whole. Raises `Usage` for a layout that has
-    not been located.
+    A `recipe` computes them from tensors of all layouts. Reads only the bytes it needs, with `jobs` threads. Verifies
+    each chunk that is read completely and has a CRC-32, and every chunk if all of the tensor is read; `Corrupt` names
+    one that differs. A byte range of several tensors is verified once reads with the same `shared` have read all of it.
+    Raises `Usage` for a layout that has not been located.
     """
     spec = layout.tensors[name].spec
     wanted = Chunk(box, "", 0, box.numel * spec.dtype.itemsize, spec.dtype)
@@ -56,7 +60,7 @@ def read(
     data = bytearray(wanted.length)
     out = memoryview(data)
 
-    def look(worker: Worker, block: Block) -> None:
+    def read_block(worker: Worker, block: Block) -> None:
         start = block.target.chunk.offset + block.start
         target = out[start : start + block.nbytes]
         if recipe is None:
@@ -65,7 +69,7 @@ def read(
             target[:] = apply_recipe(recipe, worker, block)[0]
 
     jobs = 1 if len(data) <= BLOCK_BYTES else jobs
-    visit(plan, look, lambda _block, _seen, pieces: sources.note(pieces), jobs, sums=sources.compares)
+    visit(plan, read_block, lambda _block, _seen, pieces: sources.note(pieces), jobs, sums=sources.compares)
     if is_whole:
         scrub(sources, jobs)
         if shared is not None:

@@ -1,4 +1,4 @@
-"""Rearrange elements from the stored order and dtype to the wanted ones."""
+"""Rearrange elements from the stored order and dtype to the requested ones."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ckptkit.layout.casting import cast
 from ckptkit.layout.dtypes import DType
 
 Array = NDArray[Any]
-Read = Callable[[Chunk, int, memoryview], ReadRun]  # fills a buffer with a chunk's bytes from the given one on
+Read = Callable[[Chunk, int, memoryview], ReadRun]  # fills a buffer with the bytes of a chunk from the given offset on
 
-_SMALL_SPAN = 1 << 16  # bytes that are cheaper to read with others between than one by one
+_SMALL_SPAN = 1 << 16  # bytes: a span this short is read at once, even if most of it is not needed
 _RAW = {size: np.dtype(f"u{size}" if size <= 8 else f"V{size}") for size in (1, 2, 4, 8, 16)}
 
 
 @dataclass(frozen=True, slots=True)
 class Rearrangement:
-    """A chunk to be read by a function, through a buffer, to become elements of a dtype."""
+    """Reads a chunk through a scratch buffer, and converts its elements to `dtype`."""
 
     read: Read
     scratch: memoryview
@@ -31,9 +31,9 @@ class Rearrangement:
     dtype: DType
 
     def fill(self, part: Box, box: Box, out: memoryview) -> Iterator[ReadRun]:
-        """Put the elements of `part` of the chunk where they belong in `out`, which holds those of `box` row-major.
+        """Write the elements of `part` of the chunk to their positions in `out`, the row-major elements of `box`.
 
-        Yields what was read in one piece.
+        Yields the byte ranges that were read contiguously.
         """
         whole = np.frombuffer(out, _RAW[self.dtype.itemsize], box.numel).reshape(box.size)
         yield from self._fill(part, view_of(whole, part, box))
@@ -49,7 +49,7 @@ class Rearrangement:
             piece = self.read(chunk, span.start * itemsize, target)
             steps = [stride * itemsize for stride in strides]
             assign(np.ndarray(part.size, _RAW[itemsize], target, 0, steps), chunk.dtype, self.dtype, view)
-            if span.length == part.numel:  # all of these bytes, in whatever order
+            if span.length == part.numel:  # no byte of the span was skipped, so its CRC-32 counts
                 yield piece
             return
         for half in halve(part, strides):
@@ -57,7 +57,7 @@ class Rearrangement:
 
 
 def assign(values: Array, src: DType, dst: DType, view: Array) -> None:
-    """Copy `values` into `view`, converted from one dtype to the other where they differ."""
+    """Copy `values` into `view`, cast from `src` to `dst` where the dtypes differ."""
     if src == dst:
         view[...] = values
     elif view.flags.c_contiguous:
@@ -69,7 +69,7 @@ def assign(values: Array, src: DType, dst: DType, view: Array) -> None:
 
 
 def view_of(array: Array, part: Box, whole: Box) -> Array:
-    """Return the elements of `part` in an array that holds those of `whole`; a view even of a single one."""
+    """Return a view of the elements of `part` in an array that has the elements of `whole`; of a single element too."""
     inner = part.relative_to(whole)
     index: tuple[Any, ...] = (*(slice(a, a + n) for a, n in zip(inner.start, inner.size, strict=True)), ...)
     view: Array = array[index]

@@ -1,4 +1,4 @@
-"""What recipes have in common: the dtypes that they compute in, and the rounding to the one that is stored."""
+"""Shared parts of recipes: the dtypes that they compute in, and the rounding to the stored dtype."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ FLOAT32, FLOAT64 = DTYPES["float32"], DTYPES["float64"]
 
 
 class Taken:
-    """The recipe of a tensor that is another, of another source or by another name."""
+    """The recipe of a tensor that is a copy of another tensor, from another source or with another name."""
 
     def __init__(self, operand: Operand) -> None:
         self.operands = (operand,)
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
-        """Return the elements of a box as they are."""
+        """Return the elements of a box unchanged."""
         return blocks[0], False
 
 
 def working_dtype(dtype: DType) -> DType:
-    """Return the dtype in which changes of a tensor of `dtype` are computed."""
+    """Return the dtype in which updates of a tensor of `dtype` are computed."""
     return FLOAT64 if dtype == FLOAT64 else FLOAT32
 
 
 def as_stored(values: Array, src: DType, dst: DType) -> memoryview:
-    """Return numbers of dtype `src`, rounded once to `dst`, as row-major bytes."""
+    """Return values of dtype `src`, rounded once to `dst`, as row-major bytes."""
     flat = np.ascontiguousarray(values).reshape(-1)
     if src == dst:
         return flat.data.cast("B")

@@ -1,7 +1,7 @@
-"""Scan files from end to end, and copy them if asked, for the CRC-32 of each run of bytes in them and of the whole.
+"""Scan files from end to end, and optionally copy them, to get the CRC-32 of each extent and of each whole file.
 
-A file is read in blocks of bounded size, in order and whatever lies in it, so that many small tensors are read as fast
-as a few large ones.
+A file is read in order, in blocks of bounded size that ignore the extents, so many small tensors are read as fast as a
+few large ones.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ def copy_files(
 ) -> Scanned:
     """Copy files of directory `root`, given with their sizes in bytes, into a sink.
 
-    Returns the CRC-32 of each extent and of each file. Reports extents that overlap; compares nothing. `progress` is
-    told of bytes copied.
+    Returns the CRC-32 of each extent and of each file. Reports extents that overlap; verifies nothing. `progress`
+    receives the bytes copied.
     """
-    parts: Checksums[FileOffset] = Checksums()
-    wholes: Checksums[str] = Checksums()
-    regions = {path: cut(root, path, sizes[path], found, report) for path, found in by_file(sizes, extents).items()}
+    extent_sums: Checksums[FileOffset] = Checksums()
+    file_sums: Checksums[str] = Checksums()
+    regions = {
+        path: cut(root, path, sizes[path], extent_crcs, report) for path, extent_crcs in by_file(sizes, extents).items()
+    }
     lock = Lock()
 
     def sum_up(piece: FilePiece, data: memoryview) -> int:
@@ -52,9 +54,9 @@ def copy_files(
             crc = crc32(data[start - piece.start : stop - piece.start])
             total = combine(total, crc, stop - start)
             with lock:
-                parts.add((region.path, region.offset), start - region.offset, stop - start, crc)
+                extent_sums.add((region.path, region.offset), start - region.offset, stop - start, crc)
         with lock:
-            wholes.add(piece.name, piece.start, piece.length, total)
+            file_sums.add(piece.name, piece.start, piece.length, total)
         return total
 
     @contextmanager
@@ -63,11 +65,11 @@ def copy_files(
 
             def step(piece: FilePiece) -> None:
                 data = new_piece(piece.length)
-                is_there = sink.recall(piece, data)
-                if not is_there and data:
+                is_recalled = sink.recall(piece, data)
+                if not is_recalled and data:
                     files[piece.name].read_into(data, piece.start)
                 crc = sum_up(piece, data)
-                if not is_there:
+                if not is_recalled:
                     sink.put(piece, data, crc)
                 if progress:
                     with lock:
@@ -80,14 +82,14 @@ def copy_files(
                 raise
 
     work((piece for name, size in sizes.items() for piece in cut_file(name, size)), copying, jobs or JOBS)
-    found = {
+    extent_crcs = {
         (region.path, region.offset): crc
         for path in regions
         for region in regions[path]
-        if (crc := parts.whole((region.path, region.offset), region.length)) is not None
+        if (crc := extent_sums.whole((region.path, region.offset), region.length)) is not None
     }
-    files = {path: crc for path, size in sizes.items() if (crc := wholes.whole(path, size)) is not None}
-    return Scanned(found, files)
+    files = {path: crc for path, size in sizes.items() if (crc := file_sums.whole(path, size)) is not None}
+    return Scanned(extent_crcs, files)
 
 
 Progress = Callable[[int], None]
@@ -96,7 +98,7 @@ _PAGE = 4096  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """The CRC-32 of every extent and of every file that could be read whole."""
+    """The CRC-32 of every extent and of every file that could be read completely."""
 
     extents: Mapping[FileOffset, int]
     files: Mapping[str, int]
@@ -113,17 +115,19 @@ def scan(
 ) -> Scanned:
     """Read files of directory `root`, given with their sizes in bytes, from end to end.
 
-    Reports files that cannot be read, and extents that overlap; compares nothing. `progress` is told of bytes read.
+    Reports files that cannot be read, and extents that overlap; verifies nothing. `progress` receives the bytes read.
     """
-    parts: Checksums[FileOffset] = Checksums()
-    wholes: Checksums[str] = Checksums()
+    extent_sums: Checksums[FileOffset] = Checksums()
+    file_sums: Checksums[str] = Checksums()
     reporting = Lock()
-    regions = {path: cut(root, path, sizes[path], found, report) for path, found in by_file(sizes, extents).items()}
+    regions = {
+        path: cut(root, path, sizes[path], extent_crcs, report) for path, extent_crcs in by_file(sizes, extents).items()
+    }
 
     def inside(block: Block) -> list[tuple[Extent, int, int]]:
         return list(between(regions[block.target.chunk.path], block.start, block.start + block.nbytes))
 
-    def look(worker: Worker, block: Block) -> list[int]:
+    def sum_block(worker: Worker, block: Block) -> list[int]:
         data, path = worker.buffer(block.nbytes), block.target.chunk.path
         try:
             worker.sources[0].load(path, block.start, data)
@@ -133,40 +137,40 @@ def scan(
             return []
         return [crc32(data[start - block.start : stop - block.start]) for _, start, stop in inside(block)]
 
-    def note(block: Block, sums: list[int], _pieces: Pieces) -> None:
+    def record(block: Block, sums: list[int], _pieces: Pieces) -> None:
         if not sums:
             return  # it could not be read
         for (region, start, stop), crc in zip(inside(block), sums, strict=True):
-            parts.add((region.path, region.offset), start - region.offset, stop - start, crc)
-            wholes.add(region.path, start, stop - start, crc)
+            extent_sums.add((region.path, region.offset), start - region.offset, stop - start, crc)
+            file_sums.add(region.path, start, stop - start, crc)
         if progress:
             progress(block.nbytes)
 
     plan = plan_bytes(root, ((path, 0, size) for path, size in sizes.items()))
-    visit(plan, look, note, jobs)
-    found = {
+    visit(plan, sum_block, record, jobs)
+    extent_crcs = {
         (region.path, region.offset): crc
         for region in chain(*regions.values())
-        if (crc := parts.whole((region.path, region.offset), region.length)) is not None
+        if (crc := extent_sums.whole((region.path, region.offset), region.length)) is not None
     }
-    files = {path: crc for path, size in sizes.items() if (crc := wholes.whole(path, size)) is not None}
-    return Scanned(found, files)
+    files = {path: crc for path, size in sizes.items() if (crc := file_sums.whole(path, size)) is not None}
+    return Scanned(extent_crcs, files)
 
 
 def sum_file(root: Path, path: str, size: int, extents: Iterable[Extent]) -> int:
-    """Return the CRC-32 of a file of `size` bytes. Reads only what lies between the extents, which have theirs."""
+    """Return the CRC-32 of a file of `size` bytes. Reads only the bytes between the extents that have a CRC-32."""
     sums: Checksums[str] = Checksums()
     with closing(Gatherer(root)) as source:
         for region in cut(root, path, size, (extent for extent in extents if extent.crc32 is not None), ignore):
             crc = source.checksum(path, region.offset, region.length) if region.crc32 is None else region.crc32
             sums.add(path, region.offset, region.length, crc)
-    found = sums.whole(path, size)
-    assert found is not None, "regions leave no gap"
-    return found
+    crc_of_file = sums.whole(path, size)
+    assert crc_of_file is not None, "regions leave no gap"
+    return crc_of_file
 
 
 def find_zeros(root: Path, extent: Extent) -> int | None:
-    """Return where in its file the first page of zeros in an extent begins, None if there is none."""
+    """Return the offset in the file of the first page of zeros in an extent, None if it has no such page."""
     with OpenFiles(root, in_order=True) as files:
         for start in range(extent.offset, extent.offset + extent.length, BLOCK_BYTES):
             length = min(BLOCK_BYTES, extent.offset + extent.length - start)
@@ -177,19 +181,19 @@ def find_zeros(root: Path, extent: Extent) -> int | None:
 
 
 def by_file(paths: Iterable[str], extents: Iterable[Extent]) -> dict[str, list[Extent]]:
-    """Return the extents of each of the files."""
-    found: dict[str, list[Extent]] = {path: [] for path in paths}
+    """Return the extents in each of the files."""
+    by_path: dict[str, list[Extent]] = {path: [] for path in paths}
     for extent in extents:
-        if extent.path in found:
-            found[extent.path].append(extent)
-    return found
+        if extent.path in by_path:
+            by_path[extent.path].append(extent)
+    return by_path
 
 
 def cut(root: Path, name: str, size: int, extents: Iterable[Extent], report: Report) -> list[Extent]:
-    """Return the regions of a file of `size` bytes, in order and without a gap: the extents, and nameless ones between.
+    """Return the regions of a file of `size` bytes, in order and without gaps.
 
-    The file is called `name` in directory `root`. An extent that is there twice is one; one that overlaps another, or
-    the end, is reported and left out.
+    Regions are the extents, and nameless regions between them. The file is called `name` in directory `root`. Equal
+    extents become one region. An extent that overlaps another, or the end of the file, is reported and skipped.
     """
     regions: list[Extent] = []
     at = 0
@@ -215,7 +219,7 @@ def cut(root: Path, name: str, size: int, extents: Iterable[Extent], report: Rep
 
 
 def between(regions: list[Extent], start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
-    """Yield the regions that have bytes in `start:stop`, and from where to where in the file those lie."""
+    """Yield the regions that overlap bytes `start:stop` of the file, each with the offsets of the overlap."""
     for i in range(bisect_right(regions, start, key=lambda region: region.offset) - 1, len(regions)):
         region = regions[i]
         if region.offset >= stop:

@@ -10,22 +10,25 @@ from ckptkit.engine.blocks import BLOCK_BYTES, Block, blocks_of
 from ckptkit.layout import Blob, Chunk, Layout
 from ckptkit.layout.plan import Plan, data_of
 
-UNIT_BYTES = 1 << 28  # at most so much is done again after an interruption
+UNIT_BYTES = 1 << 28  # the most that is done again after an interruption
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a plan that worker `number` of `count` does: a run of its units, as equal as they can be."""
+    """The consecutive units of a plan that worker `number` of `count` does.
+
+    Each worker gets an equal number, or one more.
+    """
 
     number: int = 0
     count: int = 1
 
     def unit_bytes(self, nbytes: int) -> int:
-        """Return the bytes in a unit of a destination of `nbytes`: few enough that there are some for each worker."""
+        """Return the unit size for a destination of `nbytes`: small enough that each worker gets about four units."""
         return max(BLOCK_BYTES, min(UNIT_BYTES, -(-nbytes // (4 * self.count))))
 
     def units(self, nbytes: int) -> range:
-        """Return the units that are in this share."""
+        """Return the indices of the units in this share."""
         units = -(-nbytes // self.unit_bytes(nbytes))
         return range(-(-self.number * units // self.count), -(-(self.number + 1) * units // self.count))
 
@@ -34,7 +37,7 @@ WHOLE = Share()
 
 
 def units_of(plan: Plan, nbytes: int) -> Iterator[tuple[int, Iterator[Block]]]:
-    """Yield the number of each unit, `nbytes` of the destination whatever its files and targets, and its blocks."""
+    """Yield the index of each unit and its blocks. A unit is `nbytes` of the destination, across files and targets."""
     starts = accumulate((target.chunk.length for target in plan.targets), initial=plan.before)
     placed = (
         (start + block.start, block)
@@ -46,9 +49,9 @@ def units_of(plan: Plan, nbytes: int) -> Iterator[tuple[int, Iterator[Block]]]:
 
 
 def narrow(dst: Layout, src: Layout, share: Share) -> tuple[Layout, int, int]:
-    """Return the part of a destination that a share of the plan from `src` fills, and the bytes before and behind it.
+    """Return the part of a destination that a share of the plan from `src` fills.
 
-    A chunk of which another share does a part is in both.
+    Also returns how many bytes come before and after it. A chunk that two shares fill is in the result of both.
     """
     data = data_of(dst, src)
     total = sum(nbytes for _, nbytes, _, _ in data)
@@ -66,5 +69,5 @@ def narrow(dst: Layout, src: Layout, share: Share) -> tuple[Layout, int, int]:
                 blobs[name] = stored
             else:
                 chunks.setdefault(name, []).append(stored)
-    tensors = {name: replace(dst.tensors[name], chunks=tuple(found)) for name, found in chunks.items()}
+    tensors = {name: replace(dst.tensors[name], chunks=tuple(own)) for name, own in chunks.items()}
     return replace(dst, tensors=tensors, blobs=blobs), before, total - before - within

@@ -1,4 +1,4 @@
-"""Survey a layout: count what numbers each of its tensors has, to the last element."""
+"""Count the kinds of values in each tensor of a layout: NaN, infinite, zero, and the range of the finite ones."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ckptkit.layout.plan import plan_in_place
 
 
 class Tally:
-    """Counts of tensors, merged in the order of the blocks, so that a checkpoint always gives the same numbers."""
+    """Counts of tensors, merged in the order of the blocks, so that one checkpoint always gives the same numbers."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.counts = {name: Count() for name in names}
         self._expected: deque[Block] = deque()
-        self._early: dict[int, Count] = {}  # by the identity of the block
+        self._early: dict[int, Count] = {}  # by id() of the block
 
-    def in_turn(self, found: Iterable[Block]) -> Iterator[Block]:
-        """Yield blocks, and expect their counts in this order."""
-        for block in found:
+    def track_order(self, blocks_in_order: Iterable[Block]) -> Iterator[Block]:
+        """Yield the blocks, and expect their counts in this order."""
+        for block in blocks_in_order:
             self._expected.append(block)
             yield block
 
     def add(self, block: Block, fresh: Count) -> None:
-        """Take the count of a block; of one whose turn has not come, later."""
+        """Add the count of a block, or store it until the counts of all earlier blocks are there."""
         self._early[id(block)] = fresh
         while self._expected and id(self._expected[0]) in self._early:
             first = self._expected.popleft()
@@ -41,24 +41,24 @@ class Tally:
 def survey(
     layout: Layout, *, jobs: int | None = None, progress: Callable[[int], None] | None = None
 ) -> dict[str, Count]:
-    """Return the counts of each tensor of a layout, made with `jobs` threads.
+    """Return the counts of each tensor of a layout, computed with `jobs` threads.
 
-    Every chunk is compared with the CRC-32 recorded for it. `progress` is told of bytes read, by one thread at a time.
+    Verifies every chunk that has a recorded CRC-32. `progress` receives the bytes read, from one thread at a time.
     Raises `Corrupt` where bytes are missing or a CRC-32 differs, and `Usage` for a layout that has not been located.
     """
     plan = plan_in_place(layout)
     sources = Sources(plan, Ledger())
     tally = Tally(layout.tensors)
 
-    def look(worker: Worker, block: Block) -> Count:
+    def count_block(worker: Worker, block: Block) -> Count:
         return count(worker.read(block), block.target.chunk.dtype)
 
-    def note(block: Block, fresh: Count, pieces: Pieces) -> None:
+    def record(block: Block, fresh: Count, pieces: Pieces) -> None:
         sources.note(pieces)
         tally.add(block, fresh)
         if progress:
             progress(block.nbytes)
 
-    visit(plan, look, note, jobs, sums=sources.compares, among=tally.in_turn(blocks(plan)))
+    visit(plan, count_block, record, jobs, sums=sources.compares, among=tally.track_order(blocks(plan)))
     scrub(sources, jobs)
     return tally.counts

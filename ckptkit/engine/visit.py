@@ -1,7 +1,7 @@
-"""Visit the blocks of a plan with threads: read, inspect or write each block, and note the result, or the damage.
+"""Visit the blocks of a plan with threads: read, inspect or write each block, and record the result, or the damage.
 
-A thread holds one block of each source, and one more of any that has its elements in another order; nothing else holds
-tensor bytes. Copying, combining, comparing and counting are each a step that is shown every block.
+A thread keeps one block of each source in memory, and one more if elements must be reordered. Copying, combining,
+comparing and counting are each a function that is called with every block.
 """
 
 from __future__ import annotations
@@ -35,74 +35,74 @@ def work(
     jobs: int | None,
     *sources: Path,
 ) -> None:
-    """Let `jobs` threads, one of which is the caller's, do units in the step that `worker` gives each of them.
+    """Process units with `jobs` threads, one of which is the caller's.
 
-    Without a number there are as many as suit the `sources` that they read. The first error ends the work.
+    Each thread calls the function that `worker` gives it. Without `jobs` the number of threads suits the `sources` that
+    they read. The first error stops all threads.
     """
     waiting = iter(units)
     lock = threading.Lock()
     errors: list[BaseException] = []
 
-    def take() -> Unit | None:
+    def next_unit() -> Unit | None:
         with lock:
             return None if errors else next(waiting, None)
 
-    def run() -> None:
+    def process() -> None:
         try:
             with worker() as step:
-                while (unit := take()) is not None:
+                while (unit := next_unit()) is not None:
                     step(unit)
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+        except BaseException as error:  # noqa: BLE001 - raised by the calling thread below
             errors.append(error)
 
-    others = [threading.Thread(target=run, daemon=True) for _ in range((jobs or default_jobs(*sources)) - 1)]
+    others = [threading.Thread(target=process, daemon=True) for _ in range((jobs or default_jobs(*sources)) - 1)]
     try:
         for thread in others:
-            with suppress(RuntimeError):  # the system has no more threads: fewer do it
+            with suppress(RuntimeError):  # the system has no more threads: continue with fewer
                 thread.start()
-        run()
+        process()
     except BaseException as error:  # noqa: BLE001 - Ctrl-C: the others finish their block first
         errors.append(error)
     for thread in others:
         if thread.is_alive():
             thread.join()
     if errors:
-        raise min(errors, key=lambda error: isinstance(error, Exception))  # an interruption before all else
+        raise min(errors, key=lambda error: isinstance(error, Exception))  # Ctrl-C takes precedence over errors
 
 
 def default_jobs(*sources: Path) -> int:
-    """Return how many threads to use by default: enough to keep a disk busy, no more than there are cores.
+    """Return the default number of threads: enough to keep a disk busy, but no more than there are cores.
 
-    Of those that read a remote source most are waiting.
+    A remote source gets more threads, because most of them wait for the network.
     """
     if any(map(is_remote, sources)):
         return REMOTE_JOBS
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-# Find damage: read every byte of a layout once, and compare each run of bytes with its CRC-32.
-#
-# Where copying ends at the first run that is damaged, this goes on to the last.
-Run = tuple[str, int, int]  # a file, and the offset and length of bytes in it that have a checksum together
+# Finding damage reads every byte of a layout once. Copying stops at the first damaged byte range; this goes on to the
+# last one.
+Run = tuple[str, int, int]  # file, offset and length of bytes that share one checksum
 
 
 def run_of(chunk: Chunk) -> Run:
-    """Return the run of bytes that a chunk is, or that it was cut out of."""
+    """Return the byte range of a chunk, or of the storage that it is a part of."""
     return (chunk.path, *chunk.bytes)
 
 
 def find_damage(
     layout: Layout, *, jobs: int | None = None, progress: Callable[[int], None] | None = None
 ) -> dict[Run, CkptError]:
-    """Return the runs of bytes that cannot be read, or have another CRC-32 than is recorded, each with the reason.
+    """Return the byte ranges that cannot be read, or whose CRC-32 differs from the recorded one, each with the error.
 
-    The layout has been located. `progress` is told of bytes read, by one thread at a time.
+    The layout must be located. `progress` receives the bytes read, from one thread at a time.
     """
     runs = dict(runs_in(layout))
     sums: Checksums[Run] = Checksums()
-    found: dict[Run, CkptError] = {}
+    damage: dict[Run, CkptError] = {}
 
-    def look(worker: Worker, block: Block) -> int | CkptError:
+    def sum_block(worker: Worker, block: Block) -> int | CkptError:
         chunk, data = block.target.chunk, worker.buffer(block.nbytes)
         try:
             worker.sources[0].load(chunk.path, chunk.offset + block.start, data)
@@ -110,25 +110,25 @@ def find_damage(
             return error.with_traceback(None)
         return crc32(data)
 
-    def note(block: Block, seen: int | CkptError, _pieces: Pieces) -> None:
+    def record(block: Block, seen: int | CkptError, _pieces: Pieces) -> None:
         run = run_of(block.target.chunk)
         if isinstance(seen, CkptError):
-            found.setdefault(run, seen)
+            damage.setdefault(run, seen)
         else:
             sums.add(run, block.start, block.nbytes, seen)
         if progress:
             progress(block.nbytes)
 
-    visit(plan_bytes(layout.root, sorted(runs)), look, note, jobs)
+    visit(plan_bytes(layout.root, sorted(runs)), sum_block, record, jobs)
     for run, recorded in runs.items():
         crc = sums.whole(run, run[2])
-        if run not in found and recorded not in (None, crc):
-            found[run] = Corrupt(tell_damage(run[2], run[1], crc, recorded))
-    return found
+        if run not in damage and recorded not in (None, crc):
+            damage[run] = Corrupt(tell_damage(run[2], run[1], crc, recorded))
+    return damage
 
 
 def runs_in(layout: Layout) -> Iterator[tuple[Run, int | None]]:
-    """Yield each run of bytes that a layout has tensors in, with the CRC-32 that is recorded for it."""
+    """Yield each byte range that tensors of a layout use, with its recorded CRC-32."""
     for tensor in layout.tensors.values():
         for chunk in tensor.chunks:
             if chunk.box.numel and chunk.is_in_file:
@@ -136,24 +136,24 @@ def runs_in(layout: Layout) -> Iterator[tuple[Run, int | None]]:
 
 
 def nbytes_of(layout: Layout) -> int:
-    """Return how many bytes are read to find the damage in a layout."""
+    """Return how many bytes `find_damage` reads."""
     return sum(length for _, _, length in dict(runs_in(layout)))
 
 
 Seen = TypeVar("Seen")
-Pieces = Sequence[Sequence[ReadRun]]  # what was read of each source in one piece
-Sums = Callable[[int, Chunk], bool]  # whether to compute the CRC-32 of what is read of a chunk of this source
+Pieces = Sequence[Sequence[ReadRun]]  # the byte ranges read from each source
+Sums = Callable[[int, Chunk], bool]  # (source index, chunk) -> whether to compute the CRC-32 of its reads
 
 
 class WritableFile(Protocol):
-    """A file that blocks are written to."""
+    """A file to which blocks are written."""
 
     def write_at(self, buffer: memoryview, offset: int) -> None:
         """Write all of `buffer` at byte `offset`."""
 
 
 class WritableFiles(Protocol):
-    """Files that blocks are written to, by name."""
+    """The files to which blocks are written, by name."""
 
     def __getitem__(self, name: str) -> WritableFile:
         """Return a file."""
@@ -161,22 +161,21 @@ class WritableFiles(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
-        """Close what is open. A thread has ended, maybe with an error."""
+        """Close the open files. A thread calls this when it ends, possibly with an error."""
 
 
 def no_sums(_number: int, _chunk: Chunk) -> bool:
-    """Compute the CRC-32 of no chunk."""
     return False
 
 
 class Worker:
-    """The open files of one thread, and a buffer for each input of a block, which it keeps from block to block."""
+    """The open files of one thread, and a buffer for each input of a block. The buffers are reused for every block."""
 
     def __init__(self, plan: Plan, sums: Sums, output: WritableFiles | None = None) -> None:
         self.sources = [Gatherer(layout.root, partial(sums, i)) for i, layout in enumerate(plan.sources)]
-        self.pieces: list[list[ReadRun]] = [[] for _ in self.sources]  # read for the block at hand
+        self.pieces: list[list[ReadRun]] = [[] for _ in self.sources]  # read for the current block
         self._buffers: dict[int, memoryview] = {}
-        self._held: dict[int, tuple[str, Box]] = {}  # of operands: the target and the box that is in the buffer
+        self._buffered: dict[int, tuple[str, Box]] = {}  # the target and box that are in an operand's buffer
         self.files = output or OpenFiles(plan.dst.root, writable=True)
 
     def __enter__(self) -> Self:
@@ -191,7 +190,7 @@ class Worker:
                 closing.callback(source.close)
 
     def buffer(self, nbytes: int, number: int = 0) -> memoryview:
-        """Return the first bytes of the buffer of an input: a block's worth, or as many as are asked for."""
+        """Return the first `nbytes` of the buffer of input `number`, which grows to at least one block."""
         if len(self._buffers.get(number, b"")) < max(nbytes, 1):
             self._buffers[number] = memoryview(bytearray(max(nbytes, BLOCK_BYTES)))
         return self._buffers[number][:nbytes]
@@ -199,30 +198,33 @@ class Worker:
     def read(
         self, block: Block, number: int = 0, dtype: DType | None = None, out: memoryview | None = None
     ) -> memoryview:
-        """Return the elements of an input of a block: row-major, as `dtype`, or as the target stores them.
+        """Return the elements of input `number` of a block: row-major, as `dtype`, by default in the target's dtype.
 
-        They are in `out`, or else in the buffer of the input until it is read into again.
+        They are in `out`, or in the input's buffer until the next read of this input.
         """
-        dtype, found = dtype or block.target.chunk.dtype, block.inputs[number]
+        dtype, wanted = dtype or block.target.chunk.dtype, block.inputs[number]
         if out is None:
-            out = self.buffer(found.box.numel * dtype.itemsize, number)
-        self.pieces[found.source] = self.sources[found.source].fill(found.parts, found.box, dtype, out)
+            out = self.buffer(wanted.box.numel * dtype.itemsize, number)
+        self.pieces[wanted.source] = self.sources[wanted.source].fill(wanted.parts, wanted.box, dtype, out)
         return out
 
     def operand(self, block: Block, number: int, dtype: DType) -> memoryview:
-        """Return an input of a block as `dtype`; not read again if the block before of this target had the same."""
-        found = block.inputs[number]
-        if self._held.get(number) == (block.target.name, found.box):
-            return self.buffer(found.box.numel * dtype.itemsize, number)
-        self._held.pop(number, None)
-        before = self.pieces[found.source]
+        """Return an input of a block as `dtype`.
+
+        Not read again if the previous block of this target had the same input.
+        """
+        wanted = block.inputs[number]
+        if self._buffered.get(number) == (block.target.name, wanted.box):
+            return self.buffer(wanted.box.numel * dtype.itemsize, number)
+        self._buffered.pop(number, None)
+        earlier_reads = self.pieces[wanted.source]
         data = self.read(block, number, dtype)
-        self.pieces[found.source] = before + self.pieces[found.source]
-        self._held[number] = block.target.name, found.box
+        self.pieces[wanted.source] = earlier_reads + self.pieces[wanted.source]
+        self._buffered[number] = block.target.name, wanted.box
         return data
 
     def write(self, block: Block, data: memoryview) -> None:
-        """Write a block to where it belongs in the destination."""
+        """Write a block to its offset in the destination."""
         chunk = block.target.chunk
         self.files[chunk.path].write_at(data, chunk.offset + block.start)
 
@@ -237,11 +239,11 @@ def visit(
     among: Iterable[Block] | None = None,
     output: WritableFiles | None = None,
 ) -> None:
-    """Let `jobs` threads `look` at every block of a plan, or at those `among` them, and `note` what was seen.
+    """Call `look` for every block of a plan, or of `among`, with `jobs` threads, and `note` with each result.
 
-    Workers write to the files of `output`, by default those in the destination's directory. `note` gets what was read
-    besides, with the CRC-32 of the chunks for which `sums` returns True; one thread at a time is in it. An error names
-    the block's tensor; the other threads finish their block and the work ends.
+    Workers write to the files of `output`, by default to the destination's directory. `note` also gets the byte ranges
+    that were read, with the CRC-32 of the chunks for which `sums` returns True; only one thread at a time calls it. An
+    error names the block's tensor; the other threads finish their block, and the work stops.
     """
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Compare whole files with the CRC-32 that a manifest has, using the runs that a conversion read anyway."""
+"""Verify whole files with the CRC-32 in a manifest, using the byte ranges that a conversion read anyway."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from ckptkit.io.crc32 import RESTORE, Checksums, tell_damage
 from ckptkit.io.file import file_size
 from ckptkit.layout import Extent, Layout
 
-# The most that is read again to complete a file: a header, and bytes that nobody asked for.
-_NEARLY = 8  # one in so many bytes
-_FEW = 1 << 16  # bytes
+# The most that is read in addition to complete a file: its header, and bytes that the conversion does not need.
+_MISSING_DIVISOR = 8  # at most 1/8 of the file
+_MISSING_BYTES = 1 << 16  # bytes
 
-SourceFile = tuple[int, str]  # a source's number in the plan, and a file in it
+SourceFile = tuple[int, str]  # index of a source in the plan, file
 
 
 def compare_read(
     layouts: Sequence[Layout], read: Checksums[SourcePlace], files: Mapping[SourceFile, int]
 ) -> tuple[int, list[Path]]:
-    """Compare `files` of sources with their CRC-32, where nearly all of a file was read.
+    """Verify `files` of sources with their CRC-32, where nearly all of a file was read.
 
-    Returns how many of the bytes in `files`, which are given by file, were compared, and the files that were not.
-    Raises `Corrupt` for a file that differs.
+    `files` has the requested bytes of each file. Returns how many of these bytes were verified, and the files that were
+    not. Raises `Corrupt` for a file that differs.
     """
     runs: dict[SourceFile, list[Extent]] = {}
     for (number, path, offset), start, length, crc in read:
         if (number, path) in files:
             runs.setdefault((number, path), []).append(Extent(path, offset + start, length, crc, ""))
     compared = 0
-    left = []
+    uncompared = []
     for (number, path), nbytes in files.items():
         if compare_file(layouts[number], path, runs.get((number, path), ())):
             compared += nbytes
         else:
-            left.append(layouts[number].root / path)
-    return compared, left
+            uncompared.append(layouts[number].root / path)
+    return compared, uncompared
 
 
 def compare_headers(layout: Layout) -> None:
-    """Compare each file with its CRC-32 where nearly all of it lies in chunks that have one; the rest is read.
+    """Verify each file with its CRC-32 where chunks that have a CRC-32 cover nearly all of it.
 
-    Raises `Corrupt` for a file that differs.
+    Reads the remaining bytes. Raises `Corrupt` for a file that differs.
     """
     for path, runs in runs_with_sums(layout).items():
         if runs:
@@ -52,9 +52,9 @@ def compare_headers(layout: Layout) -> None:
 
 
 def compare_archives(layout: Layout) -> None:
-    """Compare each file with its CRC-32 where all of its chunks, found in their archives, have one; the rest is read.
+    """Verify each file with its CRC-32 where every chunk in its archives has one. Reads the remaining bytes.
 
-    Raises `Corrupt` for a file that differs: its archives are whole, so another save or rank wrote it.
+    Raises `Corrupt` for a file that differs. Its archives are undamaged, so another save or rank wrote it.
     """
     chunks = (chunk for tensor in layout.tensors.values() for chunk in tensor.chunks)
     unknown = {chunk.path for chunk in chunks if chunk.where or chunk.crc32 is None}
@@ -69,21 +69,21 @@ def compare_archives(layout: Layout) -> None:
 
 
 def runs_with_sums(layout: Layout) -> dict[str, list[Extent]]:
-    """Return the bytes of chunks that have a CRC-32, by the files that have one."""
+    """Return the byte ranges of chunks that have a CRC-32, for each file that has one."""
     runs: dict[str, dict[int, Extent]] = {path: {} for path in layout.file_sums}
     for name, tensor in layout.tensors.items():
         for chunk in tensor.chunks:
             if chunk.path in runs and chunk.crc32 is not None and not chunk.where:
                 offset, length = chunk.bytes
                 runs[chunk.path][offset] = Extent(chunk.path, offset, length, chunk.crc32, name)
-    return {path: list(found.values()) for path, found in runs.items()}
+    return {path: list(by_offset.values()) for path, by_offset in runs.items()}
 
 
 def compare_file(layout: Layout, path: str, runs: Iterable[Extent], most_between: int | None = None) -> bool:
-    """Return whether a file could be compared with the CRC-32 that the layout has for it. `runs` have theirs.
+    """Return whether a file could be compared with the CRC-32 in the layout.
 
-    It is not if more than `most_between` bytes lie between the runs; without a number, if these are many. Raises
-    `Corrupt` if the file differs.
+    `runs` are byte ranges with a known CRC-32. It cannot if more than `most_between` bytes are between the runs; the
+    default limit is a small part of the file. Raises `Corrupt` if the file differs.
     """
     nbytes, recorded = layout.file_sums[path]
     if (size := file_size(layout.root / path)) != nbytes:
@@ -94,9 +94,9 @@ def compare_file(layout: Layout, path: str, runs: Iterable[Extent], most_between
     if any(run.offset < end for run, end in zip(ordered, ends, strict=False)):
         return False
     between = nbytes - sum(run.length for run in ordered)
-    if not 0 <= between <= (max(nbytes // _NEARLY, _FEW) if most_between is None else most_between):
+    if not 0 <= between <= (max(nbytes // _MISSING_DIVISOR, _MISSING_BYTES) if most_between is None else most_between):
         return False
-    found = sum_file(layout.root, path, nbytes, ordered)
-    if found != recorded:
-        raise Corrupt(tell_damage(nbytes, 0, found, recorded), path=layout.root / path, hint=RESTORE)
+    crc = sum_file(layout.root, path, nbytes, ordered)
+    if crc != recorded:
+        raise Corrupt(tell_damage(nbytes, 0, crc, recorded), path=layout.root / path, hint=RESTORE)
     return True

@@ -1,7 +1,7 @@
-"""Find the format of a checkpoint, and with it the layout: the table of all formats, and the way from a path.
+"""Find the format of a checkpoint and read its layout. `FORMATS` is the table of all formats.
 
-A format is a folder here and a line in `FORMATS`. It imports no other format, and nothing imports it by name. Other
-packages add formats by the entry point `ckptkit.formats`.
+A format is a directory here and a line in `FORMATS`. Formats do not import each other; everything else gets them from
+the table. Other packages add formats with the entry point `ckptkit.formats`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = [
 
 
 class KnownFormat(NamedTuple):
-    """A format of the table: its class, what people call it, and whether it is written too.
+    """A format of the table: its class, the title to show, and whether ckptkit writes it too.
 
-    The class is imported when it is asked for, to detect no sooner than a name matches the pattern `files`: that of a
-    file, or of anything in a directory. `perhaps` is the pattern of names that files of no format have as well: only
-    what is in the files tells whose they are. `main` is the pattern of names for files that are the model itself. A
-    directory without one is of another format if that claims it too: an `ema.safetensors` beside a whole state is not
-    the checkpoint.
+    The class is imported on first use, and detection imports it only if a name matches the pattern `files`: the name of
+    a file, or of an entry of a directory. `perhaps` is a pattern of names that files of other formats have too, so only
+    their contents decide. `main` is a pattern of the files that contain the model itself. A directory without a main
+    file belongs to another format if that format claims it too: an `ema.safetensors` beside a full training state is
+    not the checkpoint.
     """
 
     where: str
@@ -60,13 +60,13 @@ class KnownFormat(NamedTuple):
 
 
 _STATES = r"(state|.*model.*|checkpoint.*|ckpt.*)\.(pt|pth|bin|ckpt)"
-_FORMATS_OF_FILES = {  # not .ckpt: some trainers name directories so too
+_FORMATS_OF_FILES = {  # not .ckpt: some trainers use it for directories too
     ".safetensors": "hf",
     **dict.fromkeys((".pt", ".pth", ".bin"), "pt"),
 }
-_COMMON = ("dcp", "hf", "deepspeed", "pt")  # formats that the hint on an unknown path names
+_COMMON = ("dcp", "hf", "deepspeed", "pt")  # formats named in the hint for an unknown path
 
-# by the word that users type; `detect_format` asks in this order
+# by the name that users type; `detect_format` tries the formats in this order
 FORMATS = PluginTable(
     "ckptkit.formats",
     KnownFormat,
@@ -129,7 +129,7 @@ FORMATS = PluginTable(
     },
 )
 
-# the `module:function` that decompresses the items in an envelope of each name
+# the `module:function` that decompresses entries, by the name of their wrapper
 UNPACKERS = {"stream.zstd/1": "ckptkit.formats.archives.zstd:unpack", "zarr": "ckptkit.plugins.orbax.arrays:unpack"}
 
 
@@ -140,13 +140,13 @@ def get_format(name: str) -> FormatReader:
 
 
 def get_writer(name: str) -> FormatWriter:
-    """Return the format `name`, to write. Raises `Usage` if there is none, `Unsupported` for one that is only read."""
+    """Return the format `name` as a writer. Raises `Usage` if it is unknown, `Unsupported` if ckptkit only reads it."""
     if name not in FORMATS:
         raise Usage(f"unknown format `{name}`", hint=f"use one of {', '.join(writable_formats())}")
-    found = get_format(name)
-    if not isinstance(found, FormatWriter):
+    writer = get_format(name)
+    if not isinstance(writer, FormatWriter):
         raise Unsupported(f"ckptkit reads `{name}`, but does not write it")
-    return found
+    return writer
 
 
 def writable_formats() -> tuple[str, ...]:
@@ -155,17 +155,17 @@ def writable_formats() -> tuple[str, ...]:
 
 
 def format_of_file(name: str) -> str | None:
-    """Return the format whose files are named like this one, for an output. None if the name may be a directory's."""
+    """Return the format for an output file of this name; None if the name may be a directory's."""
     return _FORMATS_OF_FILES.get(PurePath(name).suffix)
 
 
 def describe_writable() -> str:
-    """Return the names of all formats that can be written, each with what people call it."""
+    """Return the names of all formats that ckptkit writes, each with its title."""
     return "; ".join(f"{name}: {title_of(name)}" for name in writable_formats())
 
 
 def title_of(name: str) -> str:
-    """Return what people call the format `name`. A name that is none of ours is not said: it may be anything."""
+    """Return the title of the format `name`. An unknown name is not repeated: it may contain anything."""
     return FORMATS[name].title if name in FORMATS else "a checkpoint"
 
 
@@ -175,34 +175,34 @@ def describe_formats() -> str:
 
 
 def detect_format(path: Path) -> FormatReader | None:
-    """Return the first format that claims `path` and has its main files there, or else the first that claims it."""
+    """Return the first format that claims `path` and finds its main files there, else the first that claims it."""
     if one_of_dcp(path) is not None:
         return None
     with translate_os_errors(path):
         names = names_in(path) if path.is_dir() else [path.name]
         claims = (reader for reader in likely_formats(names, perhaps=True) if reader.detect(path))
         first = next(claims, None)
-        if first is None or not path.is_dir() or has_main(first, names):
+        if first is None or not path.is_dir() or has_main_file(first, names):
             return first
-        return next((reader for reader in claims if has_main(reader, names)), first)
+        return next((reader for reader in claims if has_main_file(reader, names)), first)
 
 
 def is_main_file(name: str) -> bool:
-    """Return whether some format knows a file of this name as one that a model itself lies in."""
-    return any(reader.owns(name) and has_main(reader, [name]) for reader in likely_formats([name]))
+    """Return whether some format stores a model itself in a file of this name."""
+    return any(reader.owns(name) and has_main_file(reader, [name]) for reader in likely_formats([name]))
 
 
 def is_stray(path: Path, reader: FormatReader) -> bool:
-    """Return whether the format claims a directory by files that may lie beside any checkpoint."""
-    return path.is_dir() and not has_main(reader, names_in(path))
+    """Return whether the format claims a directory by files that may be beside any checkpoint."""
+    return path.is_dir() and not has_main_file(reader, names_in(path))
 
 
-def has_main(reader: FormatReader, names: Iterable[str]) -> bool:
+def has_main_file(reader: FormatReader, names: Iterable[str]) -> bool:
     return has_name(names, FORMATS[reader.name].main)
 
 
 def one_of_dcp(path: Path) -> NotACheckpoint | None:
-    """Return the error for a single file of a DCP directory, which only the whole directory explains; else None."""
+    """Return the error for a single file of a DCP directory; None for any other path."""
     with translate_os_errors(path):
         if not has_name([path.name], FORMATS["dcp"].files) or not path.is_file():
             return None
@@ -212,13 +212,13 @@ def one_of_dcp(path: Path) -> NotACheckpoint | None:
 
 
 def is_known_file(names: Iterable[str]) -> bool:
-    """Return whether some format knows a file of any of these names as a part of its checkpoint."""
+    """Return whether some format uses a file with one of these names."""
     names = list(names)
     return any(reader.owns(name) for reader in likely_formats(names) for name in names)
 
 
 def is_known_inside(path: Path) -> bool:
-    """Return whether the files in a directory are a checkpoint of a format that only their content tells."""
+    """Return whether a directory is a checkpoint of a format that only the contents of its files reveal."""
     with translate_os_errors(path):
         names = names_in(path)
         likely = [name for name, known in FORMATS.items() if has_name(names, known.perhaps)]
@@ -226,9 +226,9 @@ def is_known_inside(path: Path) -> bool:
 
 
 def likely_formats(names: Collection[str], *, perhaps: bool = False) -> Iterator[FormatReader]:
-    """Yield the formats that call for a file of any of these names, each imported no sooner than it is asked for.
+    """Yield the formats that use a file with one of these names. Each is imported when it is yielded.
 
-    With `perhaps` also those that may call for one of them.
+    With `perhaps` also yields the formats that only may use one of them.
     """
     for name, known in FORMATS.items():
         if has_name(names, known.files) or (perhaps and has_name(names, known.perhaps)):
@@ -252,14 +252,13 @@ def find_format(path: Path) -> FormatReader:
 
 
 def of_no_format(path: Path, hint: str | None = None) -> NotACheckpoint:
-    """Return the error for a path at which no format finds a checkpoint."""
     return NotACheckpoint("no checkpoint in any known format", path=path, hint=hint)
 
 
 def unpack(layout: Layout, report: Report = refuse) -> Layout:
-    """Return the layout with all compressed items decompressed, into a temporary file that goes with the layout.
+    """Return the layout with all compressed entries decompressed into a temporary file, which the layout keeps alive.
 
-    Reports each item that cannot be, and leaves it as it is.
+    Reports each entry that cannot be decompressed, and leaves it unchanged.
     """
     for wrapper in sorted({item.wrapper for _, item in layout.stored} & UNPACKERS.keys(), key=str):
         layout = load(UNPACKERS[str(wrapper)])(layout, report)
@@ -267,12 +266,12 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
 
 
 def locate(layout: Layout, report: Report = refuse, *, with_packed: bool = True) -> Layout:
-    """Return the layout with every chunk's bytes found, in whatever envelope they lie; what a plan needs.
+    """Return the layout with the bytes of every chunk located inside their archives. A plan needs located chunks.
 
-    Compressed items are unpacked, or without `with_packed` left as they are, and so is each chunk of which the bytes
-    are not found, which is reported.
+    Decompresses compressed entries, unless `with_packed` is false. Reports each chunk that cannot be located, and
+    leaves it unchanged.
     """
-    from ckptkit.formats.archives import locate as envelopes  # a layout of other formats has none
+    from ckptkit.formats.archives import locate as envelopes  # only some layouts need it
 
     with translate_os_errors(layout.root):
         return envelopes.locate(unpack(layout, report) if with_packed else layout, report, left=UNPACKERS)

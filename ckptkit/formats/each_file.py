@@ -1,4 +1,4 @@
-"""Read the files of a checkpoint that several ranks wrote, one by one, and go on after one that cannot be read."""
+"""Read the files of all ranks one by one, and continue after a file that cannot be read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Value = TypeVar("Value")
 def read_each(
     root: Path, files: Mapping[Key, str], read: Callable[[Key, str], Value], report: Report
 ) -> dict[Key, Value]:
-    """Return what `read` gives for each file, by its key, in the same order; report those that cannot be read.
+    """Return the result of `read` for each file, by its key, in the same order. Reports the files that cannot be read.
 
-    `files` are names in directory `root`, by rank or whatever tells them apart.
+    `files` are names in directory `root`, by rank or another key.
     """
-    found: dict[Key, Value] = {}
+    results: dict[Key, Value] = {}
     for key, name in files.items():
         try:
-            found[key] = read(key, name)
+            results[key] = read(key, name)
         except CkptError as error:
             report(error.blame(path=root / name))
-    return found
+    return results

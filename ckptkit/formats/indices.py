@@ -1,4 +1,4 @@
-"""Read and write the index beside the files of a model: JSON that says which tensor is in which file.
+"""Read and write the index beside the files of a model: JSON that maps tensors to files.
 
 Source: huggingface_hub's `split_torch_state_dict_into_shards`.
 """
@@ -20,10 +20,10 @@ _PLACES, _METADATA = "weight_map", "metadata"
 
 
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the file of each tensor by an index, each a plain name, and the metadata beside."""
+    """Return the file of each tensor in an index, checked to be a plain file name, and the index's metadata."""
     index = parse_json(read_small(path, _LIMIT), path)
-    found = index if isinstance(index, dict) else {}
-    places, metadata = found.get(_PLACES), found.get(_METADATA)
+    fields = index if isinstance(index, dict) else {}
+    places, metadata = fields.get(_PLACES), fields.get(_METADATA)
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise Corrupt(f"the index does not have `{_PLACES}`, which maps names to files", path=path)
     for file in set(places.values()):
@@ -41,5 +41,5 @@ def make_index(specs: Mapping[str, Spec], places: Mapping[str, str]) -> bytes:
 
 
 def dump_index(metadata: Mapping[str, Any], places: Mapping[str, str]) -> bytes:
-    """Return an index with the file of each tensor, and metadata of any kind."""
+    """Return an index with the file of each tensor, and any metadata."""
     return (json.dumps({_METADATA: metadata, _PLACES: dict(places)}, indent=2, sort_keys=True) + "\n").encode()

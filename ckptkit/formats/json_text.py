@@ -1,4 +1,4 @@
-"""Parse JSON that a stranger wrote, strictly."""
+"""Parse JSON from untrusted files, strictly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptkit.io.file import recognize
 
 
 def parse_json(data: bytes, path: Path) -> Any:
-    """Return the JSON value in `data`, of file `path`. Raises `Corrupt` for two equal keys in one object."""
+    """Return the JSON value in `data`, of file `path`. Raises `Corrupt` for invalid JSON or a key that occurs twice."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
     except CkptError as error:
@@ -22,9 +22,9 @@ def parse_json(data: bytes, path: Path) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, unless two of its keys are equal."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Return a JSON object. Raises `Corrupt` if two of its keys are equal."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
         names = sorted(name for name, _ in pairs)
         raise Corrupt("the key occurs twice", tensor=next(a for a, b in pairwise(names) if a == b))
-    return found
+    return value

@@ -1,4 +1,4 @@
-"""The protocols of a format: reader, writer and writer of entries."""
+"""The protocols of a format: reader, writer, and writer of non-tensor entries."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ckptkit.errors import CkptError, Corrupt, Report, Unsafe, Unsupported, refu
 from ckptkit.io.file import names_in
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
-_HEADER = 1 << 15  # bytes, as a header of a file has them
-JOURNAL = ".ckptkit-delta"  # in a directory whose files are being changed in place, or were when that was interrupted
+_HEADER = 1 << 15  # bytes: a typical header of a file
+JOURNAL = ".ckptkit-delta"  # in a directory whose files are being changed in place, or that was interrupted
 
 
 class FormatReader(Protocol):
-    """A format that can be read.
+    """A format that ckptkit can read.
 
-    `name` is the word that users type, `known_by` says what `detect` looks for. `is_sharded` if each rank of a job has
-    a file of its own; `is_model_only` if nothing but tensors has a place in it. Of one that can be bound to as many
-    ranks as have written it, `resized_as` is the format that its library loads with any number, "" for none.
+    `name` is the word that users type, `known_by` the files that `detect` looks for. `is_sharded` says that each rank
+    of a job has its own file; `is_model_only` that the format stores only tensors. `resized_as` is the format that the
+    same library loads with any world size, for a format that may be bound to the world size that wrote it; "" for none.
     """
 
     name: str
@@ -29,82 +29,82 @@ class FormatReader(Protocol):
     resized_as: str = ""
 
     def owns(self, name: str) -> bool:
-        """Return True if a file of this name, in a checkpoint's directory, is part of it or of an older one."""
+        """Return True if a file of this name belongs to a checkpoint in its directory, current or older."""
 
-    def rank_of(self, name: str) -> int | None:  # noqa: ARG002 - most names tell none
-        """Return the rank that wrote a file of this name, None where names do not tell."""
+    def rank_of(self, name: str) -> int | None:  # noqa: ARG002 - most names have no rank
+        """Return the rank that wrote a file of this name, None for a name without a rank."""
         return None
 
     def ranks_in(self, names: Iterable[str]) -> set[Hashable]:
-        """Return the ranks that have written files of these names, each by whatever tells it from the others."""
+        """Return the ranks that wrote files of these names, as any values that identify them."""
         return {rank for name in names if (rank := self.rank_of(name)) is not None}
 
     def detect(self, path: Path) -> bool:
-        """Return True if `path` looks like mine. Cheap: file names, never data."""
+        """Return True if `path` looks like this format. Cheap: reads file names, never data."""
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report or raise what keeps the checkpoint at `path` from being read, as far as names and sizes tell.
+        """Report or raise every problem of the checkpoint at `path` that names and sizes reveal.
 
-        Small files that describe others may be opened: an index, the directory at an archive's end.
+        May open small files that describe others: an index, the directory at an archive's end.
         """
 
     def problems(self, path: Path) -> list[CkptError]:
-        """Return what `check_names` says. Raises `IOFailure`: a failing system says nothing of the checkpoint."""
-        found: list[CkptError] = []
-        report = found.append
+        """Return the problems that `check_names` finds. Raises `IOFailure`: a failing system proves nothing."""
+        problems: list[CkptError] = []
+        report = problems.append
         with translate_os_errors(path):
             try:
                 self.check_names(path, report)
             except (Corrupt, Unsafe, Unsupported) as error:
                 report(error)
-        return found
+        return problems
 
     def is_complete(self, path: Path) -> bool:
-        """Return True if what `detect` saw has no problems."""
+        """Return True if `check_names` finds no problem."""
         return not self.problems(path)
 
     def metadata_bytes(self, path: Path) -> int:
-        """Return about how many bytes `read` has to parse: without metadata of their own, a little of each file."""
+        """Return about how many bytes `read` parses; without separate metadata, a little of each file."""
         return _HEADER * (len(names_in(path)) if path.is_dir() else 1)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return where every chunk of the checkpoint at `path` lies. Opens no tensor data.
+        """Return the location of every chunk of the checkpoint at `path`. Reads no tensor data.
 
-        Reports whatever is missing, too short or contradicts itself; raises what makes it unreadable.
+        Reports data that is missing, too short or contradictory; raises an error if the checkpoint is unreadable.
         """
 
     def read_like(self, path: Path, other: Path, report: Report = refuse) -> Layout | None:  # noqa: ARG002
-        """Return the layout of files at `path` that lack a description, by that of another checkpoint of the same run.
+        """Return the layout of files at `path` without metadata, by the metadata of another checkpoint of the same run.
 
-        None if the format cannot, or if the files have a description. Raises `Mismatch` if the files differ from what
-        `other` describes; reports files that are missing or cut short.
+        Returns None if the format does not support this, or if the files have metadata. Raises `Mismatch` if the files
+        differ from the metadata of `other`; reports files that are missing or cut short.
         """
         return None
 
-    def is_bound(self, path: Path) -> bool:  # noqa: ARG002 - most are loaded by any number
-        """Return True if its own library loads the checkpoint at `path` with as many ranks only as have written it."""
+    def is_bound(self, path: Path) -> bool:  # noqa: ARG002 - most load with any number
+        """Return True if its own library can load the checkpoint only with the world size that wrote it."""
         return False
 
-    def least_torch(self, path: Path) -> str | None:  # noqa: ARG002 - most are read by every version
-        """Return the version of torch before which its own reader fails on the checkpoint at `path`, None for any."""
+    def least_torch(self, path: Path) -> str | None:  # noqa: ARG002 - every version reads most
+        """Return the oldest torch version whose reader loads the checkpoint at `path`, None for any version."""
         return None
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Return the bytes of what `read` gave, each run with the CRC-32 that was recorded for it.
+        """Yield the byte ranges of the layout from `read`, each with its recorded CRC-32.
 
-        Small runs that have one may be compared right away: those that differ are reported, the others left out.
+        May verify small ranges right away instead of yielding them. Reports a small range that differs.
         """
 
 
 @runtime_checkable
 class FormatWriter(FormatReader, Protocol):
-    """A format that can also be written: by its reader, once its files have been made.
+    """A format that ckptkit can also write. Its reader reads the files back once they are laid out.
 
-    `suffixes` are those of a file that is a checkpoint by itself, if one can be. With `needs_names` a model has to lie
-    under `model`, and its optimizer by the names of parameters under `optimizer`, as torch's own state dicts have it.
-    With `needs_shapes` each elementwise state has to have the shape of its parameter.
-    With `ties` tensors that are one in the source share their bytes in the output.
-    With `repeats` some data stands in several files, and `seal` copies it from one to the others.
+    `suffixes` are the suffixes of a checkpoint that is a single file. `needs_names` requires the model under `model`,
+    and the optimizer by parameter names under `optimizer`, as in torch's own state dicts. `needs_shapes` requires that
+    each elementwise optimizer state has the shape of its parameter. With `ties` tensors that are tied in the source
+    share their bytes in the output. With `repeats` several files store the same data, and `seal` copies it from one to
+    the others.
     """
 
     suffixes: tuple[str, ...] = ()
@@ -114,37 +114,37 @@ class FormatWriter(FormatReader, Protocol):
     repeats: bool = False
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
-        """Return the files for the tensors and blobs of `wanted`: final names and sizes, all but the data."""
+        """Return the files for the entries of `wanted`: final names and sizes, and all bytes except the data."""
 
     def remarks(self, wanted: Layout) -> Iterable[str]:  # noqa: ARG002 - most have nothing to say
-        """Return in words how what `arrange` makes of `wanted` is of another kind than that."""
+        """Yield a sentence for each difference between `wanted` and the files that `arrange` returns."""
         return ()
 
     def checksum_places(self, made: Layout) -> Iterable[tuple[FileOffset, int]]:  # noqa: ARG002 - most record none
-        """Return where CRC-32 stand, in 4 bytes of little endian: the place of each chunk, and offsets in its file."""
+        """Return the locations of CRC-32s, 4 bytes little endian: each chunk with an offset in its file."""
         return ()
 
     def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterable[tuple[str, Patch]]:
-        """Return what is to be written, by file, when the data is there: `checksums` has the CRC-32 of each chunk."""
+        """Return the bytes to write, by file, once the data is there. `checksums` has the CRC-32 of each chunk."""
         for place, at in self.checksum_places(made):
             if place in checksums:
                 yield place[0], (at, checksums[place].to_bytes(4, "little"))
 
-    def check(self, made: Layout) -> None:  # noqa: ARG002 - the library may be the one that is not to be imported
-        """Raise `Corrupt` if the format's own library does not see in the files what `made` says is there."""
+    def check(self, made: Layout) -> None:  # noqa: ARG002 - the library may be one that must not be imported
+        """Raise `Corrupt` if the format's own library reads something else from the files than `made` says."""
         return
 
 
 @runtime_checkable
 class EntryWriter(FormatWriter, Protocol):
-    """A format with a place for entries that are no tensors, the sizes of which show only while data is written.
+    """A format with room for non-tensor entries whose sizes are known only while the data is written.
 
-    `arrange` has then been given the tensors alone. Each rank leaves its entries, archives of torch.save, one after the
-    other in a file of its own.
+    Then `arrange` gets the tensors alone, and each rank writes its entries, as archives of torch.save, into its own
+    file.
     """
 
     def entries_file(self, rank: int) -> str:
-        """Return the name of the file for the entries of a rank. One that the format does not own goes in the end."""
+        """Return the name of a rank's file of entries. It is removed at the end if the format does not own it."""
 
     def embed(self, wanted: Layout, options: WriterOptions) -> Iterable[tuple[str, Patch]]:
-        """Return what is to be written, by file, for the blobs of `wanted` to be in the checkpoint, before `seal`."""
+        """Return the bytes to write, by file, that add the non-tensor entries of `wanted`, before `seal`."""

@@ -1,4 +1,4 @@
-"""Tell by their names which files or directories are one of several: `rank-0-of-2`, `sdp_00` beside `sdp_01`."""
+"""Recognize files or directories of one set by their names: `rank-0-of-2`, `sdp_00` beside `sdp_01`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from ckptkit.errors import Unsupported, and_more
 
 JOIN = "join them with the program that saved them"
-_NAMED = 6  # in a message
+_NAMED = 6  # names in a message
 
 _OF = re.compile(r"(?<![0-9])(?P<number>[0-9]{1,8})[-_.]?of[-_.]?(?P<count>[0-9]{1,8})(?![0-9])")
 _WORLD = re.compile(r"world_?size[-_.]?(?P<count>[0-9]{1,8})[-_.]rank[-_.]?(?P<number>[0-9]{1,8})(?![0-9])")
-_AXES = "tp|pp|dp|mp|sdp|fsdp"  # what ranks are counted along; `ep` and `cp` also mean epoch and checkpoint
+_AXES = "tp|pp|dp|mp|sdp|fsdp"  # kinds of ranks; `ep` and `cp` are missing because they also mean epoch and checkpoint
 _AXIS = re.compile(
     rf"(?:(?<=[-_.])|^)(?:(?:(?:{_AXES})[-_.]?)?(?:rank|shard|part)|{_AXES})[-_.]?(?P<number>[0-9]{{1,8}})(?![0-9])"
 )
@@ -22,55 +22,55 @@ _NUMBER = re.compile(r"(?:(?<=[-_.])|^)(?P<number>[0-9]{1,8})(?![0-9])")
 
 
 def find_set(name: str, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that are one with `name`: the same but for a rank or a number; [] if it stands alone.
+    """Return the `names` that form a set with `name`: equal except for a rank or number; [] if it stands alone.
 
-    A lone one is of a set if its name says "I of N", or a rank other than 0 in a way that nothing else is written in.
+    A single name forms a set if it says "I of N", or if it has a rank other than 0 that cannot mean anything else.
     """
     for match in (*_OF.finditer(name), *_WORLD.finditer(name)):
         if int(match["count"]) > 1:
             return sorted(set(like(name, match, names)) | {name})
     for match in _AXIS.finditer(name):
-        found = like(name, match, names)
+        alike = like(name, match, names)
         text, is_whole_stem = match["number"], match[0] == name.partition(".")[0]
-        is_later = int(text) > 0 and (0 in found.values() or text.startswith("0") or is_whole_stem)
-        if is_later or (0 in found.values() and len(found) > 1):
-            return sorted(found.keys() | {name})
+        is_later = int(text) > 0 and (0 in alike.values() or text.startswith("0") or is_whole_stem)
+        if is_later or (0 in alike.values() and len(alike) > 1):
+            return sorted(alike.keys() | {name})
     return []
 
 
 def find_series(name: str, names: Sequence[str]) -> list[str]:
-    """Return those of `names` that a number from 0 on tells apart, `name` among them: `model_0`, `model_1`; else []."""
+    """Return the `names` that differ from `name` in a number and count from 0: `model_0`, `model_1`; else []."""
     for match in _NUMBER.finditer(name):
-        found = like(name, match, names)
-        if len(found) > 1 and sorted(found.values()) == list(range(len(found))):
-            return sorted(found, key=found.__getitem__)
+        alike = like(name, match, names)
+        if len(alike) > 1 and sorted(alike.values()) == list(range(len(alike))):
+            return sorted(alike, key=alike.__getitem__)
     return []
 
 
 def has_number(name: str, number: int) -> bool:
-    """Return whether a number stands in a name, as the 2 of `model_0_2`."""
+    """Return whether a name contains a number, such as the 2 of `model_0_2`."""
     return any(int(match["number"]) == number for match in _NUMBER.finditer(name))
 
 
 def says_part(name: str) -> bool:
-    """Return whether the name of a file calls it a part: `shard_0`, `model_part_1`."""
+    """Return whether a file name says that the file is a part: `shard_0`, `model_part_1`."""
     return _PART.search(name) is not None
 
 
 def not_joined(found: Sequence[str], path: Path) -> Unsupported:
-    """Return the error for the files or directories of several ranks at a path, which ckptkit has no rule for."""
+    """Return the error for files or directories of several ranks that no rule joins."""
     names = ", ".join(found[:_NAMED]) + and_more(len(found) - _NAMED)
     message = f"{len(found)} ranks saved a part of the model each, and no rule joins them: {names}"
     return Unsupported(message, path=path, hint=JOIN)
 
 
 def is_numbered(name: str) -> bool:
-    """Return whether a name counts ranks or parts."""
+    """Return whether a name contains the number of a rank or part."""
     return any(pattern.search(name) for pattern in (_AXIS, _OF, _WORLD))
 
 
 def like(name: str, match: re.Match[str], names: Iterable[str]) -> dict[str, int]:
-    """Return the names that differ from one in a single number, each with its number."""
+    """Return the names that differ from `name` only in the number of `match`, each with its number."""
     start, end = match.span("number")
     pattern = re.compile(re.escape(name[:start]) + "([0-9]{1,8})" + re.escape(name[end:]))
-    return {found[0]: int(found[1]) for found in map(pattern.fullmatch, names) if found}
+    return {other[0]: int(other[1]) for other in map(pattern.fullmatch, names) if other}

@@ -1,8 +1,8 @@
-"""Read and make the header of a safetensors file: which tensors it holds, and where.
+"""Read and write the header of a safetensors file: its tensors and their offsets.
 
 Source: https://github.com/huggingface/safetensors#format. A file is 8 bytes of header length, a JSON header, and the
-tensors without a gap. `HuggingFaceStorageWriter` of torch.distributed.checkpoint notes beside them where in its tensor
-each lies, since a rank has only its own part.
+tensors without gaps. `HuggingFaceStorageWriter` of torch.distributed.checkpoint adds the position of each shard in its
+tensor, since a rank has only its shards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptkit.layout import Chunk, Spec
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DTYPES, DType
 
-_LIMIT = 100_000_000  # bytes; the safetensors library's own
+_LIMIT = 100_000_000  # bytes; the limit of the safetensors library
 _MOST_AXES = 64  # numpy's limit
 _STARTS = "DCP_SHARDING_INFO"
 _START = "saved_offsets"
@@ -51,22 +51,23 @@ SPELLINGS: dict[str, str] = {
 }
 _DTYPES = {spelling: DTYPES[name] for name, spelling in SPELLINGS.items()}
 _RANK = {name: rank for rank, name in enumerate(SPELLINGS)}
-_OWN = re.compile("format$|DCP_")  # of a file, not of the model
-_PACKED = "float4_e2m1fn_x2"  # two numbers in an element of torch's; the header counts numbers
+_OWN = re.compile("format$|DCP_")  # keys that describe the file, not the model
+_PACKED = "float4_e2m1fn_x2"  # torch counts two numbers as one element; the header counts numbers
 
 
 def read_header(path: Path, *, is_shard: bool = False) -> dict[str, Chunk]:
-    """Return what a file holds of each tensor. Refuses all that the safetensors library refuses, and equal keys.
+    """Return the chunk of each tensor in a file.
 
-    That is the whole tensor, unless the file says where in it the part lies; with `is_shard` it must say so of each.
+    Refuses everything that the safetensors library refuses, and equal keys. A chunk is a full tensor, unless the file
+    has its position in a larger one; with `is_shard` it must have one for each.
     """
     return read_with_metadata(path, is_shard=is_shard)[0]
 
 
 def read_with_metadata(path: Path, *, is_shard: bool = False) -> tuple[dict[str, Chunk], dict[str, str]]:
-    """Return what a file holds of each tensor, as `read_header` does, and what its `__metadata__` says of the model.
+    """Return the chunk of each tensor in a file, as `read_header` does, and the model's part of its `__metadata__`.
 
-    The framework's name, torch's notes on shards and what is said of single tensors are left out.
+    Drops the name of the framework, torch's positions of shards, and keys that name a tensor.
     """
     header, data_start, size = load_header(path)
     metadata = header.pop("__metadata__", None)
@@ -81,7 +82,7 @@ def read_with_metadata(path: Path, *, is_shard: bool = False) -> tuple[dict[str,
 
 
 def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return the header as it stands in the file, where the data begins, and the size of the file."""
+    """Return the unchecked header, the offset of the data, and the size of the file."""
     with opening(path) as file:
         size = file.size
         head = read_at(file, min(size, 512), 0)
@@ -100,7 +101,7 @@ def load_header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def read_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:
-    """Return by name where in its tensor the file's part begins, as torch noted in the free metadata; {} if not."""
+    """Return the start index of each shard in its tensor, as torch recorded it in `__metadata__`; {} without it."""
     if metadata is None:
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -115,9 +116,10 @@ def read_starts(metadata: Any, path: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path, data_start: int) -> Chunk:
-    """Return the chunk of an entry `{"dtype", "shape", "data_offsets": [begin, end]}`, offsets counted from the data.
+    """Return the chunk of an entry `{"dtype", "shape", "data_offsets": [begin, end]}`.
 
-    `start` is the index at which it begins in its tensor, None for the first.
+    Its offsets count from `data_start`. `start` is the index at which a shard begins in its tensor, None for the
+    beginning.
     """
     try:
         dtype, shape, (begin, end) = _DTYPES.get(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
@@ -142,7 +144,7 @@ def read_entry(name: str, entry: Any, start: tuple[Any, ...] | None, path: Path,
 
 
 def unpack_shape(dtype: DType, shape: Shape, path: Path, name: str) -> Shape:
-    """Return the shape as torch counts it: of a packed dtype the header counts single numbers in the last axis."""
+    """Return the shape as torch counts it: for a packed dtype the header counts single numbers on the last axis."""
     if dtype.name != _PACKED:
         return shape
     if not shape or shape[-1] % 2:
@@ -177,7 +179,7 @@ def check_contiguous(chunks: Mapping[str, Chunk], path: Path, start: int, size: 
 
 
 def check_writable(name: str, spec: Spec) -> None:
-    """Raise `Unsupported` for a tensor that safetensors has no spelling for, or none yet in the version installed."""
+    """Raise `Unsupported` for a tensor that the installed safetensors library cannot store."""
     if spec.dtype.name not in SPELLINGS:
         raise Unsupported(f"safetensors does not have dtype {spec.dtype}", tensor=name, hint="drop it with --exclude")
     if not is_known(SPELLINGS[spec.dtype.name]):
@@ -193,7 +195,7 @@ def check_writable(name: str, spec: Spec) -> None:
 
 @cache
 def is_known(spelling: str) -> bool:
-    """Return True if the installed safetensors library, which has learned some dtypes late, knows one by this name."""
+    """Return True if the installed safetensors library has a dtype of this name; some are recent."""
     from safetensors import SafetensorError, deserialize
 
     header = json.dumps({"": {"dtype": spelling, "shape": [0], "data_offsets": [0, 0]}}).encode()
@@ -205,32 +207,34 @@ def is_known(spelling: str) -> bool:
 
 
 def check_readable(path: Path, chunks: Mapping[str, Chunk]) -> None:
-    """Raise `Corrupt` unless the safetensors library finds these tensors in file `path`, each one chunk, and no more.
+    """Raise `Corrupt` unless the safetensors library finds exactly these tensors in file `path`, each one chunk.
 
-    It does not tell where a tensor lies. But it refuses a file with a gap, or a tensor of another length than its dtype
-    and shape give, so the order of all tells that too. Tensors without bytes lie nowhere.
+    The library does not show offsets. But it refuses gaps, and tensors whose length does not fit dtype and shape, so
+    the order of the tensors proves their offsets. Tensors without bytes are ignored.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            actual = {name: (slice_.get_dtype(), tuple(slice_.get_shape())) for name, slice_ in slices.items()}
             order = [name for name in opened.offset_keys() if name not in chunks or chunks[name].length]
     except (SafetensorError, OSError) as error:
         raise Corrupt(f"the safetensors library cannot read what was written: {error}", path=path) from error
     specs = {name: Spec(chunk.dtype, chunk.size) for name, chunk in chunks.items()}
-    meant = {name: (SPELLINGS[spec.dtype.name], pack_shape(spec)) for name, spec in specs.items()}
-    wrong = min((name for name in found.keys() | meant.keys() if found.get(name) != meant.get(name)), default=None)
+    expected = {name: (SPELLINGS[spec.dtype.name], pack_shape(spec)) for name, spec in specs.items()}
+    wrong = min(
+        (name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)), default=None
+    )
     if wrong is not None:
-        message = f"expected {meant.get(wrong)}, as written, found {found.get(wrong)} in the safetensors library"
+        message = f"expected {expected.get(wrong)}, as written, found {actual.get(wrong)} in the safetensors library"
         raise Corrupt(message, path=path, tensor=wrong)
     if order != sorted(order, key=lambda name: chunks[name].offset):
         raise Corrupt("the safetensors library sees the tensors in another order than they were written", path=path)
 
 
 def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return length and JSON of a file's header, in the library's order and padding: equal tensors give equal bytes."""
+    """Return a file's header with its length, in the library's order and padding: equal tensors give equal bytes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     at = 0
     for name in sorted(specs, key=lambda name: (_RANK[specs[name].dtype.name], name.encode("utf-8", "surrogatepass"))):

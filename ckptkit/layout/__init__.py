@@ -1,4 +1,4 @@
-"""Describe where every byte of a checkpoint is: in which file, at which offset, or why in none."""
+"""Describe where every byte of a checkpoint is: the file and offset, or the reason why no file has it."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from ckptkit.errors import CkptError, Corrupt, Report, refuse
 from ckptkit.layout.box import Box, Shape, find_gap, find_outside, find_overlap, whole
 from ckptkit.layout.dtypes import DType
 
-OWN = "own_state"  # the key above `rank_N` and what this rank has for itself
+OWN = "own_state"  # the key of all per-rank state, above `rank_N`
 KeyPath = tuple[str | int, ...]
 
 
 class NumberKey(str):
-    """A step of a key path into a dict whose key is an integer or boolean, not its text."""
+    """A step of a key path for a dict whose key is an integer or boolean, not a string."""
 
     __slots__ = ()
 
     @property
     def number(self) -> int:
-        """Return the key."""
+        """Return the key as an integer or boolean."""
         return self == "True" if self in ("True", "False") else int(self)
 
 
 class TuplePlace(int):
-    """A step of a key path to a member of a tuple, which is not a list."""
+    """A step of a key path to a member of a tuple, as opposed to a list."""
 
     __slots__ = ()
 
 
-Splits = tuple[Shape, ...]  # for each axis of a tensor the extents that it is split in, row-major
+Splits = tuple[Shape, ...]  # for each axis of a tensor the sizes that it is split into, row-major
 
 
 def plain_key(key: KeyPath) -> KeyPath:
-    """Return a key path as torch has it, with text for every key of a dict."""
+    """Return a key path as torch has it, with a string for every key of a dict."""
     return tuple(str(step) if isinstance(step, str) else int(step) for step in key)
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The dtype and shape of a tensor, whatever place it lies at."""
+    """The dtype and shape of a tensor, independent of its location."""
 
     dtype: DType
     shape: Shape
@@ -64,24 +64,24 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """The bytes are inside an envelope of this name; `offset` and `length` of the chunk are the envelope's."""
+    """The bytes are inside a wrapper of this name, whose location the chunk has as `offset` and `length`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """All elements are zero, and no file has them."""
+    """All elements are zero; no file stores them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """The file is missing or cannot be read, as its reader has reported."""
+    """The file is missing or cannot be read, as its reader reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why bytes are lost, and the file that should contain them, if that is known."""
+    """The reason why bytes are lost, and the file that should contain them, if it is known."""
 
     why: str
     path: Path | None
@@ -95,13 +95,13 @@ class Chunk(NamedTuple):
     """A box of a tensor, stored as `dtype` in `length` bytes at `offset` of file `path` (relative to the root).
 
     The elements are row-major unless `strides` (in elements) say otherwise. `crc32` is the checksum that the writer
-    recorded over those bytes, None if it recorded none. For a box that was cut out of a chunk, the checksum is over the
+    recorded for these bytes, None if it recorded none. For a box that was cut out of a chunk, the checksum covers the
     bytes of that chunk: the `run`, an offset and a length.
 
-    `where` is None if the bytes lie there as they are. Otherwise it says where they are instead: `Wrapped` in an
-    envelope, which the reader's `locate` opens before anything is planned; nowhere, as they are `Zeros`; in an
-    `Unreadable` file; or lost by a `Fault`. A tensor that has a lost chunk is left out before anything is planned. A
-    chunk that no file contains has the path "", and an `offset` that only tells it from other chunks.
+    `where` is None if the bytes are at that location. Otherwise it says where they are: `Wrapped` in an archive, which
+    the reader's `locate` opens before planning; in no file because they are `Zeros`; in an `Unreadable` file; or lost
+    by a `Fault`. Tensors with a lost chunk are dropped before planning. A chunk that no file contains has the path "",
+    and an `offset` that only distinguishes it from other chunks.
     """
 
     box: Box
@@ -116,12 +116,12 @@ class Chunk(NamedTuple):
 
     @classmethod
     def of_zeros(cls, box: Box, dtype: DType, offset: int = 0) -> Chunk:
-        """Return a chunk of zeros; `offset` tells it from other zeros."""
+        """Return a chunk of zeros; `offset` distinguishes it from other chunks of zeros."""
         return cls(box, "", offset, box.numel * dtype.itemsize, dtype, where=Zeros())
 
     @classmethod
     def unreadable(cls, box: Box, path: str, dtype: DType) -> Chunk:
-        """Return a chunk of a file that is missing or cannot be read, which its reader has reported."""
+        """Return a chunk of a file that is missing or cannot be read, as its reader reported."""
         return cls(box, path, 0, box.numel * dtype.itemsize, dtype, where=Unreadable())
 
     @classmethod
@@ -131,17 +131,17 @@ class Chunk(NamedTuple):
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """Return offset and length of the bytes that the checksum is over."""
+        """Return offset and length of the bytes that the checksum covers."""
         return self.run or (self.offset, self.length)
 
     @property
     def wrapper(self) -> str | None:
-        """Return the name of the envelope that the bytes are in."""
+        """Return the name of the wrapper around the bytes, None without one."""
         return self.where.name if isinstance(self.where, Wrapped) else None
 
     @property
     def is_in_file(self) -> bool:
-        """Return whether a file contains the bytes, perhaps inside an envelope."""
+        """Return whether a file contains the bytes, possibly inside a wrapper."""
         return self.where is None or isinstance(self.where, Wrapped)
 
     @property
@@ -158,19 +158,19 @@ class Chunk(NamedTuple):
 
     @property
     def start(self) -> Shape:
-        """Return the index of its first element."""
+        """Return the index of the first element."""
         return self.box.start
 
     @property
     def size(self) -> Shape:
-        """Return its extent along each axis."""
+        """Return the number of elements along each axis."""
         return self.box.size
 
 
 class ReadRun(NamedTuple):
-    """A run of bytes of a chunk that were read as they lie: `length` of them from `start`.
+    """A contiguous byte range of a chunk that was read: `length` bytes from byte `start` of the chunk.
 
-    `crc` is their CRC-32, None where nobody compares it.
+    `crc` is their CRC-32, None if it was not needed.
     """
 
     chunk: Chunk
@@ -181,9 +181,9 @@ class ReadRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and the chunks that tile it. Where a chunk's dtype is another, its numbers are to be converted.
+    """A tensor and the chunks that tile it. Chunks with another dtype than the tensor are cast on read.
 
-    With `splits` the chunks are boxes of the tensor with its axes split so.
+    With `splits` the chunks are boxes of the tensor with its axes split that way.
     """
 
     spec: Spec
@@ -192,26 +192,26 @@ class StoredTensor:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether any of its bytes are gone."""
+        """Return whether any of its bytes are lost."""
         return any(chunk.is_lost for chunk in self.chunks)
 
     @property
     def is_unreadable(self) -> bool:
-        """Return whether any of it was in a file that cannot be read, as its reader has reported."""
+        """Return whether any of its chunks is in a file that cannot be read, as its reader reported."""
         return any(chunk.is_unreadable for chunk in self.chunks)
 
     @property
     def shape_of_chunks(self) -> Shape:
-        """Return the shape that the chunks are boxes of."""
+        """Return the shape in which the chunks are boxes."""
         return self.spec.shape if self.splits is None else sum(self.splits, ())
 
 
 class Blob(NamedTuple):
-    """An entry that is not a tensor: an archive of torch.save, `length` bytes at `offset` of file `path`.
+    """A non-tensor entry: an archive of torch.save, `length` bytes at `offset` of file `path`.
 
-    If it is part of a pickle with other entries, `content` is the pickle of its own value.
-    `where` is None if the archive lies there, else `Wrapped` or `Unreadable` as for a `Chunk`. `crc32` is that of all
-    its bytes, taken when what is in it was compared with the checksums recorded there.
+    If it is part of a pickle with other entries, `content` is the pickle of its own value. `where` is None if the
+    archive is at that location, else `Wrapped` or `Unreadable` as for a `Chunk`. `crc32` covers all its bytes, and is
+    set once its contents were verified with the checksums in the archive.
     """
 
     path: str
@@ -223,18 +223,18 @@ class Blob(NamedTuple):
 
     @property
     def wrapper(self) -> str | None:
-        """Return the name of the envelope that the archive is in."""
+        """Return the name of the wrapper around the archive, None without one."""
         return self.where.name if isinstance(self.where, Wrapped) else None
 
     @property
     def is_in_file(self) -> bool:
-        """Return whether a file contains it that can be read."""
+        """Return whether a readable file contains it."""
         return not isinstance(self.where, Unreadable)
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of bytes of a file with a CRC-32 of its own, None where none was recorded; of the tensor or blob `name`."""
+    """A byte range of a file with its own CRC-32, None if none was recorded. `name` names its tensor or blob."""
 
     path: str
     offset: int
@@ -243,15 +243,15 @@ class Extent:
     name: str
 
 
-FileOffset = tuple[str, int]  # a file and an offset in it: tells one chunk from another
-Patch = tuple[int, bytes]  # bytes, and their offset in a file
+FileOffset = tuple[str, int]  # a file and a byte offset, which identify a chunk
+Patch = tuple[int, bytes]  # offset in a file, and the bytes there
 
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file that a checkpoint to be written needs: its size, and those of its bytes that are known beforehand.
+    """A file to write: its size, and the bytes that are known in advance.
 
-    The rest are holes, for the data of tensors and blobs.
+    The other byte ranges are for the data of tensors and blobs.
     """
 
     name: str
@@ -261,10 +261,10 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class WriterOptions:
-    """The options of a writer: the most bytes in a file, and how many ranks will load the checkpoint.
+    """The options of a writer: the largest file size, and how many ranks will load the checkpoint.
 
-    `file` is the name of the single file to write, if loaders look for that name; `stem` begins the names of one or
-    several. `places` has the file of each tensor, if they are to be shared out as in another checkpoint. A writer
+    `file` is the name of the single file to write, if loaders look for that name; `stem` is the beginning of the file
+    names. `places` has the file of each tensor, if tensors are distributed to files as in another checkpoint. A writer
     ignores options that its format does not have.
     """
 
@@ -277,19 +277,18 @@ class WriterOptions:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One checkpoint: its tensors and blobs by name, and the format and directory they lie in.
+    """One checkpoint: its tensors and blobs by name, and their format and directory.
 
-    `keys` gives, for a name that a producer flattened from a nested dict, the recorded way to it
-    (`("model", "layers.0.weight")`); other names are their own one-step way. `world_size` is the number of ranks that
-    wrote it, where that shows. `descriptions` are the files that say all this, and hold no data. `file_sums` are the
-    size in bytes and the CRC-32 of files with data, by name, where a manifest has them. `keeper` is what must
-    not go before the layout does: the temporary file that some of the bytes were unpacked into. `twins` are second
-    copies of tensors, by the names of these, with the same numbers rounded to fewer bits, or as they are. `spares` are
-    further copies of chunks that other ranks saved, by the names of their tensors. `texts` is what a model's files say
-    of it besides, such as the `__metadata__` of safetensors. `file` is the name of a checkpoint that is one file, ""
-    for a directory.
+    `keys` has the recorded key path of each name that a producer flattened from a nested dict (`("model",
+    "layers.0.weight")`); other names are their own key path. `world_size` is the number of ranks that wrote the
+    checkpoint, if known. `descriptions` are the files with metadata and without data. `file_sums` has the size in bytes
+    and the CRC-32 of data files, by name, from a manifest. `keeper` is an object that must live as long as the layout:
+    the temporary file with decompressed bytes. `twins` are low-precision copies of tensors by name; their values are
+    those of the tensors, rounded or unchanged. `spares` are replicas of chunks that other ranks saved, by tensor name.
+    `texts` is additional text in a model's files, such as the `__metadata__` of safetensors. `file` is the name of a
+    checkpoint that is one file, "" for a directory.
 
-    A reader that reports problems instead of raising them also describes what is damaged: chunks of files that are
+    A reader that reports problems instead of raising them also describes damaged entries: chunks of files that are
     missing or cannot be read are `Unreadable`; `absent` are the names of tensors that could not be read, each with the
     file that should contain it.
     """
@@ -311,7 +310,7 @@ class Layout:
 
     @property
     def path(self) -> Path:
-        """Return the checkpoint as errors name it: the directory, or the file in it."""
+        """Return the path of the checkpoint for messages: the directory, or the file in it."""
         return self.root / self.file
 
     @property
@@ -331,7 +330,7 @@ class Layout:
 
     @property
     def stored(self) -> Iterator[tuple[str, Chunk | Blob]]:
-        """Yield every chunk, then every blob, with the name that it belongs to."""
+        """Yield every chunk, then every blob, with the name of its entry."""
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 yield name, chunk
@@ -347,11 +346,11 @@ class Layout:
     @property
     def paths(self) -> set[str]:
         """Return the names of the files that contain its chunks and blobs, or should contain them."""
-        return {place.path for _, place in self.stored if place.path}
+        return {item.path for _, item in self.stored if item.path}
 
     @property
     def files(self) -> set[str]:
-        """Return the names of the files that it is read from: those with its bytes, and those that describe it."""
+        """Return the names of all files that reading needs: those with data, and those with metadata."""
         return self.paths | set(self.descriptions)
 
     @property
@@ -360,12 +359,12 @@ class Layout:
         return (*self.tensors, *self.blobs)
 
     def key(self, name: str) -> KeyPath:
-        """Return the recorded way to `name` through the producer's nested dict."""
+        """Return the key path of `name` in the producer's nested dict."""
         return self.keys.get(name, (name,))
 
 
 def check_cover(layout: Layout, report: Report = refuse) -> None:
-    """Report as `Corrupt` each tensor whose chunks do not lie inside it, overlap or leave a gap."""
+    """Report as `Corrupt` each tensor whose chunks are outside of it, overlap or leave a gap."""
     for name, tensor in layout.tensors.items():
         if len(tensor.chunks) == 1 and tensor.chunks[0].box == whole(tensor.spec.shape):
             continue
@@ -375,7 +374,7 @@ def check_cover(layout: Layout, report: Report = refuse) -> None:
 
 
 def find_fault(root: Path, tensor: StoredTensor) -> Corrupt | None:
-    """Return the fault in how the chunks tile a tensor, if there is one."""
+    """Return the error for chunks that do not tile a tensor, None if they do."""
     shape = tensor.shape_of_chunks
     boxes = [chunk.box for chunk in tensor.chunks]
     outside = find_outside(shape, boxes)

@@ -1,4 +1,4 @@
-"""Make numpy arrays and torch tensors of stored elements."""
+"""Create numpy arrays and torch tensors from stored elements."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Array = NDArray[Any]
 
 
 def to_numpy(data: bytearray, dtype: DType, shape: Shape) -> Array:
-    """Return the elements in `data` as an array, which shares its memory where numpy has the dtype.
+    """Return the elements in `data` as an array, which shares its memory if numpy has the dtype.
 
-    What numpy lacks becomes the next dtype that holds every number of it: float32 for bfloat16 and floats of 8 bits,
-    complex64 for complex32. Raises `Unsupported` for elements that are two numbers, or have scales that are not here.
+    Other dtypes become the next larger dtype that represents every value: float32 for bfloat16 and 8-bit floats,
+    complex64 for complex32. Raises `Unsupported` for dtypes with two numbers per element, and for quantized dtypes
+    without scales.
     """
     if dtype.name == "bfloat16":
         return _widened(data, "bfloat16").reshape(shape)
@@ -42,15 +43,15 @@ def _widened(data: bytearray, name: str) -> Array:
 
 
 def to_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
-    """Return the elements in `data` as a tensor on the CPU, which shares its memory.
+    """Return the elements in `data` as a CPU tensor, which shares its memory.
 
-    Raises `Unsupported` for quantized dtypes, whose scales are not here.
+    Raises `Unsupported` for quantized dtypes, whose scales are not available.
     """
     import torch
 
     if dtype.kind == "quantized":
         raise Unsupported(f"cannot read {dtype} without its scales")
-    torchs = getattr(torch, dtype.name)
+    torch_dtype = getattr(torch, dtype.name)
     if not data:
-        return torch.empty(shape, dtype=torchs)
-    return torch.frombuffer(data, dtype=torch.uint8).view(torchs).reshape(shape)
+        return torch.empty(shape, dtype=torch_dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype).reshape(shape)

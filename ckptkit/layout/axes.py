@@ -1,8 +1,8 @@
-"""Edit the axes of stored tensors: cut, join, split, merge and permute them. Boxes move, and no bytes.
+"""Edit the axes of stored tensors: cut, join, split, merge and permute them. Only boxes change; no data is read.
 
-Every map between two families of names is made of these: the fused `qkv` of groups is an axis split in
-`(groups, heads + 2, width)`, cut, and merged again; the rows that rotary embeddings have in another order are an axis
-split in `(heads, width / 2, 2)`, of which two are exchanged.
+All name maps between model families are built from these operations. A fused, grouped `qkv` is an axis split into
+`(groups, heads + 2, width)`, cut, and merged again. Rotary embeddings with another row order are an axis split into
+`(heads, width / 2, 2)` whose last two axes are swapped.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ckptkit.layout.box import Box, Shape, intersect, row_major
 
 
 def boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """Yield the boxes of elements `start:stop` of a tensor of `shape`, flattened row by row, and where each begins.
+    """Yield boxes that tile elements `start:stop` of a flattened, row-major tensor of `shape`, each with its offset.
 
-    At most `2 * ndim - 1` boxes; each begins so many elements behind `start`, and is contiguous from there. Of a matrix
-    they are the end of a row, whole rows, and the beginning of a row.
+    The offset counts elements from `start`, and the elements of a box are contiguous from there. At most `2 * ndim - 1`
+    boxes; for a matrix: the end of a row, full rows, and the beginning of a row.
     """
-    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]  # elements from one index of an axis to the next
+    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]  # strides in elements
     at = start
     while at < stop and shape:
         axis = next(axis for axis, step in enumerate(steps) if at % step == 0 and at + step <= stop)
@@ -53,35 +53,38 @@ def cut(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTensor:
     for chunk in tensor.chunks:
         shared = intersect(chunk.box, kept)
         if shared is not None:
-            part = part_of(chunk, shared)
-            chunks.append(part._replace(box=shared.relative_to(kept)))
+            piece = part_of(chunk, shared)
+            chunks.append(piece._replace(box=shared.relative_to(kept)))
     return StoredTensor(Spec(tensor.spec.dtype, kept.size), tuple(chunks))
 
 
 def cut_split(tensor: StoredTensor, splits: Splits, axis: int, start: int, stop: int) -> StoredTensor:
-    """Return the elements `start:stop` of the first of the axes that `axis` is split in, with what is left of these."""
+    """Return `start:stop` of the first axis that `axis` is split into; the other axes of the split stay complete."""
     apart = StoredTensor(Spec(tensor.spec.dtype, tensor.shape_of_chunks), tensor.chunks)
     first = sum(map(len, splits[:axis]))
     kept = cut(apart, first, start, stop)
-    left = (*splits[:axis], (stop - start, *splits[axis][1:]), *splits[axis + 1 :])
-    return folded(kept, left)
+    splits_left = (*splits[:axis], (stop - start, *splits[axis][1:]), *splits[axis + 1 :])
+    return folded(kept, splits_left)
 
 
 def folded(apart: StoredTensor, splits: Splits) -> StoredTensor:
-    """Return a tensor with the axes of `apart` merged as `splits` say, whose chunks may not be boxes of it."""
+    """Return a tensor with the axes of `apart` merged as `splits` say.
+
+    Keeps `splits` if its chunks are not boxes then.
+    """
     spec = Spec(apart.spec.dtype, tuple(map(prod, splits)))
     merged, shape = list(apart.chunks), apart.spec.shape
     for axis, extents in enumerate(splits):
-        found = [merge_chunk(chunk, shape, axis, len(extents)) for chunk in merged]
-        merged = [chunk for chunk in found if chunk is not None]
-        if len(merged) < len(found):
+        candidates = [merge_chunk(chunk, shape, axis, len(extents)) for chunk in merged]
+        merged = [chunk for chunk in candidates if chunk is not None]
+        if len(merged) < len(candidates):
             return StoredTensor(spec, apart.chunks, splits)
         shape = replace_at(shape, axis, len(extents), (prod(extents),))
     return StoredTensor(spec, tuple(merged))
 
 
 def concatenate(tensors: Sequence[StoredTensor], axis: int) -> StoredTensor:
-    """Return tensors one after the other along an axis. Raises `Mismatch` unless they agree in dtype and all else."""
+    """Concatenate tensors along an axis. Raises `Mismatch` unless dtypes and all other axes are equal."""
     tensors = [unsplit(tensor) for tensor in tensors]
     first = tensors[0].spec
     rest = {(t.spec.dtype, replace_at(t.spec.shape, axis, 1, ())) for t in tensors}
@@ -96,12 +99,12 @@ def concatenate(tensors: Sequence[StoredTensor], axis: int) -> StoredTensor:
 
 
 def stack(tensors: Sequence[StoredTensor]) -> StoredTensor:
-    """Return tensors of one shape as one, with a new first axis. Raises `Mismatch` if they differ."""
+    """Stack tensors of one shape along a new first axis. Raises `Mismatch` if shapes or dtypes differ."""
     return concatenate([insert(tensor) for tensor in tensors], 0)
 
 
 def insert(tensor: StoredTensor) -> StoredTensor:
-    """Return the tensor with a new first axis, of one element."""
+    """Return the tensor with a new first axis of size 1."""
     tensor = unsplit(tensor)
     chunks = (
         chunk._replace(
@@ -114,16 +117,16 @@ def insert(tensor: StoredTensor) -> StoredTensor:
 
 
 def take(tensor: StoredTensor, axis: int, index: int) -> StoredTensor:
-    """Return the elements at one index of an axis, without the axis: one tensor of a stack."""
-    one = cut(tensor, axis, index, index + 1)
+    """Return the elements at one index of an axis, without the axis, such as one tensor of a stack."""
+    at_index = cut(tensor, axis, index, index + 1)
     chunks = (
         chunk._replace(
             box=Box(replace_at(chunk.start, axis, 1, ()), replace_at(chunk.size, axis, 1, ())),
             strides=None if chunk.strides is None else replace_at(chunk.strides, axis, 1, ()),
         )
-        for chunk in one.chunks
+        for chunk in at_index.chunks
     )
-    return StoredTensor(Spec(one.spec.dtype, replace_at(one.spec.shape, axis, 1, ())), tuple(chunks))
+    return StoredTensor(Spec(at_index.spec.dtype, replace_at(at_index.spec.shape, axis, 1, ())), tuple(chunks))
 
 
 def unstack(tensor: StoredTensor) -> list[StoredTensor]:
@@ -133,13 +136,13 @@ def unstack(tensor: StoredTensor) -> list[StoredTensor]:
     for chunk in tensor.chunks:
         corner, size, steps = chunk.start[1:], chunk.size[1:], steps_of(chunk)
         for i in range(chunk.size[0]):
-            part = view_of(chunk, Box(corner, size), i * steps[0], steps[1:])
-            parts[chunk.start[0] + i].append(part)
+            piece = view_of(chunk, Box(corner, size), i * steps[0], steps[1:])
+            parts[chunk.start[0] + i].append(piece)
     return [StoredTensor(Spec(tensor.spec.dtype, tuple(rest)), tuple(chunks)) for chunks in parts]
 
 
 def permute(tensor: StoredTensor, order: Sequence[int]) -> StoredTensor:
-    """Return the tensor with its axes in another order, as numpy's `transpose` takes it."""
+    """Return the tensor with its axes in another order, as in numpy's `transpose`."""
     tensor = unsplit(tensor)
 
     def moved(values: Shape) -> Shape:
@@ -156,20 +159,20 @@ def permute(tensor: StoredTensor, order: Sequence[int]) -> StoredTensor:
 
 
 def split(tensor: StoredTensor, axis: int, extents: Shape) -> StoredTensor:
-    """Return the tensor with one axis split in several, row-major. Raises `Mismatch` if their product is another."""
+    """Return the tensor with one axis split into several, row-major. Raises `Mismatch` if their product differs."""
     tensor, shape = unsplit(tensor), tensor.spec.shape
     if prod(extents) != shape[axis]:
         raise Mismatch(
             f"expected axis {axis} of size {prod(extents)} to split in {list(extents)}, found shape {list(shape)}"
         )
-    chunks = (part for chunk in tensor.chunks for part in split_chunk(chunk, axis, extents))
+    chunks = (piece for chunk in tensor.chunks for piece in split_chunk(chunk, axis, extents))
     return StoredTensor(Spec(tensor.spec.dtype, replace_at(shape, axis, 1, extents)), tuple(chunks))
 
 
 def merge(tensor: StoredTensor, axis: int, count: int) -> StoredTensor:
-    """Return the tensor with `count` axes from one on merged in one, row-major.
+    """Return the tensor with `count` axes, beginning with `axis`, merged into one, row-major.
 
-    Its chunks may not be boxes then; they remain ones of the tensor with these axes apart, as `splits` says.
+    If its chunks are not boxes then, they remain boxes of the tensor with split axes, as `splits` says.
     """
     tensor, shape = unsplit(tensor), tensor.spec.shape
     alone = tuple((extent,) for extent in shape)
@@ -177,26 +180,26 @@ def merge(tensor: StoredTensor, axis: int, count: int) -> StoredTensor:
 
 
 def resplit(tensor: StoredTensor, splits: Splits) -> StoredTensor:
-    """Return the same tensor with chunks that are boxes of it with its axes split so."""
+    """Return the same tensor with chunks that are boxes after its axes are split as `splits` says."""
     if tensor.splits == splits:
         return tensor
-    found = unsplit(tensor)
+    apart = unsplit(tensor)
     for axis in reversed(range(len(splits))):
         if len(splits[axis]) > 1:
-            found = split(found, axis, splits[axis])
-    return StoredTensor(tensor.spec, found.chunks, splits)
+            apart = split(apart, axis, splits[axis])
+    return StoredTensor(tensor.spec, apart.chunks, splits)
 
 
 def unsplit(tensor: StoredTensor) -> StoredTensor:
-    """Return the same tensor with chunks that are boxes of its own axes, which may be one for each row.
+    """Return the same tensor with chunks that are boxes of its own axes, which may be one chunk per row.
 
-    Raises `Unsupported` if there would be a million.
+    Raises `Unsupported` for more than a million chunks.
     """
     if tensor.splits is None:
         return tensor
     chunks, shape = list(tensor.chunks), sum(tensor.splits, ())
     for axis, extents in enumerate(tensor.splits):
-        apart = [part for chunk in chunks for part in parts_that_merge(chunk, shape, axis, len(extents))]
+        apart = [piece for chunk in chunks for piece in parts_that_merge(chunk, shape, axis, len(extents))]
         if len(apart) > _MOST_CHUNKS:
             raise Unsupported(
                 f"expected at most {_MOST_CHUNKS} pieces of the tensor, found {len(apart)}: its rows "
@@ -209,16 +212,16 @@ def unsplit(tensor: StoredTensor) -> StoredTensor:
 
 
 def index_in(splits: Splits, index: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of an element in a tensor, of which `index` is the one with its axes split so."""
-    left, found = list(index), []
+    """Return the index of an element in a tensor. `index` is its index with the axes split."""
+    remaining, merged = list(index), []
     for extents in splits:
-        parts, left = left[: len(extents)], left[len(extents) :]
-        found.append(sum(i * step for i, step in zip(parts, row_major(extents), strict=True)))
-    return tuple(found)
+        parts, remaining = remaining[: len(extents)], remaining[len(extents) :]
+        merged.append(sum(i * step for i, step in zip(parts, row_major(extents), strict=True)))
+    return tuple(merged)
 
 
 def part_of(chunk: Chunk, box: Box) -> Chunk:
-    """Return a box of a chunk, in the same file; its bytes have the checksum of the chunk that it was cut out of."""
+    """Return a box of a chunk in the same file. Its checksum covers the bytes of the original chunk."""
     if box == chunk.box:
         return chunk
     begin = sum(a * step for a, step in zip(box.relative_to(chunk.box).start, steps_of(chunk), strict=True))
@@ -226,9 +229,10 @@ def part_of(chunk: Chunk, box: Box) -> Chunk:
 
 
 def boxes_of_run(chunk: Chunk, begin: int, shape: Shape, start: int, stop: int) -> Iterator[Chunk]:
-    """Yield the elements `start:stop` of a tensor of `shape`, flattened, as boxes of it.
+    """Yield the elements `start:stop` of a flattened tensor of `shape` as boxes of the tensor.
 
-    They lie one after another in a chunk, from its element `begin` on. Raises `Corrupt` if it has not just one axis.
+    They are consecutive in a chunk from its element `begin` on. Raises `Corrupt` if the chunk does not have exactly one
+    axis.
     """
     if len(chunk.size) != 1:
         raise Corrupt(f"expected a flattened tensor with one axis, found shape {list(chunk.size)}")
@@ -238,16 +242,16 @@ def boxes_of_run(chunk: Chunk, begin: int, shape: Shape, start: int, stop: int) 
 
 
 def view_of(chunk: Chunk, box: Box, begin: int, steps: Shape) -> Chunk:
-    """Return elements of a chunk as box `box`: they begin `begin` elements behind its first, and lie by `steps`."""
+    """Return elements of a chunk as box `box`: they begin `begin` elements after its first, with strides `steps`."""
     length = 1 + sum((n - 1) * step for n, step in zip(box.size, steps, strict=True)) if box.numel else 0
-    place = (chunk.offset + begin * chunk.dtype.itemsize, length * chunk.dtype.itemsize)
-    is_all = place == (chunk.offset, chunk.length)
+    location = (chunk.offset + begin * chunk.dtype.itemsize, length * chunk.dtype.itemsize)
+    is_all = location == (chunk.offset, chunk.length)
     run = chunk.run if is_all else chunk.bytes
-    return chunk._replace(box=box, offset=place[0], length=place[1], strides=plain(steps, box.size), run=run)
+    return chunk._replace(box=box, offset=location[0], length=location[1], strides=plain(steps, box.size), run=run)
 
 
 def split_chunk(chunk: Chunk, axis: int, extents: Shape) -> list[Chunk]:
-    """Return a chunk as boxes of the tensor with an axis split: those of a range of its elements."""
+    """Return a chunk as boxes of the tensor with one axis split."""
     steps, box = steps_of(chunk), chunk.box
     inner = tuple(steps[axis] * step for step in row_major(extents))
     return [
@@ -262,7 +266,7 @@ def split_chunk(chunk: Chunk, axis: int, extents: Shape) -> list[Chunk]:
 
 
 def merge_chunk(chunk: Chunk, shape: Shape, axis: int, count: int) -> Chunk | None:
-    """Return a chunk as a box of the tensor of `shape` with `count` axes merged in one; None if it is none."""
+    """Return a chunk as a box of the tensor of `shape` with `count` axes merged; None if it is not a box then."""
     axes = range(axis, axis + count)
     start, size, steps = chunk.start, chunk.size, steps_of(chunk)
     long = [d for d in axes if size[d] > 1]
@@ -278,16 +282,16 @@ def merge_chunk(chunk: Chunk, shape: Shape, axis: int, count: int) -> Chunk | No
 
 
 def parts_that_merge(chunk: Chunk, shape: Shape, axis: int, count: int) -> list[Chunk]:
-    """Return a chunk, or boxes of it, each of which is one of the tensor of `shape` with `count` axes merged in one."""
+    """Return a chunk as boxes that remain boxes when `count` axes of the tensor of `shape` are merged."""
     for outer in range(count):
-        held = range(axis, axis + outer)  # one index of each of these axes at a time
-        corners = product(*(range(chunk.start[d], chunk.box.stop[d]) for d in held))
+        outer_axes = range(axis, axis + outer)  # one index per box along each of these axes
+        corners = product(*(range(chunk.start[d], chunk.box.stop[d]) for d in outer_axes))
         boxes = (
             Box(replace_at(chunk.start, axis, outer, corner), replace_at(chunk.size, axis, outer, (1,) * outer))
             for corner in corners
         )
         parts = [part_of(chunk, box) for box in boxes]
-        if all(merge_chunk(part, shape, axis, count) for part in parts[:1]):
+        if all(merge_chunk(piece, shape, axis, count) for piece in parts[:1]):
             return parts
     raise AssertionError("a single element is a box")
 
@@ -306,5 +310,5 @@ def shift(box: Box, axis: int, by: int) -> Box:
 
 
 def replace_at(values: Shape, axis: int, count: int, by: Shape) -> Shape:
-    """Return a shape with others in the place of `count` of its extents."""
+    """Return a shape with `count` of its sizes replaced by others."""
     return values[:axis] + by + values[axis + count :]

@@ -1,4 +1,4 @@
-"""Compute with boxes, the rectangular regions of a tensor's index space, and cut them. Integers only."""
+"""Compute with boxes, the rectangular regions of a tensor's index space, and cut them. Integer arithmetic only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 
 def row_major(shape: Shape) -> Shape:
-    """Return the strides, in elements, of a tensor whose elements lie in the order of their indices."""
+    """Return the strides, in elements, of a contiguous row-major tensor."""
     return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else ()
 
 
 def cut(box: Box, limit: int) -> Iterator[Box]:
-    """Cut a box into blocks of at most `limit` elements: contiguous runs of its row-major order, in that order."""
+    """Cut a box into blocks of at most `limit` elements: contiguous ranges of its row-major order, in that order."""
     if box.numel <= limit:
         if box.numel:
             yield box
@@ -30,21 +30,21 @@ def cut(box: Box, limit: int) -> Iterator[Box]:
 
 
 def cut_rows(box: Box, rows: int) -> Iterator[Box]:
-    """Cut a box into runs of so many of its rows, of which the last may have fewer."""
+    """Cut a box into blocks of `rows` rows. The last may have fewer."""
     for at in range(box.start[0], box.stop[0], rows):
         yield Box((at, *box.start[1:]), (min(rows, box.stop[0] - at), *box.size[1:]))
 
 
 class Span(NamedTuple):
-    """The elements of a strided chunk from the first to the last of a box: `start` and `length` in elements."""
+    """The elements of a strided chunk from a box's first element to its last: `start` and `length` in elements."""
 
     start: int
     length: int
-    is_run: bool  # row-major, without other elements between
+    is_run: bool  # row-major, without other elements in between
 
 
 def span_of(box: Box, chunk: Box, strides: Shape | None) -> Span:
-    """Return where the elements of `box` lie in `chunk`, which holds them by `strides` (row-major if None)."""
+    """Return the span of the elements of `box` in `chunk`, which has `strides` (row-major if None)."""
     steps = row_major(chunk.size) if strides is None else strides
     start = sum(map(mul, map(sub, box.start, chunk.start), steps))
     length = 1 + sum(map(mul, box.size, steps)) - sum(steps)
@@ -52,16 +52,16 @@ def span_of(box: Box, chunk: Box, strides: Shape | None) -> Span:
 
 
 def halve(box: Box, strides: Shape) -> tuple[Box, Box]:
-    """Cut a box in two across the axis along which its elements lie furthest apart."""
+    """Cut a box in two across the axis with the largest stride."""
     axis = max(
         (d for d in range(len(box.size)) if box.size[d] > 1),
         key=lambda d: strides[d],
     )
     half = box.size[axis] // 2
-    return _part(box, axis, 0, half), _part(box, axis, half, box.size[axis])
+    return _slice_axis(box, axis, 0, half), _slice_axis(box, axis, half, box.size[axis])
 
 
-def _part(box: Box, axis: int, low: int, high: int) -> Box:
+def _slice_axis(box: Box, axis: int, low: int, high: int) -> Box:
     start = (*box.start[:axis], box.start[axis] + low, *box.start[axis + 1 :])
     return Box(start, (*box.size[:axis], high - low, *box.size[axis + 1 :]))
 
@@ -70,7 +70,7 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """The elements `start[d] <= index[d] < start[d] + size[d]` for every axis `d`. No axes: one element."""
+    """The elements `start[d] <= index[d] < start[d] + size[d]` for every axis `d`. Without axes: one element."""
 
     start: Shape
     size: Shape
@@ -82,33 +82,33 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements it holds."""
+        """Return the number of elements."""
         return prod(self.size)
 
     def relative_to(self, outer: Box) -> Box:
-        """Return the same elements, counted from the corner of `outer`."""
+        """Return the same elements, with indices relative to the first corner of `outer`."""
         return Box(tuple(map(sub, self.start, outer.start)), self.size)
 
 
 def whole(shape: Shape) -> Box:
-    """Return the box of a whole tensor."""
+    """Return the box of a full tensor."""
     return Box((0,) * len(shape), shape)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the elements in both boxes, or None if there are none."""
+    """Return the elements in both boxes, or None if the boxes are disjoint."""
     start = tuple(map(max, a.start, b.start))
     size = tuple(map(sub, map(min, a.stop, b.stop), start))
     return Box(start, size) if min(size, default=1) > 0 else None
 
 
 class BoxIndex:
-    """An index of many boxes, which finds those that meet a given one without trying them all.
+    """An index of many boxes, which finds the boxes that intersect a given one without testing all of them.
 
-    Boxes are sorted along the axis on which they differ most; `furthest[i]` is the largest stop among
-    the first `i + 1`, so a query is two bisections and a scan of the boxes between. Where it reaches `across`
-    all of them on every other axis, as it does for shards, one comparison tells that a box is met whole.
-    Empty boxes meet nothing.
+    Boxes are sorted along the axis on which they differ most. `furthest[i]` is the largest stop among the first `i + 1`
+    boxes, so a query takes two bisections and a scan of the boxes in between. If the query covers the extent of all
+    boxes on every other axis (`across`), as with shards, one comparison proves that a box is inside it. Empty boxes
+    intersect nothing.
     """
 
     __slots__ = ("_across", "_axis", "_boxes", "_furthest", "_order", "_starts")
@@ -129,11 +129,11 @@ class BoxIndex:
 
     @property
     def is_stacked(self) -> bool:
-        """Return True if the boxes follow one another along an axis, as shards do: then no two of them overlap."""
+        """Return True if the boxes follow each other along an axis, as shards do. Then no two of them overlap."""
         return self._axis is not None and all(map(le, self._furthest, self._starts[1:]))
 
     def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the position of each box that meets `wanted`, with the box they share, in order of start."""
+        """Yield the index of each box that intersects `wanted`, with the intersection, in order of start."""
         if self._axis is None:
             yield from enumerate(self._boxes)
             return
@@ -149,7 +149,7 @@ class BoxIndex:
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
-    """Return the positions of two boxes that share elements, and those; None if no two do. Empty ones share nothing."""
+    """Return the indices of two boxes that overlap, and the overlap; None if no two do. Empty boxes never do."""
     index = BoxIndex(boxes)
     if index.is_stacked:
         return None
@@ -161,7 +161,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
 
 
 def find_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
-    """Return the position of a box that does not lie inside a tensor of `shape`; None if all do."""
+    """Return the index of a box that is not inside a tensor of `shape`; None if all are."""
     for i, (start, size) in enumerate(boxes):
         if not len(start) == len(size) == len(shape):
             return i
@@ -173,14 +173,14 @@ def find_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
 
 
 def columns(boxes: Sequence[Box], ndim: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return along each axis where boxes start, and how far they extend."""
+    """Return the starts and the sizes of the boxes along each axis."""
     starts, sizes = [box.start for box in boxes], [box.size for box in boxes]
     axes = [itemgetter(axis) for axis in range(ndim)]
     return [list(map(axis, starts)) for axis in axes], [list(map(axis, sizes)) for axis in axes]
 
 
 def find_gap(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int, int] | None:
-    """Return where disjoint boxes leave a tensor of `shape` uncovered: `(axis, start, stop)` of a slab with a hole.
+    """Return where disjoint boxes leave a tensor of `shape` uncovered: `(axis, start, stop)` of a slab with a gap.
 
     Compares, slab by slab along each axis, how many elements of a cross-section are covered.
     """
@@ -204,15 +204,15 @@ def find_gap(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int, int] | None:
 
 
 def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
-    """Return what is left of a box without the others, as boxes that share nothing."""
-    left = [box]
+    """Return disjoint boxes that cover a box without the others."""
+    remaining = [box]
     for other in others:
-        left = [part for one in left for part in around(one, other)]
-    return left
+        remaining = [part for box_left in remaining for part in around(box_left, other)]
+    return remaining
 
 
 def around(box: Box, hole: Box) -> Iterator[Box]:
-    """Yield the boxes that a box is without another: along each axis what lies before that, and what lies behind."""
+    """Yield disjoint boxes that cover a box without `hole`: along each axis the parts before and after it."""
     shared = intersect(box, hole)
     if shared is None:
         yield box

@@ -1,7 +1,7 @@
-"""Cast the numbers of a block from one float dtype to another.
+"""Cast the elements of a block from one float dtype to another.
 
 bfloat16 is the upper half of float32 (https://en.wikipedia.org/wiki/Bfloat16_floating-point_format), so shifts and an
-addition on integers round it to nearest, ties to even, as torch does. Everything goes through float32, as in torch.
+integer addition round it to nearest, ties to even, as torch does. Every cast goes through float32, as in torch.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ckptkit.layout.dtypes import DType
 Array = NDArray[Any]
 
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
-_PART = 1 << 18  # elements at a time: with fewer, threads wait for Python's lock longer than the passes take
+_PART = 1 << 18  # elements at a time: with fewer, threads wait longer for the GIL than the passes take
 # the smallest magnitudes that round to infinity
 _OVERFLOW = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127"), "float32": float.fromhex("0x1.ffffffp127")}
 
 
 def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
-    """Convert `values`, 1-D and as stored in `src` (any numpy dtype of its size), into `out`, as stored in `dst`.
+    """Convert `values`, 1-D and stored as `src` (in any numpy dtype of its size), into `out`, stored as `dst`.
 
-    Rounds to nearest, ties to even; NaN stays NaN. Raises `Unsupported` if a finite number would become infinite.
+    Rounds to nearest, ties to even; NaN stays NaN. Raises `Unsupported` if a finite value would become infinite.
     """
     if not src.can_become(dst):
         raise Unsupported(f"no conversion from {src} to {dst}")
     parts = [slice(start, start + _PART) for start in range(0, len(values), _PART)]
-    if src.itemsize == 2 and dst.name == "float32":  # holds every number of 16 bits
+    if src.itemsize == 2 and dst.name == "float32":  # exact: float32 represents every 16-bit float
         for part in parts:
             widen_into(out[part].view(np.float32), values[part], src)
         return
@@ -42,14 +42,14 @@ def cast(values: Array, src: DType, dst: DType, out: Array) -> None:
 
 
 def are_small(values: Array, dst: DType) -> bool:
-    """Return True if `dst` can hold all of `values`, and none is infinite or NaN. False where it is not asked.
+    """Return True if `dst` represents all `values` as finite numbers. Return False if unknown, or not needed.
 
-    Raises `Unsupported` if it cannot hold one of the finite numbers.
+    Raises `Unsupported` if a finite value is too large for `dst`.
     """
     limit = _OVERFLOW.get(dst.name)
     if limit is None or values.dtype == _NUMPY.get(dst.name):
         return False
-    if values.max() < limit and values.min() > -limit:  # no comparison with NaN is true
+    if values.max() < limit and values.min() > -limit:  # false if any value is NaN
         return True
     too_large = np.isfinite(values) & (np.abs(values) >= limit)
     if too_large.any():
@@ -61,25 +61,28 @@ def are_small(values: Array, dst: DType) -> bool:
 
 
 def widener(src: DType) -> Callable[[Array], Array]:
-    """Return what makes of stored floats of 16 bits and more float32, or float64 where that is what is stored."""
+    """Return a function that converts stored floats of 16 bits or more to float32, and float64 to float64."""
     if src.itemsize == 2:
         return lambda stored: widen_into(np.empty(stored.shape, np.float32), stored, src)
     return lambda stored: stored.view(_NUMPY[src.name])
 
 
 def widen_into(numbers: Array, stored: Array, src: DType) -> Array:
-    """Return `numbers`, of float32, which become those of stored floats of 16 bits."""
+    """Fill the float32 array `numbers` with stored 16-bit floats, and return it."""
     if src.name == "float16":
         np.copyto(numbers, stored.view(np.float16))
         return numbers
     bits = numbers.view(np.uint32)
     np.copyto(bits, stored.view(np.uint16))
-    bits <<= 16  # in two steps: numpy shifts and widens at once at two thirds of this speed
+    bits <<= 16  # in two steps: one numpy call that widens and shifts has two thirds of this speed
     return numbers
 
 
 def _narrower(dst: DType, count: int) -> Callable[[Array, Array, bool], None]:
-    """From at most `count` float32 or float64, all of them small or not, to the stored form."""
+    """Return a function that stores up to `count` float32 or float64 values as `dst`.
+
+    Its flag says that all are small.
+    """
     if dst.name == "bfloat16":
         scratch = np.empty(count, np.uint32)
         return lambda wide, out, small: _to_bfloat16(_to_float32(wide), out.view(np.uint16), small, scratch)
@@ -103,7 +106,7 @@ def _assign(out: Array, values: Array) -> None:
 def _to_bfloat16(values: Array, out: NDArray[np.uint16], are_small: bool, scratch: NDArray[np.uint32]) -> None:
     bits = values.view(np.uint32)
     rounded = np.right_shift(bits, 16, out=scratch[: len(bits)])
-    rounded &= 1  # the last bit that stays: of two neighbors equally near, the even one
+    rounded &= 1  # the last bit that stays, for ties to even
     rounded += 0x7FFF
     rounded += bits
     rounded >>= 16

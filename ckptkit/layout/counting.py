@@ -1,8 +1,8 @@
-"""Count the kinds of numbers among stored elements, and take their moments.
+"""Count kinds of values (NaN, infinite, zero, denormal) among stored elements, and compute mean and deviation.
 
-Floats are told apart by their bits, which order like integers within a sign
-(https://en.wikipedia.org/wiki/IEEE_754-1985#Comparing_floating-point_numbers): the extremes of the bits, read as signed
-and as unsigned, say of a part at once that all of it is ordinary. Only one that is not is looked at element by element.
+Floats are classified by their bits, which order like integers within a sign
+(https://en.wikipedia.org/wiki/IEEE_754-1985#Comparing_floating-point_numbers). If the extremes of the bits, read as
+signed and unsigned, are ordinary values, so is a whole part. Only other parts are checked element by element.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ckptkit.layout.small_floats import SMALL_FLOATS, SmallFloat
 Array = NDArray[Any]
 Number = int | float
 
-_PART_BYTES = 1 << 20  # at a time, as in `casting`
+_PART_BYTES = 1 << 20  # bytes at a time, as in `casting`
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """The kinds of some numbers: how many are NaN, infinite, zero, denormal; the lowest and highest that is not NaN.
+    """Counts of some values: NaN, infinite, zero, denormal; the lowest and highest value that is not NaN.
 
-    A complex element is two numbers, and so is a byte that holds two of 4 bits. `low` and `high` are None where all are
-    NaN. The `moments` are those of the finite ones.
+    A complex element counts as two values, and so does a byte with two 4-bit values. `low` and `high` are None if all
+    are NaN. `moments` covers the finite values.
     """
 
     numbers: int = 0
@@ -43,12 +43,12 @@ class Count:
 
     @property
     def is_all_zero(self) -> bool:
-        """Return True if there are numbers, and all are zero."""
+        """Return True if there are values, and all are zero."""
         return 0 < self.zero == self.numbers
 
     @property
     def is_constant(self) -> bool:
-        """Return True if there are several numbers, and all are the same."""
+        """Return True if there are several values, and all are equal."""
         return self.numbers > 1 and not self.nan and self.low == self.high
 
     @property
@@ -56,7 +56,7 @@ class Count:
         return self.zero / self.numbers if self.numbers else 0.0
 
     def merge(self, other: Count) -> Count:
-        """Return the statistics of both together."""
+        """Return the counts of both together."""
         return Count(
             self.numbers + other.numbers,
             self.nan + other.nan,
@@ -70,11 +70,11 @@ class Count:
 
 
 def count(data: memoryview, dtype: DType) -> Count:
-    """Return the statistics of stored elements of a dtype; no integer or boolean is NaN, infinite or denormal."""
-    found = Count()
+    """Return the counts of stored elements of a dtype. Integers and booleans are never NaN, infinite or denormal."""
+    total = Count()
     for start in range(0, len(data), _PART_BYTES):
-        found = found.merge(_count_part(data[start : start + _PART_BYTES], dtype))
-    return found
+        total = total.merge(_count_part(data[start : start + _PART_BYTES], dtype))
+    return total
 
 
 def _count_part(data: memoryview, dtype: DType) -> Count:
@@ -90,16 +90,17 @@ def _count_part(data: memoryview, dtype: DType) -> Count:
 
 # Integers
 
-_INTEGERS = {"bool": "uint8", "quint8": "uint8", "qint8": "int8", "qint32": "int32"}  # the others have numpy's names
+# other dtypes have the same name in numpy
+_INTEGERS = {"bool": "uint8", "quint8": "uint8", "qint8": "int8", "qint32": "int32"}
 
 
 def _count_integers(values: Array) -> Count:
     zero = len(values) - int(np.count_nonzero(values))
     low, high = values.min().item(), values.max().item()
-    return Count(len(values), zero=zero, low=low, high=high, moments=measure(values, _as_they_are))
+    return Count(len(values), zero=zero, low=low, high=high, moments=measure(values, _identity))
 
 
-def _as_they_are(values: Array) -> Array:
+def _identity(values: Array) -> Array:
     return values
 
 
@@ -108,9 +109,9 @@ def _as_they_are(values: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Float:
-    """A float dtype: its bytes, and those of numpy's float that it is the upper part of.
+    """A float dtype: its size in bytes, and the size of the numpy float whose upper part it is.
 
-    Then two magnitudes, as bits: of the least number that is not denormal, and of infinity. What is above is NaN.
+    `normal` and `infinity` are magnitudes as bits: the smallest normal number, and infinity. Larger magnitudes are NaN.
     """
 
     nbytes: int
@@ -120,11 +121,11 @@ class _Float:
 
     @property
     def sign(self) -> int:
-        """Return the bit that negative numbers have, and magnitudes have not."""
+        """Return the sign bit."""
         return 1 << (8 * self.nbytes - 1)
 
     def decode(self, bits: int) -> float:
-        """Return the number that these bits are."""
+        """Return the number with these bits."""
         raw = bits.to_bytes(self.nbytes, "little").rjust(self.numpy_nbytes, b"\0")
         return float(np.frombuffer(raw, f"<f{self.numpy_nbytes}")[0])
 
@@ -139,28 +140,28 @@ _COMPONENTS = {"complex128": "float64", "complex64": "float32", "complex32": "fl
 
 
 def _count_floats(bits: Array, kind: _Float) -> Count:
-    """Return the statistics of floats, given as unsigned integers."""
-    seen = _Extremes.of(bits, kind)
-    if kind.normal <= seen.least and seen.most < kind.infinity:
-        return Count(len(bits), low=kind.decode(seen.low), high=kind.decode(seen.high))
+    """Return the counts of floats, given as unsigned integers."""
+    extremes = _Extremes.of(bits, kind)
+    if kind.normal <= extremes.least and extremes.most < kind.infinity:
+        return Count(len(bits), low=kind.decode(extremes.low), high=kind.decode(extremes.high))
     magnitudes = bits & bits.dtype.type(kind.sign - 1)
-    found = Count(
+    counts = Count(
         len(bits),
         nan=int(np.count_nonzero(magnitudes > kind.infinity)),
         inf=int(np.count_nonzero(magnitudes == kind.infinity)),
         zero=int(np.count_nonzero(magnitudes == 0)),
         denormal=int(np.count_nonzero((magnitudes > 0) & (magnitudes < kind.normal))),
     )
-    if found.nan == found.numbers:
-        return found
-    if found.nan:
-        seen = _Extremes.of(bits[magnitudes <= kind.infinity], kind)
-    return replace(found, low=kind.decode(seen.low), high=kind.decode(seen.high))
+    if counts.nan == counts.numbers:
+        return counts
+    if counts.nan:
+        extremes = _Extremes.of(bits[magnitudes <= kind.infinity], kind)
+    return replace(counts, low=kind.decode(extremes.low), high=kind.decode(extremes.high))
 
 
 @dataclass(frozen=True, slots=True)
 class _Extremes:
-    """Return the least and the greatest magnitude, and the lowest and the highest number, all as bits."""
+    """The smallest and largest magnitude, and the lowest and highest value, all as bits."""
 
     least: int
     most: int
@@ -169,10 +170,10 @@ class _Extremes:
 
     @classmethod
     def of(cls, bits: Array, kind: _Float) -> Self:
-        """Return the extremes of some floats, at least of one.
+        """Return the extremes of one or more floats.
 
-        Read as unsigned, negative numbers come after the others, and as signed, before them; within a sign, bits grow
-        with the magnitude.
+        Read as unsigned integers, negative floats come after the others; as signed, before them. Within a sign, bits
+        grow with the magnitude.
         """
         signed = bits.view(f"i{kind.nbytes}")
         first, last = int(bits.min()), int(bits.max())
@@ -189,20 +190,20 @@ class _Extremes:
 
 
 def _count_small(codes: Array, kind: SmallFloat) -> Count:
-    """Return the statistics of small floats, given as bytes."""
-    often = np.bincount(codes, minlength=256)
+    """Return the counts of floats of 8 bits or fewer, given as bytes."""
+    occurrences = np.bincount(codes, minlength=256)
     if kind.nbits == 4:
-        pairs = often.reshape(16, 16)
-        often = pairs.sum(axis=0) + pairs.sum(axis=1)
+        pairs = occurrences.reshape(16, 16)
+        occurrences = pairs.sum(axis=0) + pairs.sum(axis=1)
     values = np.array(kind.numbers)
-    numbers = values[(often > 0) & ~np.isnan(values)]
+    numbers = values[(occurrences > 0) & ~np.isnan(values)]
     return Count(
-        int(often.sum()),
-        nan=int(often[np.isnan(values)].sum()),
-        inf=int(often[np.isinf(values)].sum()),
-        zero=int(often[values == 0].sum()),
-        denormal=int(often[(values != 0) & (np.abs(values) < kind.normal)].sum()),
+        int(occurrences.sum()),
+        nan=int(occurrences[np.isnan(values)].sum()),
+        inf=int(occurrences[np.isinf(values)].sum()),
+        zero=int(occurrences[values == 0].sum()),
+        denormal=int(occurrences[(values != 0) & (np.abs(values) < kind.normal)].sum()),
         low=numbers.min().item() if len(numbers) else None,
         high=numbers.max().item() if len(numbers) else None,
-        moments=measure_often(values, often),
+        moments=measure_often(values, occurrences),
     )

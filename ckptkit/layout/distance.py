@@ -1,4 +1,4 @@
-"""Measure how far the numbers of two tensors differ."""
+"""Measure how far the values of two tensors differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The bound by which numbers are close: `|a - b| <= atol + rtol * |b|`, the same infinity, or both NaN."""
+    """The bound for close values: `|a - b| <= atol + rtol * |b|`, the same infinity, or both NaN."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -19,11 +19,11 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """The distance of elements `b` from elements `a`: of `elements` that were measured, so many are `different`.
+    """The distance of elements `b` from elements `a`: the number of `elements` measured, and of `different` ones.
 
-    `strange` of these are NaN or infinite on one side or both. All else is of finite numbers: `max_abs` is the largest
-    |a - b|, exact for integers; `gap`, `size_a` and `size_b` are sums of squares, of a - b, of a and of b. `first` is
-    the index of the first that is different, in row-major order.
+    `strange` is the number of different elements that are NaN or infinite on either side. The other fields cover finite
+    values: `max_abs` is the largest |a - b|, exact for integers; `gap`, `size_a` and `size_b` are sums of squares of a
+    - b, a and b. `first` is the index of the first different element, in row-major order.
     """
 
     elements: int = 0
@@ -36,7 +36,7 @@ class Distance:
     first: Index | None = None
 
     def merge(self, other: Self) -> Distance:
-        """Return the distance of both parts together, in whatever order they come."""
+        """Return the distance of both parts together, in any order."""
         firsts = [first for first in (self.first, other.first) if first is not None]
         return Distance(
             self.elements + other.elements,
@@ -56,14 +56,14 @@ class Distance:
 
     @property
     def rel_l2(self) -> float:
-        """Return ||a - b|| / ||a||: 0 where there is no gap, infinite where there is one and all of `a` is zero."""
+        """Return ||a - b|| / ||a||: 0 if a and b are equal, infinite if they differ and all of `a` is zero."""
         if not self.gap:
             return 0.0
         return sqrt(self.gap / self.size_a) if self.size_a and isfinite(self.gap) else inf
 
     @property
     def cosine(self) -> float | None:
-        """Return the cosine of the angle between `a` and `b`; None where one is zero, or too large to be squared."""
+        """Return the cosine of the angle between `a` and `b`; None if one is zero, or too large to be squared."""
         if not (self.size_a and self.size_b and isfinite(self.size_a + self.size_b + self.gap)):
             return None
         cosine = (self.size_a + self.size_b - self.gap) / (2 * sqrt(self.size_a) * sqrt(self.size_b))

@@ -1,4 +1,4 @@
-"""List the element types that a checkpoint can hold. Converts nothing."""
+"""List the dtypes of checkpoints."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Kind = Literal["float", "small_float", "int", "bool", "complex", "quantized"]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type under torch's name.
+    """A dtype with torch's name.
 
-    `itemsize` is bytes per element as torch counts elements (two 4-bit numbers are one element of one byte).
-    `small_float` marks floats of 8 bits and fewer: numbers that mean little without their scales, so no cast touches
-    them. `quantized` ones keep their scales beside the bytes, where no writer of ours can put them.
+    `itemsize` is the number of bytes per element as torch counts elements (two 4-bit numbers are one element of one
+    byte). `small_float` marks floats of 8 bits or fewer: their values need scales, so ckptkit does not cast them.
+    `quantized` dtypes have scales beside the bytes, which ckptkit cannot write.
     """
 
     name: str
@@ -27,11 +27,11 @@ class DType:
     kind: Kind
 
     def can_become(self, other: DType) -> bool:
-        """Return True if numbers of this dtype can be converted to `other`: both are floats of 16 bits or more."""
+        """Return True if this dtype can be cast to `other`: both are floats of 16 bits or more."""
         return self.kind == other.kind == "float"
 
     def compares_with(self, other: DType) -> bool:
-        """Return True if elements of both are one number each, or alike, so that they can be compared."""
+        """Return True if elements of both dtypes can be compared: they have one number per element, or are equal."""
         return self == other or not any(d.kind == "quantized" or d.name.endswith("_x2") for d in (self, other))
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ SHORT_NAMES = {
 
 
 def parse_dtype(name: str | torch.dtype) -> DType:
-    """Return the dtype that a user calls `name`: torch's, with or without `torch.`, or a short form like `bf16`."""
+    """Return the dtype that a user calls `name`: torch's name, with or without `torch.`, or a short one like `bf16`."""
     plain = str(name).removeprefix("torch.").lower()
     dtype = DTYPES.get(SHORT_NAMES.get(plain, plain))
     if dtype is None:

@@ -1,4 +1,4 @@
-"""Edit layouts, by arithmetic on names and specs. No bytes move."""
+"""Edit layouts: select, rename, join and cast entries. No data is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Entry = TypeVar("_Entry")
 
 
 def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:
-    """Return the tensors and blobs whose name `keep` accepts."""
+    """Return the tensors and blobs whose names `keep` accepts."""
 
     def kept(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
         return {name: entry for name, entry in entries.items() if keep(name)}
@@ -32,7 +32,7 @@ def select(layout: Layout, keep: Callable[[str], bool]) -> Layout:
 
 
 def in_folder(layout: Layout, folder: str) -> Layout:
-    """Return the layout with its files named as seen from the parent of its directory, which is called `folder`."""
+    """Return the layout with paths relative to the parent of its directory, which is called `folder`."""
     if not folder:
         return layout
 
@@ -60,13 +60,13 @@ def in_folder(layout: Layout, folder: str) -> Layout:
 
 
 def join(root: Path, layouts: Sequence[Layout]) -> Layout:
-    """Return layouts that share no name as one, in the format of the first and with its texts.
+    """Join layouts that share no name, in the format of the first and with its texts.
 
-    Their files are named as seen from `root`.
+    Their file names must be relative to `root`.
     """
 
     def joined(parts: Iterable[Mapping[str, _Entry]]) -> dict[str, _Entry]:
-        return dict(chain.from_iterable(part.items() for part in parts))
+        return dict(chain.from_iterable(mapping.items() for mapping in parts))
 
     return Layout(
         root=root,
@@ -87,7 +87,7 @@ def join(root: Path, layouts: Sequence[Layout]) -> Layout:
 
 
 def with_names(layout: Layout, names: Mapping[str, str], keys: Mapping[str, KeyPath]) -> Layout:
-    """Return the entries that `names` has, under the names that it gives, and by the ways that `keys` has for these."""
+    """Return the entries in `names`, renamed as it says, with the new key paths in `keys`."""
 
     def named(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
         return {names[old]: entry for old, entry in entries.items() if old in names}
@@ -104,41 +104,41 @@ def with_names(layout: Layout, names: Mapping[str, str], keys: Mapping[str, KeyP
 
 
 def rename(layout: Layout, new_name: Callable[[str], str]) -> Layout:
-    """Return the same tensors under other names, alone: without blobs and without further copies of tensors.
+    """Return the same tensors with other names, without blobs and copies of tensors.
 
     Raises `Mismatch` if two would get the same name.
     """
-    came_from: dict[str, str] = {}
+    old_names: dict[str, str] = {}
     for name in layout.tensors:
         new = new_name(name)
-        if new in came_from:
-            raise clash(layout, came_from[new], name, new)
-        came_from[new] = name
-    tensors = {new: layout.tensors[old] for new, old in came_from.items()}
+        if new in old_names:
+            raise clash(layout, old_names[new], name, new)
+        old_names[new] = name
+    tensors = {new: layout.tensors[old] for new, old in old_names.items()}
     return replace(layout, tensors=tensors, blobs={}, keys={}, twins={}, spares={}, absent={})
 
 
 def rekey(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
-    """Return the same tensors and blobs, each by a new way through the nested dict.
+    """Return the same tensors and blobs with new key paths in the nested dict.
 
-    Raises `Mismatch` if two names become one, or one lies on the way to another.
+    Raises `Mismatch` if two names become equal, or an entry is where another needs a dict.
     """
-    came_from: dict[str, str] = {}
+    old_names: dict[str, str] = {}
     keys: dict[str, KeyPath] = {}
     for name in layout.names:
         key = ways[name]
         new = ".".join(map(str, key))
-        if new in came_from:
-            raise clash(layout, came_from[new], name, new)
-        came_from[new], keys[new] = name, key
+        if new in old_names:
+            raise clash(layout, old_names[new], name, new)
+        old_names[new], keys[new] = name, key
     check_ways(layout, keys)
-    names = {old: new for new, old in came_from.items()}
+    names = {old: new for new, old in old_names.items()}
     names |= {name: ".".join(map(str, ways.get(name, (name,)))) for name in layout.absent}
     return with_names(layout, names, keys)
 
 
 def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
-    """Raise `Mismatch` if an entry lies where others need a dict."""
+    """Raise `Mismatch` if an entry is where others need a dict."""
     ends = {key: name for name, key in keys.items()}
     for name, key in keys.items():
         in_the_way = next((ends[key[:i]] for i in range(1, len(key)) if key[:i] in ends), None)
@@ -148,17 +148,17 @@ def check_ways(layout: Layout, keys: Mapping[str, KeyPath]) -> None:
 
 
 def nest(layout: Layout, above: KeyPath) -> Layout:
-    """Return the same tensors and blobs, all under one key of the nested dict."""
+    """Return the same tensors and blobs, all below one key of the nested dict."""
     return rekey(layout, {name: (*above, *layout.key(name)) for name in (*layout.names, *layout.absent)})
 
 
 def take_twins(layout: Layout) -> Layout:
-    """Return the tensors that have rounded copies as these are, and the others as they were."""
+    """Return the layout with its low-precision copies in place of the tensors that have one."""
     return replace(layout, tensors={**layout.tensors, **layout.twins}, twins={})
 
 
 def twins_as_rounded(layout: Layout) -> tuple[Layout, Layout]:
-    """Return the tensors that have copies, in the dtypes of these, and the copies: they have to be the same."""
+    """Return the tensors that have low-precision copies, cast to their dtypes, and the copies. Both must be equal."""
     copied = {name: layout.tensors[name] for name in layout.twins if name in layout.tensors}
     tensors = replace(layout, tensors=copied, blobs={}, twins={})
     copies = replace(tensors, tensors={name: layout.twins[name] for name in copied})
@@ -171,7 +171,7 @@ def clash(layout: Layout, one: str, other: str, new: str) -> Mismatch:
 
 
 def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
-    """Return the same tensors in the dtypes that `wanted` gives; chunks stay, and are converted when read."""
+    """Return the same tensors with the dtypes that `wanted` returns. Chunks stay, and are cast on read."""
     tensors = {
         name: replace(tensor, spec=replace(tensor.spec, dtype=wanted(name, tensor.spec)))
         for name, tensor in layout.tensors.items()
@@ -180,7 +180,7 @@ def cast(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
 
 
 def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
-    """Return the same tensors in the dtypes that `specs` have for their names, as far as they can be cast to these."""
+    """Return the same tensors with the dtypes in `specs` for their names, where they can be cast."""
 
     def choose(name: str, spec: Spec) -> DType:
         wanted = specs.get(name, spec).dtype

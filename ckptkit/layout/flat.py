@@ -1,4 +1,4 @@
-"""Cut a tensor out of a flat one that ranks have in pieces."""
+"""Cut a tensor out of a flat tensor that ranks have in shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptkit.layout.box import Shape
 
 
 class FlatPiece(NamedTuple):
-    """The elements `begin:end` of a flat tensor: the first ones of a chunk with one axis."""
+    """The elements `begin:end` of a flat tensor: the first elements of a chunk with one axis."""
 
     begin: int
     end: int
@@ -20,7 +20,7 @@ class FlatPiece(NamedTuple):
 
 
 def pieces_in_turn(chunks: Iterable[tuple[Chunk, int]]) -> Iterator[FlatPiece]:
-    """Yield the pieces that follow one another; of each chunk the first so many elements, without padding."""
+    """Yield consecutive pieces: the first elements of each chunk, as many as its count says, without padding."""
     begin = 0
     for chunk, numel in chunks:
         yield FlatPiece(begin, begin + numel, chunk)
@@ -28,9 +28,9 @@ def pieces_in_turn(chunks: Iterable[tuple[Chunk, int]]) -> Iterator[FlatPiece]:
 
 
 def cut_out(pieces: Iterable[FlatPiece], start: int, shape: Shape) -> Iterator[Chunk]:
-    """Yield the chunks of a tensor of `shape`, which begins at element `start` of a flat one.
+    """Yield the chunks of a tensor of `shape` that begins at element `start` of a flat tensor.
 
-    Raises `Corrupt` for a chunk that has more than one axis.
+    Raises `Corrupt` for a chunk with more than one axis.
     """
     stop = start + prod(shape)
     for begin, end, chunk in pieces:

@@ -1,4 +1,4 @@
-"""Pause Python's garbage collector while millions of objects are made."""
+"""Pause Python's garbage collector while millions of objects are created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause garbage collection inside the block: of millions of objects made none is garbage, and it would walk all."""
+    """Pause garbage collection in the block: it would scan millions of new objects and find no garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,12 +1,12 @@
-"""Match the numbers of an optimizer's parameters with the model's parameters, by sizes alone or by order and sizes.
+"""Match the parameter indices of an optimizer with the model's parameters, by sizes alone or by order and sizes.
 
 torch's optimizers number their parameters, group by group, in the order in which the training script passed them.
-`match_by_size` assumes no order: it needs a size of its own for every parameter. `match` assumes that every group lists
+`match_by_size` assumes no order: it needs a different size for every parameter. `match` assumes that every group lists
 its parameters in the order of the model's `parameters()`. Sizes cannot prove that order, so call it only where the
-trainer's code fixes the order, or where the user vouches for it. There must be exactly one way to distribute the
-parameters to the groups so that all sizes fit: two groups of equal layers have several ways, and match nothing.
+trainer's code fixes the order, or the user confirms it. There must be exactly one way to distribute the parameters to
+the groups so that all sizes fit: two groups of equal layers have several ways, and match nothing.
 
-A size is a shape, or a number of elements where states are flattened. Parameters go by any key, such as their names.
+A size is a shape, or a number of elements where states are flattened. Parameters have any key, such as their names.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ckptkit.words import count
 
 Key = TypeVar("Key", bound=Hashable)
 Size = Shape | int
-Groups = Sequence[Sequence[int]]  # the numbers in each group
-MayHold = Callable[[int, Any], bool]  # whether the group of an index may list the parameter of a key
+Groups = Sequence[Sequence[int]]  # the parameter indices in each group
+MayHold = Callable[[int, Any], bool]  # (index of a group, key of a parameter) -> whether the group may list it
 
-_MOST_WAYS = 32  # that are followed at the same time
+_MOST_WAYS = 32  # assignments that are followed at the same time
 _MOST_STEPS = 1 << 22  # groups times parameters
 KEEP_NUMBERS = "pass --optimizer-keys ids to keep the numbers"
 _HINT = "check that the optimizer belongs to this model"
@@ -34,11 +34,11 @@ _HINT = "check that the optimizer belongs to this model"
 def match(
     groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold | None = None
 ) -> dict[int, Key]:
-    """Return the parameter that each number means.
+    """Return the parameter of each index.
 
-    `sizes` are those of the states, by number, where a state shows the size of its parameter. `parameters` has the
-    model's in order. Raises `Corrupt` for a number that the groups list twice or not at all, `Unsupported` if no
-    assignment fits, or several do.
+    `sizes` are those of the states, by index, where a state shows the size of its parameter. `parameters` has the
+    model's parameters in order. Raises `Corrupt` for an index that the groups list twice or not at all, `Unsupported`
+    if no assignment fits, or several do.
     """
     check_numbers(groups, sizes)
     total = sum(map(len, groups))
@@ -54,7 +54,7 @@ def match(
 def match_if_certain(
     groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold | None = None
 ) -> dict[int, Key] | None:
-    """Return the parameter that each number means, as `match`; None where that is not certain."""
+    """Return the parameter of each index, as `match`; None where that is not certain."""
     try:
         return match(groups, sizes, parameters, may_hold)
     except (Corrupt, Unsupported):
@@ -62,9 +62,9 @@ def match_if_certain(
 
 
 def match_by_size(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[int, Key]:
-    """Return the parameter that each number means if sizes allow exactly one assignment, in whatever order.
+    """Return the parameter of each index if sizes allow exactly one assignment, in any order.
 
-    `sizes` and `parameters` are as for `match`; parameters without a number are frozen. Raises `Corrupt` for a number
+    `sizes` and `parameters` are as for `match`; parameters without an index are frozen. Raises `Corrupt` for an index
     that the groups list twice or not at all, `Unsupported` if no assignment fits, or several do.
     """
     check_numbers(groups, sizes)
@@ -72,7 +72,7 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping
     of_size: dict[Size, list[Key]] = {}
     for key, size in parameters.items():
         of_size.setdefault(size, []).append(key)
-    found: dict[int, Key] = {}
+    assigned: dict[int, Key] = {}
     for size, states in Counter(sizes[number] for number in numbers if number in sizes).items():
         keys = of_size.get(size, [])
         if len(keys) < states:
@@ -83,21 +83,21 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping
                 f"it has the same shape {as_text(size)} as `{keys[1]!s}`, and no file says which state belongs to it"
             )
             raise Unsupported(message, tensor=str(keys[0]))
-        found[next(number for number in numbers if sizes.get(number) == size)] = keys[0]
+        assigned[next(number for number in numbers if sizes.get(number) == size)] = keys[0]
     unknown = [number for number in numbers if number not in sizes]
-    left = [key for key in parameters if key not in found.values()]
-    if len(unknown) > 1 or len(left) < len(unknown):
+    unassigned = [key for key in parameters if key not in assigned.values()]
+    if len(unknown) > 1 or len(unassigned) < len(unknown):
         raise Unsupported(f"{count(len(unknown), 'parameter')}: no state of the optimizer shows a shape for them")
-    if unknown and len(left) > 1:
-        message = f"it or `{left[1]!s}` is the parameter whose state shows no shape, and no file says which"
-        raise Unsupported(message, tensor=str(left[0]))
-    return found | dict(zip(unknown, left, strict=False))
+    if unknown and len(unassigned) > 1:
+        message = f"it or `{unassigned[1]!s}` is the parameter whose state shows no shape, and no file says which"
+        raise Unsupported(message, tensor=str(unassigned[0]))
+    return assigned | dict(zip(unknown, unassigned, strict=False))
 
 
 def match_by_size_if_certain(
     groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]
 ) -> dict[int, Key] | None:
-    """Return the parameter that each number means, as `match_by_size`; None where that is not certain."""
+    """Return the parameter of each index, as `match_by_size`; None where that is not certain."""
     try:
         return match_by_size(groups, sizes, parameters)
     except (Corrupt, Unsupported):
@@ -105,18 +105,18 @@ def match_by_size_if_certain(
 
 
 def match_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[int, Key]:
-    """Return the parameter that each number means, as `match`, of a model with `parameters` that may be frozen."""
+    """Return the parameter of each index, as `match`, for a model in which some `parameters` may be frozen."""
     check_numbers(groups, sizes)
     return match(groups, sizes, choose_trained(groups, sizes, parameters))
 
 
 def is_counted_through(groups: Groups) -> bool:
-    """Return whether the numbers are 0, 1, 2 and so on through all groups, as torch saves them."""
+    """Return whether the indices are 0, 1, 2 and so on through all groups, as torch saves them."""
     return all(number == index for index, number in enumerate(chain.from_iterable(groups)))
 
 
 def check_numbers(groups: Groups, used: Collection[int] = ()) -> None:
-    """Raise `Corrupt` for a number that the groups list twice, or that is `used` and in none of them."""
+    """Raise `Corrupt` for an index that the groups list twice, or that is `used` but in no group."""
     times = Counter(chain.from_iterable(groups))
     twice = [number for number, often in times.items() if often > 1]
     if twice:
@@ -127,21 +127,21 @@ def check_numbers(groups: Groups, used: Collection[int] = ()) -> None:
 
 
 def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[Key, Size]:
-    """Return the parameters that the numbers can mean: all of them, or those of the states' sizes.
+    """Return the parameters that the indices can mean: all, or those with the sizes of the states.
 
-    Raises `Unsupported` if more parameters than states have some size: one of them was not trained, and nothing tells
-    which.
+    Raises `Unsupported` if the model has more parameters of some size than there are states: nothing says which was
+    trained.
     """
     numbers = list(chain.from_iterable(groups))
     if len(parameters) == len(numbers) or any(number not in sizes for number in numbers):
         return dict(parameters)
     wanted = Counter(sizes[number] for number in numbers)
-    found = Counter(size for size in parameters.values() if size in wanted)
+    available = Counter(size for size in parameters.values() if size in wanted)
     for size, states in wanted.items():
-        if found[size] != states:
-            there = count(states, "state")
+        if available[size] != states:
+            states_text = count(states, "state")
             message = (
-                f"expected {found[size]} states of shape {as_text(size)} as in the model, found {there} in "
+                f"expected {available[size]} states of shape {as_text(size)} as in the model, found {states_text} in "
                 "the optimizer"
             )
             raise Unsupported(
@@ -151,42 +151,44 @@ def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mappin
 
 
 class Way(NamedTuple):
-    """One way to deal out the first parameters: `before` without the last of them, and the `number` that it got.
+    """One way to distribute the first parameters: `before` without the last of them, and its index, `number`.
 
-    Where several ways have dealt as many to each group, only one is kept. `met_at` is the last parameter at which
-    another way was dropped.
+    Ways that give each group equally many parameters are merged into one. `met_at` is the last parameter at which a
+    merge dropped another way.
     """
 
     before: Way | None
     number: int
-    met_at: Any
+    ambiguous_at: Any
 
 
 def assign_uniquely(
     groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size], may_hold: MayHold
 ) -> list[int]:
-    """Return the number of each parameter, by the one way to deal them out to the groups in order.
+    """Return the index of each parameter, by the only way to distribute them to the groups in order.
 
-    Raises `Unsupported` if there is none, or another.
+    Raises `Unsupported` if there is none, or another one.
     """
-    reached: dict[tuple[int, ...], Way | None] = {(0,) * len(groups): None}  # by how many of each group are dealt out
+    # a key counts the parameters that each group got so far
+    reached: dict[tuple[int, ...], Way | None] = {(0,) * len(groups): None}
     for key, size in parameters.items():
-        ahead: dict[tuple[int, ...], Way | None] = {}
-        for dealt, way in reached.items():
+        next_reached: dict[tuple[int, ...], Way | None] = {}
+        for counts, way in reached.items():
             for i, group in enumerate(groups):
-                if dealt[i] < len(group) and sizes.get(group[dealt[i]], size) == size and may_hold(i, key):
-                    after = (*dealt[:i], dealt[i] + 1, *dealt[i + 1 :])
-                    met_at = key if after in ahead else way and way.met_at
-                    ahead[after] = Way(way, group[dealt[i]], met_at)
-        if not ahead:
+                if counts[i] < len(group) and sizes.get(group[counts[i]], size) == size and may_hold(i, key):
+                    after = (*counts[:i], counts[i] + 1, *counts[i + 1 :])
+                    ambiguous_at = key if after in next_reached else way and way.ambiguous_at
+                    next_reached[after] = Way(way, group[counts[i]], ambiguous_at)
+        if not next_reached:
             message = f"no optimizer state in this position has the shape {as_text(size)}"
             raise Unsupported(message, tensor=str(key), hint=_HINT)
-        if len(ahead) > _MOST_WAYS:
+        # so many open assignments stay ambiguous, and would take too long
+        if len(next_reached) > _MOST_WAYS:
             raise ambiguous(key)
-        reached = ahead
-    (way,) = reached.values()  # all are dealt out
-    if way is not None and way.met_at is not None:
-        raise ambiguous(way.met_at)
+        reached = next_reached
+    (way,) = reached.values()  # all parameters are assigned
+    if way is not None and way.ambiguous_at is not None:
+        raise ambiguous(way.ambiguous_at)
     return trace_back(way)
 
 

@@ -1,4 +1,4 @@
-"""Measure how far stored elements are from others, of any two dtypes."""
+"""Measure the distance of stored elements of any two dtypes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ckptkit.layout.moments import sum_of_squares
 from ckptkit.layout.small_floats import SMALL_FLOATS
 
 Array = NDArray[Any]
-Elements = tuple[memoryview, DType]  # as they are stored
+Elements = tuple[memoryview, DType]  # stored bytes and their dtype
 
-_PART = 1 << 17  # elements at a time: as many as in `casting` would take 8 MiB more a thread
-_NUMPY = {  # the dtypes that numpy knows by another name, or has the bits of
+_PART = 1 << 17  # elements at a time: the number in `casting` would take 8 MiB more per thread
+_NUMPY = {  # dtypes with another name in numpy, or read as bits
     "bool": "uint8",
     "quint8": "uint8",
     "qint8": "int8",
@@ -32,25 +32,25 @@ _NUMPY = {  # the dtypes that numpy knows by another name, or has the bits of
 
 @np.errstate(all="ignore")
 def measure(a: Elements, b: Elements, box: Box, tolerance: Tolerance | None = None) -> Distance:
-    """Return how far the elements of `box` are from each other, row-major in both, in dtypes that compare.
+    """Return the distance between the elements of `box`, row-major in both, in dtypes that can be compared.
 
-    Without a tolerance elements of one dtype are different if any bit is, and those of two dtypes if the numbers are;
-    NaN is NaN then.
+    Without a tolerance elements of one dtype differ if any bit differs, elements of two dtypes if their values do; then
+    NaN equals NaN.
     """
-    found, rows = Distance(), _Rows()
+    distance, rows = Distance(), _Scratch()
     for start in range(0, box.numel, _PART):
         part = slice(start, min(start + _PART, box.numel))
-        found = found.merge(_measure_part(_cut(a, part), _cut(b, part), box, start, tolerance, rows))
-    return found
+        distance = distance.merge(_measure_part(_cut(a, part), _cut(b, part), box, start, tolerance, rows))
+    return distance
 
 
 @np.errstate(all="ignore")
 def size_of(elements: Elements) -> float:
-    """Return the sum of squares of the finite ones among the numbers of some elements."""
+    """Return the sum of squares of the finite elements."""
     data, dtype = elements
     numel = len(data) // dtype.itemsize
     parts = (slice(start, min(start + _PART, numel)) for start in range(0, numel, _PART))
-    rows = _Rows()
+    rows = _Scratch()
     return sum(_squares(_widen(_numbers(_cut(elements, part), rows.narrow[0]))) for part in parts)
 
 
@@ -59,22 +59,24 @@ def _cut(elements: Elements, part: slice) -> Elements:
     return data[part.start * dtype.itemsize : part.stop * dtype.itemsize], dtype
 
 
-class _Rows:
-    """Memory for the numbers of a part: to get it anew each time costs more than the arithmetic.
+class _Scratch:
+    """Reusable memory for the values of a part: allocating it each time would cost more than the arithmetic.
 
-    `narrow` is for those of each side as float32, `row` for them and for their gaps in double precision.
+    `narrow` is for the values of each side as float32, `row` for these and for their differences in float64.
     """
 
     def __init__(self) -> None:
-        self._rows = np.empty((3, 2 * _PART))  # pages that nothing touches cost nothing
+        self._rows = np.empty((3, 2 * _PART))  # untouched pages take no memory
         self.narrow = np.empty((2, _PART), np.float32)
 
     def row(self, number: int, shape: tuple[int, ...]) -> Array:
         return self._rows[number, : prod(shape)].reshape(shape)
 
 
-def _measure_part(a: Elements, b: Elements, box: Box, start: int, tolerance: Tolerance | None, rows: _Rows) -> Distance:
-    x, y = _alike(_numbers(a, rows.narrow[0]), _numbers(b, rows.narrow[1]), rows)
+def _measure_part(
+    a: Elements, b: Elements, box: Box, start: int, tolerance: Tolerance | None, rows: _Scratch
+) -> Distance:
+    x, y = _promoted(_numbers(a, rows.narrow[0]), _numbers(b, rows.narrow[1]), rows)
     gaps = _gaps(x, y, rows)
     if tolerance is None and a[1] == b[1]:
         is_different = _bits_differ(a, b)
@@ -108,9 +110,9 @@ def index_in(box: Box, at: int) -> Index:
 
 
 def _numbers(elements: Elements, memory: Array) -> Array:
-    """The numbers, in a type of numpy's that holds each exactly; two in a row where an element has two.
+    """Return the values, in a numpy dtype that represents each exactly; two per row where an element has two.
 
-    `memory` is of float32, for the numbers that are not stored in a type of numpy's.
+    `memory` is float32, for values of dtypes that numpy does not have.
     """
     data, dtype = elements
     stored: Array = np.frombuffer(data, _NUMPY.get(dtype.name, dtype.name))
@@ -125,8 +127,8 @@ def _numbers(elements: Elements, memory: Array) -> Array:
     return stored
 
 
-def _alike(x: Array, y: Array, rows: _Rows) -> tuple[Array, Array]:
-    """Both in a type that holds the numbers of each: integers stay integers, all else has double precision."""
+def _promoted(x: Array, y: Array, rows: _Scratch) -> tuple[Array, Array]:
+    """Return both in a dtype that represents the values of each: integers stay integers, floats become float64."""
     kind = np.promote_types(x.dtype, y.dtype)
     if kind.kind == "f":
         wide = rows.row(0, x.shape), rows.row(1, y.shape)
@@ -138,8 +140,8 @@ def _alike(x: Array, y: Array, rows: _Rows) -> tuple[Array, Array]:
     return x.astype(kind, copy=False), y.astype(kind, copy=False)
 
 
-def _gaps(x: Array, y: Array, rows: _Rows) -> Array:
-    """|x - y|; of integers as unsigned ones, which hold it."""
+def _gaps(x: Array, y: Array, rows: _Scratch) -> Array:
+    """Return |x - y|; unsigned for integers, so that it cannot overflow."""
     gaps: Array
     if x.dtype == np.float64:
         gaps = np.subtract(x, y, out=rows.row(2, x.shape))
@@ -160,8 +162,8 @@ def _bits_differ(a: Elements, b: Elements) -> Array:
 
 
 def _any_in_row(table: Array) -> Array:
-    found: Array = np.logical_or.reduce(table, axis=1)
-    return found
+    any_set: Array = np.logical_or.reduce(table, axis=1)
+    return any_set
 
 
 def _are_close(x: Array, y: Array, gaps: Array, tolerance: Tolerance) -> Array:

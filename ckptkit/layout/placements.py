@@ -1,9 +1,9 @@
-"""Compute which boxes of a tensor a rank of a mesh holds, by how the tensor is placed on it. Integers only.
+"""Compute which boxes of a tensor a rank of a mesh has, from the tensor's placements. Integer arithmetic only.
 
-Source: torch/distributed/tensor/placement_types.py. Along an axis of the mesh a tensor is replicated or cut in pieces,
-as by `torch.chunk`: equal ones, fewer elements in the last, then none. Cuts of one dimension follow each other from the
-mesh's first axis to its last, unless an order is given. A strided cut is a way to say that it came after that of a
-later axis: it takes its part of each of `stride` pieces.
+Source: torch/distributed/tensor/placement_types.py. Along an axis of the mesh a tensor is replicated or sharded as by
+`torch.chunk`: equal shards, fewer elements in the last, then empty ones. Shards of one dimension are nested from the
+mesh's first axis to its last, unless an order is given. A strided shard expresses that it was applied after a later
+axis: it takes its shard of each of `stride` pieces.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from ckptkit.layout.box import Box, Shape
 
-Run = tuple[int, int]  # the first index and how many
+Run = tuple[int, int]  # (first index, count)
 
 
 class Shard(NamedTuple):
-    """A cut of dimension `dim` along an axis of the mesh, in each of `stride` pieces."""
+    """A split of dimension `dim` along an axis of the mesh, within each of `stride` pieces."""
 
     dim: int
     stride: int = 1
@@ -28,7 +28,7 @@ Placement = Shard | None  # None: replicated
 
 
 class PlacedBox(NamedTuple):
-    """A box of the whole tensor, and where it begins in the tensor that a rank holds."""
+    """A box of the full tensor, and the index at which it begins in a rank's local tensor."""
 
     box: Box
     at: Shape
@@ -41,10 +41,10 @@ def place(
     placements: Sequence[Placement],
     order: Sequence[int] | None = None,
 ) -> tuple[Shape, list[PlacedBox]]:
-    """Return the shape of the tensor that the rank at `coordinate` of a mesh holds, and the pieces that it is made of.
+    """Return the shape of the local tensor of the rank at `coordinate` of a mesh, and the boxes that it consists of.
 
-    `placements` has one for each axis of the mesh, `order` the axes as they are to be gone through. There is one piece,
-    empty if the rank holds nothing, but where strided cuts stand alone.
+    `placements` has one entry for each axis of the mesh. `order` is the order in which the axes apply. The result has
+    one box, which may be empty, unless strided shards without a matching axis give several.
     """
     if order is None:
         order, placements = unfold(mesh, placements)
@@ -53,16 +53,17 @@ def place(
         shard = placements[axis]
         if shard is not None:
             runs[shard.dim] = cut_strided(runs[shard.dim], mesh[axis], coordinate[axis], shard.stride)
-    held = tuple(sum(count for _, count in along) for along in runs)
+    local_shape = tuple(sum(count for _, count in along) for along in runs)
     ends = [along or [(extent, 0)] for along, extent in zip(runs, shape, strict=True)]
-    return held, list(combine(ends))
+    return local_shape, list(combine(ends))
 
 
 def unfold(mesh: Shape, placements: Sequence[Placement]) -> tuple[Sequence[int], Sequence[Placement]]:
-    """Return the order in which the axes of a mesh cut, and the placements without strides, which said that order.
+    """Return the order in which the axes of a mesh apply, and the placements without strides.
 
-    torch takes a strided cut as it stands, which is the same while all pieces are equal. Where they are not, what ranks
-    hold is the part of a part. Strides that say no order are left, with the mesh's own order.
+    Strides express that order. torch applies a strided shard literally, with the same result while all pieces are
+    equal. Where they are not, ranks have a shard of a shard. Strides that express no order stay, with the mesh's own
+    order.
     """
     order: list[int] = []
     for axis in reversed(range(len(mesh))):
@@ -81,7 +82,7 @@ def unfold(mesh: Shape, placements: Sequence[Placement]) -> tuple[Sequence[int],
 
 
 def combine(runs: Sequence[Sequence[Run]]) -> Iterator[PlacedBox]:
-    """Yield the pieces that runs along each dimension make."""
+    """Yield the boxes that the index ranges along each dimension form."""
     starts = [[0, *accumulate(count for _, count in along)] for along in runs]
     for index in product(*(range(len(along)) for along in runs)):
         chosen = [along[i] for along, i in zip(runs, index, strict=True)]
@@ -90,36 +91,36 @@ def combine(runs: Sequence[Sequence[Run]]) -> Iterator[PlacedBox]:
 
 
 def cut_strided(runs: Sequence[Run], parts: int, index: int, stride: int) -> list[Run]:
-    """Return the part with this index of each of `stride` equal pieces of the runs."""
+    """Return shard `index` of `parts` in each of `stride` equal pieces of the index ranges."""
     total = sum(count for _, count in runs)
     size = -(-total // stride)
-    found: list[Run] = []
+    shard: list[Run] = []
     for start in range(0, total, size or 1):
         for run in cut(narrow(runs, start, start + size), parts, index):
-            append(found, run)
-    return found
+            append(shard, run)
+    return shard
 
 
 def cut(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
-    """Return one of equal parts of the runs; the last with elements may have fewer, and those after it have none."""
+    """Return shard `index` of `parts` equal ones; the last non-empty shard may have fewer elements, later ones none."""
     size = -(-sum(count for _, count in runs) // parts)
     return narrow(runs, index * size, (index + 1) * size)
 
 
 def narrow(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """Return the elements `start:stop`, or as many as there are, of runs that are counted as one."""
-    found: list[Run] = []
+    """Return the elements `start:stop`, or as many as there are, of concatenated index ranges."""
+    kept: list[Run] = []
     at = 0
     for first, count in runs:
         low, high = max(start - at, 0), min(stop - at, count)
         if low < high:
-            append(found, (first + low, high - low))
+            append(kept, (first + low, high - low))
         at += count
-    return found
+    return kept
 
 
 def append(runs: list[Run], run: Run) -> None:
-    """Add a run, as part of the last one if it goes on with that."""
+    """Add an index range; extend the last one if they are adjacent."""
     if runs and runs[-1][0] + runs[-1][1] == run[0]:
         runs[-1] = (runs[-1][0], runs[-1][1] + run[1])
     else:

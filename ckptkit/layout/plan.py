@@ -19,14 +19,15 @@ Region = Callable[[Box], Box]
 
 
 def same(box: Box) -> Box:
-    """Return the box itself: the region of an operand of which each element goes into the one at its own place."""
+    """Return the box itself: the region of an elementwise operand."""
     return box
 
 
 class Operand(NamedTuple):
-    """A tensor of the source of this number that goes into another, its elements as `dtype`.
+    """A tensor of source number `source` that is an input of another tensor; its elements are read as `dtype`.
 
-    A box of the other is made of the box of it that `region` gives; of a larger box that is a larger one, or the same.
+    `region` maps a box of the output to the box of the input that it needs. A larger box needs a larger region, or the
+    same.
     """
 
     source: int
@@ -36,38 +37,41 @@ class Operand(NamedTuple):
 
 
 class Recipe(Protocol):
-    """A pure function that makes a tensor, block by block, of the blocks of others: its operands."""
+    """A pure function that computes a tensor, block by block, from the blocks of its operands."""
 
     @property
     def operands(self) -> Sequence[Operand]:
-        """Return the tensors that it is made of."""
+        """Return the tensors that it is computed from."""
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the elements of `box` as `dtype`, and whether the tensor is worth a note in the ledger.
+        """Return the elements of `box` as `dtype`, and whether the recipe has a remark on the tensor for the ledger.
 
-        Of each operand there is one of `blocks`: the elements of its region for `box`, row-major, in its dtype. One
-        whose region is another for every box may be written over; any other is handed out again.
+        There is one of `blocks` for each operand: the elements of its region for `box`, row-major, in its dtype. A
+        block whose region differs for every box may be overwritten; any other is passed again.
         """
 
 
 @runtime_checkable
 class ByRows(Recipe, Protocol):
-    """A recipe that makes so many rows of a tensor at once, or less at its end, of operands that are small enough."""
+    """A recipe that computes `rows` rows of a tensor at once, or fewer at its end.
+
+    Its operands must be small enough.
+    """
 
     rows: int
 
 
 class RecipeVerdict(Protocol):
-    """What a report says of tensors, by whether each of them was worth a note. A recipe may have one: `verdict`."""
+    """A summary of tensors, by whether the recipe had a remark on each of them. Recipes have it as `verdict`."""
 
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
-        """Return a sentence on all tensors that were `judged`, of which some were `noted`."""
+        """Return a sentence on all tensors that were `judged`, some of them also `noted`."""
 
 
 class Copy(NamedTuple):
-    """A region of a tensor that lies in chunk `src` of a source, given by its number, and goes into chunk `dst`.
+    """A region of a tensor that is in chunk `src` of source number `source`, and is copied into chunk `dst`.
 
-    Of several tensors or sources that go into one target, `operand` is the number.
+    `operand` is the index among the operands of the target, or among the sources that are compared.
     """
 
     region: Box
@@ -78,7 +82,7 @@ class Copy(NamedTuple):
 
 
 class Target(NamedTuple):
-    """One chunk to be made of the tensor or blob `name`, and the copies that fill it, or that a recipe makes it of."""
+    """One chunk to write of the tensor or blob `name`, and the copies that fill it, or are inputs of its recipe."""
 
     name: str
     chunk: Chunk
@@ -88,12 +92,13 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Every target, in the order in which the destination's bytes lie in its files.
+    """Every target, in the order of the destination's files and offsets.
 
-    The sources are `src` and `others`: a target without a recipe is copied from the first, or compared with all.
-    Of a plan for a part of a destination, `before` and `behind` are the bytes that lie on its two sides.
-    Raises `Usage` for a chunk that has not been located, since its bytes are not yet known from their envelope, and for
-    a chunk that is lost or unreadable.
+    The sources are `src` and `others`. A target without a recipe is copied from the first, or compared with all. In a
+    plan for a part of a destination, `before` and `behind` are the bytes of the destination before and after that part.
+
+    Raises `Usage` for a chunk that has not been located, because its offset is unknown, and for a chunk that is lost or
+    unreadable.
     """
 
     src: Layout
@@ -122,7 +127,7 @@ class Plan:
 
     @cached_property
     def nbytes(self) -> int:
-        """Return the bytes to be written."""
+        """Return how many bytes the plan writes."""
         return sum(target.chunk.length for target in self.targets)
 
     @property
@@ -132,7 +137,7 @@ class Plan:
 
 
 def not_located(layout: Layout, chunk: Chunk, name: str) -> Usage:
-    """Return the error for a chunk that is still in its envelope, or whose bytes are not there."""
+    """Return the error for a chunk that is not located, or whose bytes are lost."""
     message = (
         f"expected the elements at {chunk.offset}, found the envelope `{chunk.wrapper}`, which must be opened first"
     )
@@ -145,9 +150,9 @@ def not_located(layout: Layout, chunk: Chunk, name: str) -> Usage:
 def make_plan(
     src: Layout, dst: Layout, others: Sequence[Layout] = (), recipes: Mapping[str, Recipe] | None = None
 ) -> Plan:
-    """Join layouts by name; blobs are those of `src`. A tensor with a recipe is made by that, others are copied.
+    """Join layouts by name. Blobs come from `src`. A tensor with a recipe is computed by it, others are copied.
 
-    Raises `Mismatch` if a tensor, any element of one, or a blob is lacking in a source.
+    Raises `Mismatch` if a source lacks a tensor, elements of a tensor, or a blob.
     """
     sources = (src, *others)
     targets: list[Target] = []
@@ -163,70 +168,72 @@ def make_plan(
 
 
 def data_of(dst: Layout, src: Layout) -> list[tuple[FileOffset, int, str, Chunk | Blob]]:
-    """Return all that is to be filled of one layout from another: place, bytes and name, in the order of the files."""
+    """Return everything that `src` fills in `dst`: location, bytes, name and chunk or blob, in file order."""
     chunks = [(name, chunk) for name, tensor in dst.tensors.items() for chunk in tensor.chunks if chunk.box.numel]
     blobs = [(name, blob) for name, blob in dst.blobs.items() if join_blob(name, blob, src) is not None]
-    found: list[tuple[FileOffset, int, str, Chunk | Blob]] = [
+    data: list[tuple[FileOffset, int, str, Chunk | Blob]] = [
         ((chunk.path, chunk.offset), chunk.box.numel * chunk.dtype.itemsize, name, chunk) for name, chunk in chunks
     ]
-    found += (((blob.path, blob.offset), blob.length, name, blob) for name, blob in blobs)
-    return sorted(found, key=itemgetter(0))
+    data += (((blob.path, blob.offset), blob.length, name, blob) for name, blob in blobs)
+    return sorted(data, key=itemgetter(0))
 
 
 def needed(src: Layout, dst: Layout, also: Container[str] = ()) -> Layout:
-    """Return the part of a layout that another, of tensors of the same names, is made of; and all of those `also`."""
-    tensors = {name: part_for(src.tensors[name], wanted) for name, wanted in dst.tensors.items() if name in src.tensors}
+    """Return the part of `src` that fills `dst`, a layout with tensors of the same names; and all tensors in `also`."""
+    tensors = {
+        name: restrict_to(src.tensors[name], wanted) for name, wanted in dst.tensors.items() if name in src.tensors
+    }
     tensors |= {name: tensor for name, tensor in src.tensors.items() if name in also}
     blobs = {name: blob for name, blob in src.blobs.items() if name in dst.blobs}
     return replace(src, tensors=tensors, blobs=blobs)
 
 
-def part_for(tensor: StoredTensor, wanted: StoredTensor) -> StoredTensor:
+def restrict_to(tensor: StoredTensor, wanted: StoredTensor) -> StoredTensor:
     cut = wanted if tensor.splits is None else resplit(wanted, tensor.splits)
     return replace(tensor, chunks=meeting(tensor, cut.chunks))
 
 
 def meeting(tensor: StoredTensor, wanted: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Return the chunks of a tensor that have elements in any of the wanted ones."""
+    """Return the chunks of a tensor that intersect any of the wanted ones."""
     index = BoxIndex([chunk.box for chunk in tensor.chunks])
-    found = {i for chunk in wanted for i, _ in index.meeting(chunk.box)}
-    return tuple(tensor.chunks[i] for i in sorted(found))
+    indices = {i for chunk in wanted for i, _ in index.meeting(chunk.box)}
+    return tuple(tensor.chunks[i] for i in sorted(indices))
 
 
 def plan_in_place(layout: Layout) -> Plan:
-    """Return the plan by which every chunk of a layout is read as it is, in the order of its files."""
+    """Return the plan that reads every chunk of a layout unchanged, in the order of its files."""
     chunks = ((name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if chunk.box.numel)
     return Plan(layout, layout, in_order(itself(name, chunk) for name, chunk in chunks))
 
 
 def check_source(name: str, wanted: Spec, layout: Layout) -> None:
-    """Raise `Mismatch` unless a layout has the tensor, in the shape and dtype that are wanted."""
-    found = layout.tensors.get(name)
-    if found is None:
+    """Raise `Mismatch` unless a layout has the tensor in the wanted shape and dtype."""
+    tensor = layout.tensors.get(name)
+    if tensor is None:
         raise Mismatch("the source does not have this tensor", path=layout.path, tensor=name)
-    if found.spec != wanted:
-        raise Mismatch(f"expected {wanted}, found {found.spec}", path=layout.path, tensor=name)
+    if tensor.spec != wanted:
+        raise Mismatch(f"expected {wanted}, found {tensor.spec}", path=layout.path, tensor=name)
 
 
 def join(name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Recipe | None = None) -> Iterator[Target]:
-    """Yield the targets of one tensor: for each chunk of `wanted`, the parts of every source that it is made of.
+    """Yield the targets of one tensor: for each chunk of `wanted`, the parts of every source that it needs.
 
-    Without a recipe these are of the tensor of its name in each of them.
+    Without a recipe these belong to the tensor of the same name in each source.
     """
     numbers = range(len(sources))
     operands = recipe.operands if recipe else [Operand(number, name, wanted.spec.dtype) for number in numbers]
     if recipe is not None:
         check_operands(wanted.spec, operands, sources)
-    found = [sources[operand.source].tensors[operand.name] for operand in operands]
-    wanted, *found = split_alike(wanted, found, operands)
-    indices = [BoxIndex([chunk.box for chunk in tensor.chunks]) for tensor in found]
+    tensors = [sources[operand.source].tensors[operand.name] for operand in operands]
+    wanted, *tensors = split_alike(wanted, tensors, operands)
+    indices = [BoxIndex([chunk.box for chunk in tensor.chunks]) for tensor in tensors]
     for chunk in wanted.chunks:
         if not chunk.box.numel:
             continue
         copies: list[Copy] = []
-        for number, (operand, tensor, index) in enumerate(zip(operands, found, indices, strict=True)):
+        for number, (operand, tensor, index) in enumerate(zip(operands, tensors, indices, strict=True)):
             source, chunks, box = operand.source, tensor.chunks, operand.region(chunk.box)
-            ours = [Copy(part, chunks[i], chunk, source, number) for i, part in index.meeting(box)]
+            ours = [Copy(region, chunks[i], chunk, source, number) for i, region in index.meeting(box)]
             covered = sum(copy.region.numel for copy in ours)
             if covered != box.numel:
                 message = f"expected {box.numel} elements of {box}, found {covered} in the source"
@@ -236,23 +243,26 @@ def join(name: str, wanted: StoredTensor, sources: Sequence[Layout], recipe: Rec
 
 
 def check_operands(wanted: Spec, operands: Sequence[Operand], sources: Sequence[Layout]) -> None:
-    """Raise `Mismatch` for an operand that is not there, or cannot be read as it is wanted."""
+    """Raise `Mismatch` for an operand that is missing, or cannot be read in the wanted shape and dtype."""
     for operand in operands:
         layout = sources[operand.source]
         tensor = layout.tensors.get(operand.name)
         if tensor is None:
             raise Mismatch("the source does not have this tensor", path=layout.path, tensor=operand.name)
-        found = tensor.spec
-        is_alike = operand.region is not same or found.shape == wanted.shape
-        if not (is_alike and (found.dtype == operand.dtype or found.dtype.can_become(operand.dtype))):
-            message = f"expected {operand.dtype} for {wanted}, found {found}"
+        spec = tensor.spec
+        is_alike = operand.region is not same or spec.shape == wanted.shape
+        if not (is_alike and (spec.dtype == operand.dtype or spec.dtype.can_become(operand.dtype))):
+            message = f"expected {operand.dtype} for {wanted}, found {spec}"
             raise Mismatch(message, path=layout.path, tensor=operand.name)
 
 
 def split_alike(
     wanted: StoredTensor, tensors: Sequence[StoredTensor], operands: Sequence[Operand]
 ) -> list[StoredTensor]:
-    """Return a tensor and its operands with axes split alike; none are where an operand is needed in other boxes."""
+    """Return a tensor and its operands with the same axes split.
+
+    No axes are split if an operand is needed in other boxes than the tensor.
+    """
     if any(operand.region is not same for operand in operands):
         return [unsplit(tensor) for tensor in (wanted, *tensors)]
     splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
@@ -262,7 +272,7 @@ def split_alike(
 
 
 def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:
-    """Return the target of one blob: its bytes as they are. None for one that holds none, or had to be made anew."""
+    """Return the target that copies one blob; None if it is empty, or was written from a new value."""
     source = src.blobs.get(name)
     if source is None:
         raise Mismatch("the source does not have this entry", path=src.root, tensor=name)
@@ -270,19 +280,19 @@ def join_blob(name: str, wanted: Blob, src: Layout) -> Target | None:
         return None
     if source.length != wanted.length:
         raise Mismatch(f"expected {wanted.length} bytes, found {source.length}", path=src.root, tensor=name)
-    there, here = as_bytes(source), as_bytes(wanted)
-    return Target(name, here, (Copy(here.box, there, here),))
+    source_bytes, target_bytes = as_bytes(source), as_bytes(wanted)
+    return Target(name, target_bytes, (Copy(target_bytes.box, source_bytes, target_bytes),))
 
 
 def itself(name: str, chunk: Chunk, source: int = 0) -> Target:
-    """Return a chunk as a target that is made of nothing but itself."""
+    """Return a chunk as a target that is copied from itself."""
     return Target(name, chunk, (Copy(chunk.box, chunk, chunk, source),))
 
 
 def plan_bytes(root: Path, runs: Iterable[tuple[str, int, int]]) -> Plan:
-    """Return the plan by which bytes of files in directory `root` are read as they lie, run by run in this order.
+    """Return the plan that reads byte ranges of files in directory `root`, in this order.
 
-    A run is the name of a file, an offset and a length.
+    A byte range is a file name, an offset and a length.
     """
     nothing, uint8 = Layout(root, "", {}), DTYPES["uint8"]
     chunks = (Chunk(whole((length,)), path, offset, length, uint8) for path, offset, length in runs)
@@ -290,7 +300,7 @@ def plan_bytes(root: Path, runs: Iterable[tuple[str, int, int]]) -> Plan:
 
 
 def as_bytes(stored: Blob | Chunk) -> Chunk:
-    """Return the bytes of a chunk or blob in the order in which they lie, as a chunk of bytes."""
+    """Return the bytes of a chunk or blob as a 1-D chunk of bytes."""
     box = whole((stored.length,))
     uint8 = DTYPES["uint8"]
     run = stored.run if isinstance(stored, Chunk) else None
@@ -298,5 +308,5 @@ def as_bytes(stored: Blob | Chunk) -> Chunk:
 
 
 def in_order(targets: Iterable[Target]) -> tuple[Target, ...]:
-    """Return targets in the order in which they lie in their files."""
+    """Return targets in the order of their files and offsets."""
     return tuple(sorted(targets, key=lambda target: (target.chunk.path, target.chunk.offset)))

@@ -1,7 +1,7 @@
-"""List every number that a dtype of 8 bits or fewer can hold, and round to float8_e4m3fn.
+"""List every value of the float dtypes of 8 bits or fewer, and round to float8_e4m3fn.
 
 Sources: the OCP specifications of 8-bit floats (E4M3, E5M2) and of microscaling formats (E8M0, E2M1), and
-https://arxiv.org/abs/2206.02915 for those without a negative zero (fnuz).
+https://arxiv.org/abs/2206.02915 for the dtypes without a negative zero (fnuz).
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Round numbers to 8 bits, to float8_e4m3fn: to nearest, ties to even, as torch does.
+# Rounding to float8_e4m3fn is to nearest, ties to even, as in torch.
 #
-# The upper half of a float32 is enough to tell, if its last bit is set wherever the lower half has one: no tie is made
-# or lost by that, since four of its bits are more than the result has. There are 65,536 of them, so a table has the
-# answers.
+# The upper 16 bits of a float32 determine the result, if their last bit is set wherever the lower half is not zero.
+# This neither creates nor removes ties, since these bits have four more mantissa bits than the result. There are
+# 65,536 upper halves, so a table has all results.
 Array = NDArray[Any]
 
 LARGEST = 448.0
 _SIGN, _NAN = 0x80, 0x7F
-_ABOVE = 0x7F81  # halves from here on are NaN
+_ABOVE = 0x7F81  # upper halves from here on are NaN
 
 
 def to_e4m3(values: Array) -> Array:
-    """Return float32 as the bytes of float8_e4m3fn. What is larger than 448 becomes that; NaN stays NaN."""
+    """Return float32 values as bytes of float8_e4m3fn. Magnitudes above 448 become 448; NaN stays NaN."""
     bits = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
     halves = bits & 0xFFFF
-    halves += 0xFFFF  # has the bit above it where there was one
+    halves += 0xFFFF  # carries into bit 16 unless the lower half is zero
     halves |= bits
     halves >>= 16
-    found: Array = rounded().take(halves.astype(np.intp), mode="clip")
-    return found
+    codes: Array = rounded().take(halves.astype(np.intp), mode="clip")
+    return codes
 
 
 @cache
 def rounded() -> Array:
-    """Return the byte for each upper half of a float32."""
+    """Return the result byte for each upper half of a float32."""
     halves = np.arange(_ABOVE, dtype=np.uint32)
     values = np.left_shift(halves, 16).view(np.float32).astype(np.float64)
     numbers = np.array(SMALL_FLOATS["float8_e4m3fn"].numbers[:_NAN])
     between = (numbers[:-1] + numbers[1:]) / 2
-    below = np.searchsorted(between, values)  # of a tie the lower one
+    below = np.searchsorted(between, values)  # for a tie, the lower neighbor
     is_tie = between[np.minimum(below, len(between) - 1)] == values
     codes = np.full(1 << 15, _NAN, np.uint8)
     codes[:_ABOVE] = below + (is_tie & (below % 2 == 1))
@@ -53,9 +53,9 @@ def rounded() -> Array:
 
 @dataclass(frozen=True)
 class SmallFloat:
-    """A dtype: its bits, those of them that are the mantissa, and the bias of the exponent.
+    """A dtype: its number of bits, of mantissa bits, and the bias of the exponent.
 
-    `infinity` is a magnitude, as bits, above which all is NaN; where there is none, the bits in `nans` are NaN.
+    `infinity` is a magnitude, as bits; larger ones are NaN. Without infinity, the bits in `nans` are NaN.
     """
 
     nbits: int
@@ -67,12 +67,12 @@ class SmallFloat:
 
     @property
     def normal(self) -> float:
-        """Return the least magnitude that is not denormal."""
+        """Return the smallest normal magnitude."""
         return 2.0 ** ((1 if self.mantissa else 0) - self.bias)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """Return the number that each pattern of bits is."""
+        """Return the value of each bit pattern."""
         return tuple(map(self._decode, range(1 << self.nbits)))
 
     def _decode(self, bits: int) -> float:

@@ -1,4 +1,4 @@
-"""Index a tensor: the part that is left, as a box and the axes that are still there. Pure integers."""
+"""Index a tensor: compute the selected box and the remaining axes. Integer arithmetic only."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ Index = int | slice | EllipsisType
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A box of a tensor, without the axes along which one index was chosen."""
+    """A box of a tensor, and the axes that remain: an axis indexed by an integer is dropped."""
 
     box: Box
     axes: tuple[int, ...]
 
     @classmethod
     def of(cls, shape: Shape) -> Self:
-        """Return all of a tensor."""
+        """Return the view of a full tensor."""
         return cls(whole(shape), tuple(range(len(shape))))
 
     @property
     def shape(self) -> Shape:
-        """Return its extent along the axes that are left."""
+        """Return the size along the remaining axes."""
         return tuple(self.box.size[axis] for axis in self.axes)
 
     def take(self, index: Index | tuple[Index, ...]) -> View:
-        """Return what numpy would give for `[index]`, of integers, slices without a step, and one ellipsis.
+        """Return the view that numpy would give for `[index]`, of integers, slices without a step, and one ellipsis.
 
-        Raises IndexError for an index that is out of range or one too many, TypeError for one of another kind, and
+        Raises IndexError for an index that is out of range or one too many, TypeError for an index of another kind, and
         ValueError for a slice with a step.
         """
         start, size, kept = list(self.box.start), list(self.box.size), list(self.axes)
-        for axis, one in zip(self.axes, self._spread(index), strict=True):
+        for axis, item in zip(self.axes, self._spread(index), strict=True):
             extent = size[axis]
-            if isinstance(one, slice):
-                low, high, step = one.indices(extent)
+            if isinstance(item, slice):
+                low, high, step = item.indices(extent)
                 if step != 1:
                     raise ValueError(f"a slice with step {step}: read without a step, then take every {step}th element")
                 start[axis], size[axis] = start[axis] + low, max(0, high - low)
             else:
-                at = as_integer(one)
+                at = as_integer(item)
                 if not -extent <= at < extent:
                     raise IndexError(f"index {at} is out of range for axis {axis} of size {extent}")
                 start[axis], size[axis] = start[axis] + at % extent, 1
@@ -53,21 +53,21 @@ class View:
         return View(Box(tuple(start), tuple(size)), tuple(kept))
 
     def _spread(self, index: Index | tuple[Index, ...]) -> list[int | slice]:
-        """An index for each axis."""
+        """Return one index for each axis."""
         given = index if isinstance(index, tuple) else (index,)
-        for one in given:
-            if isinstance(one, bool) or not (isinstance(one, slice | EllipsisType) or hasattr(one, "__index__")):
-                raise TypeError(f"a tensor that is not read is indexed by integers and slices, not by {one!r}")
-        dots = sum(one is ... for one in given)
+        for item in given:
+            if isinstance(item, bool) or not (isinstance(item, slice | EllipsisType) or hasattr(item, "__index__")):
+                raise TypeError(f"a tensor that is not read is indexed by integers and slices, not by {item!r}")
+        dots = sum(item is ... for item in given)
         spare = len(self.axes) - len(given) + dots
         if spare < 0 or dots > 1:
             raise IndexError(
                 f"{count(len(given) - dots, 'index')} and {dots} ellipses for {count(len(self.axes), 'axis')}"
             )
         filled: list[int | slice] = []
-        for one in given if dots else (*given, ...):
-            if isinstance(one, EllipsisType):
+        for item in given if dots else (*given, ...):
+            if isinstance(item, EllipsisType):
                 filled += [slice(None)] * spare
             else:
-                filled.append(one)
+                filled.append(item)
         return filled

@@ -1,7 +1,7 @@
-"""Know the prefixes that wrappers put into parameter names, and match the names that an optimizer records.
+"""Recognize the prefixes that wrappers add to parameter names, and match the names that an optimizer records.
 
-A wrapper keeps the module that it wraps as an attribute, whose name then stands before those of that module's
-parameters. Any module of a model may be wrapped, so a prefix may stand anywhere in a name, and more than once.
+A wrapper stores the wrapped module as an attribute, whose name becomes a prefix of that module's parameters. Any module
+of a model may be wrapped, so a prefix may be anywhere in a name, and more than once.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout.matching import KEEP_NUMBERS, Size, as_text
 
-# Match the names that an optimizer records beside the numbers of its parameters with the parameters of a model.
-#
-# Source: torch/optim/optimizer.py since 2.6. An optimizer that was given `named_parameters()` has a list `param_names`
-# in each group, beside `params`. The names are those of the module that gave the parameters: it may have been wrapped
-# since, or be a part of the model, so a prefix may be missing or too many, for all names the same.
+# Source of recorded names: torch/optim/optimizer.py since 2.6. An optimizer that got `named_parameters()` has a list
+# `param_names` in each group, beside `params`. The names come from the module that was passed: it may have been wrapped
+# later, or be a part of the model, so one prefix may be missing or superfluous in all names.
 PARAM_NAMES = "param_names"
 
 
 def read_recorded(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict[Any, str]:
-    """Return the name that is recorded for each number; {} if no group has a list of names.
+    """Return the recorded name of each parameter index; {} if no group has a list of names.
 
-    `groups` have the numbers, `lists` the value of `param_names` of each group, None where there is none. Raises
-    `Unsupported` for lists that do not name each number once.
+    `groups` have the indices, `lists` the value of `param_names` of each group, None where it is missing. Raises
+    `Unsupported` for lists that do not name each index once.
     """
     if all(names is None for names in lists):
         return {}
@@ -51,10 +49,10 @@ def match_recorded(
     parameters: Mapping[str, Size],
     lister: str = f"`{PARAM_NAMES}`",
 ) -> dict[int, str]:
-    """Return the parameter that each number means, by the name that `lister` records for it.
+    """Return the parameter of each index, by the name that `lister` records for it.
 
-    `sizes` are those of the states, where one shows it. Raises `Mismatch` for a name that the model does not have, and
-    for a state of another size.
+    `sizes` are those of the states, where a state shows one. Raises `Mismatch` for a name that the model does not have,
+    and for a state of another size.
     """
     own = own_names(parameters)
     wanted = {number: own_name(name, own) for number, name in recorded.items()}
@@ -62,25 +60,25 @@ def match_recorded(
     if unknown:
         message = f"{lister} lists it, but the model does not have it ({len(unknown)} of {len(wanted)} names"
         raise Mismatch(f"{message} are unknown)", tensor=unknown[0], hint=KEEP_NUMBERS)
-    found = {number: own[name] for number, name in wanted.items()}
-    for wrong in find_unequal(found, sizes, parameters):
+    matched = {number: own[name] for number, name in wanted.items()}
+    for wrong in find_unequal(matched, sizes, parameters):
         message = f"{lister} gives this name to parameter {wrong}: expected a state of shape "
-        message += f"{as_text(parameters[found[wrong]])}, found {as_text(sizes[wrong])}"
-        raise Mismatch(message, tensor=found[wrong], hint=KEEP_NUMBERS)
-    return found
+        message += f"{as_text(parameters[matched[wrong]])}, found {as_text(sizes[wrong])}"
+        raise Mismatch(message, tensor=matched[wrong], hint=KEEP_NUMBERS)
+    return matched
 
 
 def match_with_prefix(
     recorded: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]
 ) -> list[dict[int, str]]:
-    """Return each way to give the numbers parameters of their sizes, if one prefix joins all names or leaves them."""
+    """Return each assignment that fits all sizes if one prefix is added to all names, or removed from all."""
     own = own_names(parameters)
     ways = with_other_prefix({number: own_name(name, own) for number, name in recorded.items()}, own)
-    return [found for found in ways if not find_unequal(found, sizes, parameters)]
+    return [matched for matched in ways if not find_unequal(matched, sizes, parameters)]
 
 
 def is_record_of(value: Any, names: Sequence[str]) -> bool:
-    """Return whether the value of `param_names` has these names, but for the prefixes of wrappers."""
+    """Return whether the value of `param_names` has these names, ignoring the prefixes of wrappers."""
     is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
     return is_list and list(map(bare, value)) == list(map(bare, names))
 
@@ -91,17 +89,17 @@ def bare(name: str) -> str:
 
 
 def own_names(parameters: Iterable[str]) -> dict[str, str]:
-    """Return the names of parameters by what they are without the prefixes of wrappers."""
+    """Return the names of parameters, by the names without the prefixes of wrappers."""
     return {name: raw for raw, name in without_ddp({raw: unwrapped(raw) for raw in parameters}).items()}
 
 
-def find_unequal(found: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]) -> list[int]:
-    """Return the numbers of states that have another size than their parameter."""
-    return [number for number, name in found.items() if sizes.get(number, parameters[name]) != parameters[name]]
+def find_unequal(matched: Mapping[int, str], sizes: Mapping[int, Size], parameters: Mapping[str, Size]) -> list[int]:
+    """Return the indices of states whose size differs from their parameter's."""
+    return [number for number, name in matched.items() if sizes.get(number, parameters[name]) != parameters[name]]
 
 
 def with_other_prefix(wanted: Mapping[int, str], own: Mapping[str, str]) -> Iterator[dict[int, str]]:
-    """Yield the parameters that the numbers mean if one prefix is added to all names, or removed from all."""
+    """Yield the parameters of the indices if one prefix is added to all names, or removed from all."""
     first = next(iter(wanted.values()), "")
     for prefix in [name.removesuffix(first) for name in own if name.endswith(f".{first}")]:
         if all(prefix + name in own for name in wanted.values()):
@@ -112,7 +110,7 @@ def with_other_prefix(wanted: Mapping[int, str], own: Mapping[str, str]) -> Iter
 
 
 class WrapperPrefix(NamedTuple):
-    """A prefix, whose it is, and the source that has it."""
+    """A prefix, the wrapper that adds it, and its source file."""
 
     text: str
     whose: str
@@ -120,9 +118,9 @@ class WrapperPrefix(NamedTuple):
 
 
 class Average(NamedTuple):
-    """A module that keeps an average of a model: what stands before the model's names, and its own tensors beside it.
+    """A module that stores an average of a model: the prefix of the averaged names, and the module's own tensors.
 
-    `online` stands before the names of the model that is averaged, if the module keeps that too.
+    `online` is the prefix of the model that is averaged, if the module stores that too.
     """
 
     text: str
@@ -131,14 +129,14 @@ class Average(NamedTuple):
     source: str
 
 
-# also that of other data parallel wrappers and of averages; it may be a word of a model's own names, too
+# other data-parallel wrappers and averages use this prefix too; it may also be part of a model's own names
 DDP = WrapperPrefix("module.", "DistributedDataParallel", "torch/nn/parallel/distributed.py")
 AVERAGES = (
     Average("module.", frozenset({"n_averaged"}), None, "AveragedModel in torch/optim/swa_utils.py"),
     Average("ema_model.", frozenset({"initted", "step"}), "online_model.", "EMA in ema_pytorch/ema_pytorch.py"),
 )
 
-# those that are no word of a model's own names, wherever they stand
+# prefixes that never occur in a model's own names, so they are removed anywhere in a name
 INSIDE = (
     WrapperPrefix("_orig_mod.", "torch.compile", "torch/_dynamo/eval_frame.py"),
     WrapperPrefix("_fsdp_wrapped_module.", "FSDP1", "torch/distributed/fsdp/_common_utils.py"),
@@ -151,20 +149,20 @@ INSIDE = (
 )
 WRAPPERS = (DDP, *INSIDE)
 
-PROMPT = "prompt_embeddings"  # all that prompt learning of PEFT leaves
+PROMPT = "prompt_embeddings"  # the only tensor that PEFT's prompt learning saves
 _ADAPTED = ("lora_", "base_model.", ".base_layer.", "trainable_tokens_delta", ".adapter.")
 _FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py, of several versions
 
 
 def unwrapped(name: str) -> str:
-    """Return a parameter's name without the prefixes that are no word of a model's own."""
+    """Return a parameter's name without the prefixes in `INSIDE`."""
     for prefix in INSIDE:
         name = name.replace(prefix.text, "")
     return name
 
 
 def own_name(name: str, known: Container[str]) -> str:
-    """Return what a model calls a parameter; of a name that is not `known` without DDP's prefixes at its start."""
+    """Return a model's name of a parameter; if it is not `known`, without DDP's prefixes at its start."""
     own = unwrapped(name)
     while own not in known and own.startswith(DDP.text):
         own = own.removeprefix(DDP.text)
@@ -172,15 +170,15 @@ def own_name(name: str, known: Container[str]) -> str:
 
 
 def without_ddp(names: Mapping[str, str]) -> dict[str, str]:
-    """Return names, by any keys, without DDP's prefix, as often as all of them begin with it."""
-    found = dict(names)
-    while found and all(name.startswith(DDP.text) for name in found.values()):
-        found = {key: name.removeprefix(DDP.text) for key, name in found.items()}
-    return found
+    """Return names, by any keys, without DDP's prefix, removed as long as all of them begin with it."""
+    stripped = dict(names)
+    while stripped and all(name.startswith(DDP.text) for name in stripped.values()):
+        stripped = {key: name.removeprefix(DDP.text) for key, name in stripped.items()}
+    return stripped
 
 
 def find_average(names: Collection[str]) -> Average | None:
-    """Return the average that tensors of these names are, without DDP's prefix; None for a plain model."""
+    """Return the kind of average that tensors of these names are, without DDP's prefix; None for a plain model."""
     for average in AVERAGES:
         rest = [name for name in names if name not in average.counters]
         prefixes = tuple(filter(None, (average.text, average.online)))
@@ -191,10 +189,10 @@ def find_average(names: Collection[str]) -> Average | None:
 
 
 def is_flat_name(name: str) -> bool:
-    """Return whether a name is that of a flat parameter, in which FSDP1 has all parameters of a module."""
+    """Return whether a name belongs to a flat parameter, in which FSDP1 stores all parameters of a module."""
     return name.rpartition(".")[2] in _FLAT
 
 
 def may_be_adapted(names: Collection[str]) -> bool:
-    """Return whether tensors of these names may be an adapter's, at a glance."""
-    return PROMPT in names or any(any(part in name for part in _ADAPTED) for name in names)
+    """Return whether tensors of these names may belong to an adapter: a quick check without its config."""
+    return PROMPT in names or any(any(marker in name for marker in _ADAPTED) for name in names)

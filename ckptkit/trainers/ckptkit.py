@@ -1,4 +1,4 @@
-"""The checkpoints of `ckptkit train`, and of conversions, which their manifest tells."""
+"""The checkpoints of `ckptkit train`, and of conversions, which have a manifest."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from ckptkit.trainers.trainer import Evidence, MetricsFile, TrainerFacts
 
 METRICS = "metrics.json"
-TRAINING = "training"  # beside a model in Hugging Face's format: the rest of its checkpoint
-_OWN = {"step", "model", "optim", "scheduler", "progress"}  # saved all together
+TRAINING = "training"  # beside a model in Hugging Face's format: its training state
+_OWN = {"step", "model", "optim", "scheduler", "progress"}  # the entries of one save
 
 
 def wrote(seen: Evidence) -> str | None:
-    """Return our name if the manifest says of what this was made, or all is here that our training loop saves."""
+    """Return ckptkit's title if a manifest names the source, or all entries of ckptkit's training loop are there."""
     source = seen.read_source()
     if source:
         return f"ckptkit, of a `{source.get('format')}` checkpoint"
@@ -21,8 +21,8 @@ def wrote(seen: Evidence) -> str | None:
     return "ckptkit train (FSDP)" if is_own else None
 
 
-def to_numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in found.items()}
+def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in metrics.items()}
 
 
 CKPTKIT = TrainerFacts(

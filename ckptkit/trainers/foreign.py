@@ -1,6 +1,6 @@
-"""Files of other programs that contain a model but are not a PyTorch checkpoint: what they are, and what to do.
+"""Model files of other programs that are not PyTorch checkpoints, and hints how to load them.
 
-Only where nothing else is a checkpoint: such files also lie beside one.
+They count only in a directory without a checkpoint, since such files also occur beside checkpoints.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The trainers that are known: what each leaves on disk, and the source that says so.
+"""The known trainers: the names that each uses on disk, with their sources.
 
-A trainer is one entry of `TRAINERS`. What takes a function lies in a file of the trainer's name.
+A trainer is one entry of `TRAINERS`. Trainers that need a function have their own module.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ OLMO = TrainerFacts(
     name="olmo",
     marks=(Mark("OLMo-core", place="model_and_optim"),),
     steps=("step([0-9]{1,18})",),
-    # a rank without a file of its own takes that of rank 0
+    # a rank without its own file uses the file of rank 0
     kept={"train": "model_and_optim", ".metadata.json": "model_and_optim"},
 )
 
@@ -257,7 +257,7 @@ DEEPSPEED = TrainerFacts(
     steps=(_GLOBAL_STEP, f"{_GLOBAL_STEP}_universal"),
     complete_folders=(_GLOBAL_STEP,),
     trackers=("latest",),
-    states=(r"zero_to_(?:fp32|torch)\.py",),  # scripts that it copies there
+    states=(r"zero_to_(?:fp32|torch)\.py",),  # scripts that DeepSpeed copies there
     ranks=(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_[0-9]{2}_(?:model|optim)_states\.pt",),
 )
 
@@ -339,8 +339,7 @@ TENSORRT_LLM = TrainerFacts(
     },
 )
 
-# Scripts that call torch themselves, and the names that such scripts give. Safetensors are torch's where ranks wrote
-# their shards.
+# Scripts that call torch directly, and their usual names. Safetensors come from torch if ranks wrote their shards.
 TORCH = TrainerFacts(
     name="torch",
     marks=(
@@ -394,8 +393,8 @@ LEROBOT = TrainerFacts(
     config=ConfigOf("LeRobot", ("type",)),
 )
 
-# Asked in this order who wrote a checkpoint: who leaves most that is its own comes first, and torch before the
-# libraries whose files lie beside its own.
+# `who_wrote` tries the trainers in this order: the most specific marks come first, and torch comes before the libraries
+# whose files may be beside its checkpoints.
 _ALL = (
     *(CKPTKIT, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN, TORCHTUNE, OLMO, SKYRL, VERL),
     *(PRIME_RL, AUTOMODEL, DEEPSPEED, DLROVER, NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM),

@@ -1,8 +1,8 @@
-"""Read trackers: files and links of trainers that say which checkpoint of a run is meant.
+"""Read trackers: files and links that name one checkpoint of a run, the latest or the best.
 
-A file holds the name of a checkpoint or its step, in JSON where its trainer keeps more in it. A link, whatever its
-name, means the checkpoint that it leads to or into; a link that leads out of the run means none. Trainers resume from
-the checkpoint that some of them name; others name the best one.
+A file contains the name of a checkpoint or its step, in JSON if its trainer stores more in it. A link, whatever its
+name, names the checkpoint that it leads to or into; a link out of the run names none. Trainers resume from the
+checkpoint in some of the trackers; others name the best one.
 
 A small text or JSON file under any other name counts too if it names exactly one of the checkpoints beside it, or its
 step under a key such as `global_step`.
@@ -25,11 +25,12 @@ from ckptkit.io.file import children, entry_of, read_small
 from ckptkit.trainers import may_be_step, stem_of, step_of
 
 _LIMIT = 1 << 10  # bytes
-_LIMIT_OF_JSON = 1 << 24  # bytes: metrics of all checkpoints may be in it
-_OF_STORES = ".symlink"  # a file that stands for a link in a store without links, and holds a whole path
-_LATEST = re.compile(r"(?:.*[-_.])?(?:last|latest)(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)  # a link to resume from
+_LIMIT_OF_JSON = 1 << 24  # bytes: it may have the metrics of all checkpoints
+_OF_STORES = ".symlink"  # a file that replaces a link in a store without links, and contains a full path
+# the name of a link to the latest checkpoint
+_LATEST = re.compile(r"(?:.*[-_.])?(?:last|latest)(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)
 _TENSORFLOW = "checkpoint"  # tf.train.update_checkpoint_state writes it: `model_checkpoint_path: "ckpt-100"`
-_LIMIT_OF_NOTES = 1 << 14  # bytes of a file of any name
+_LIMIT_OF_NOTES = 1 << 14  # bytes of a file with any other name
 _OF_LATEST = re.compile(r".*(last|latest|current|resume).*|model_checkpoint_path", re.IGNORECASE)
 _OF_BEST = re.compile(r".*(best|lowest|top).*", re.IGNORECASE)
 _OF_STEP = re.compile(
@@ -41,10 +42,10 @@ _TOKEN = re.compile(r"[^\s/\\\"'`,;()\[\]{}<>]+")
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """A file or link called `name` that means `target`: the name of a checkpoint, or its step.
+    """A file or link called `name` that names a checkpoint: `target` is the name of the checkpoint, or its step.
 
-    With `is_latest`, it says which checkpoint to resume from. With `is_guess`, no trainer is known to write such a
-    file, and it may say that.
+    With `is_latest`, it names the checkpoint to resume from. With `is_guess`, no known trainer writes such a file, so
+    it only may name that.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Tracker:
     is_guess: bool = False
 
     def means(self, checkpoint: Path) -> bool:
-        """Return whether it is this checkpoint of the run that is meant."""
+        """Return whether the tracker names this checkpoint of the run."""
         if checkpoint.name == self.target:
             return True
         step = int(checkpoint.name) if checkpoint.name.isdecimal() else step_of(checkpoint)
@@ -61,45 +62,46 @@ class Tracker:
 
 
 def trackers_in(root: Path) -> list[Tracker]:
-    """Return the trackers of the run in directory `root`, by name, but for those that say nothing of use."""
-    there = [path for path in children(root) if not path.name.startswith(".")]
-    named = {stem_of(path.name): path.name for path in there if may_be_step(path)}
-    found: list[Tracker] = []
-    for path in there:
+    """Return the trackers of the run in directory `root`, by name. Skips files that name no checkpoint."""
+    visible = [path for path in children(root) if not path.name.startswith(".")]
+    named = {stem_of(path.name): path.name for path in visible if may_be_step(path)}
+    trackers_found: list[Tracker] = []
+    for path in visible:
         if target := read_tracker(path):
-            found.append(Tracker(path.name, target, is_for_resuming(path)))
+            trackers_found.append(Tracker(path.name, target, is_for_resuming(path)))
         elif named and path.name not in named.values():
-            found += mentions_in(path, named)
-    return found
+            trackers_found += mentions_in(path, named)
+    return trackers_found
 
 
 def mentions_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
-    """Yield what a small file under any name says of the checkpoints beside it: which is the latest, or the best.
+    """Yield the checkpoint that a small file of any name mentions as the latest or the best.
 
-    `named` are these checkpoints by their names without suffix. Of several under keys of one kind none is meant, nor
-    is the highest step, which is kept and taken anyway. A file whose own name has the step belongs to that checkpoint.
+    `named` are the checkpoints beside it by their names without suffix. A kind of key with several checkpoints counts
+    for none of them. Neither does the highest step, which is kept anyway. A file with the step in its own name belongs
+    to that checkpoint.
     """
     if path.is_symlink() or not path.is_file() or trainers.may_note(path.name):
         return
     with translate_os_errors(path):
         status = path.stat()
     pairs = pairs_in(path, status.st_size, status.st_mtime_ns) if status.st_size <= _LIMIT_OF_NOTES else ()
-    said: dict[str, set[str]] = {}
+    mentioned: dict[str, set[str]] = {}
     for key, value in pairs:
         kind = "best" if _OF_BEST.fullmatch(key) else "latest" if _OF_LATEST.fullmatch(key) else ""
-        said.setdefault(kind, set()).update(meant_by(key, value, named))
+        mentioned.setdefault(kind, set()).update(meant_by(key, value, named))
     highest = max(named.values(), key=lambda name: step_of(Path(stem_of(name))) or 0)
-    for kind, names in said.items():
+    for kind, names in mentioned.items():
         own = {int(number) for number in re.findall(r"[0-9]{1,18}", path.name)}
         if len(names) == 1 and names != {highest} and step_of(Path(stem_of(min(names)))) not in own:
             is_best = kind == "best" or _OF_BEST.fullmatch(path.name) is not None
             is_latest = path.name == _TENSORFLOW or _LATEST.fullmatch(path.name) is not None
-            is_latest &= not is_best and not (kind == "" and said.get("latest"))
+            is_latest &= not is_best and not (kind == "" and mentioned.get("latest"))
             yield Tracker(path.name, min(names), is_latest, is_guess=not is_best)
 
 
 def meant_by(key: str, value: object, named: Mapping[str, str]) -> Iterator[str]:
-    """Yield the checkpoints that a value under a key names, or whose step it is."""
+    """Yield the checkpoints whose name or step is the value of a key."""
     if isinstance(value, str):
         tokens = {token.rstrip(".:") for token in (*_TOKEN.findall(value), *_TOKEN.findall(value.partition("=")[2]))}
         yield from (name for stem, name in named.items() if tokens & {stem, name})
@@ -108,12 +110,13 @@ def meant_by(key: str, value: object, named: Mapping[str, str]) -> Iterator[str]
         yield from (name for stem, name in named.items() if step_of(Path(stem)) == int(text))
 
 
-@lru_cache(maxsize=4096)  # each checkpoint that may be deleted asks for all files
+@lru_cache(maxsize=4096)  # every checkpoint that may be deleted needs the pairs of all files
 def pairs_in(path: Path, size: int, changed: int) -> tuple[tuple[str, object], ...]:  # noqa: ARG001
-    """Return the keys and values in a small file of JSON or text; a line without a key has ""."""
+    """Return the keys and values in a small file of JSON or text; a line without a key has the key ""."""
     try:
         text = read_small(path, size).decode()
     except (Corrupt, IOFailure, Unsafe, ValueError):
+        # the file may have any contents; one that is not text mentions nothing
         return ()
     try:
         return tuple(leaves_of(json.loads(text), ""))
@@ -122,32 +125,32 @@ def pairs_in(path: Path, size: int, changed: int) -> tuple[tuple[str, object], .
     if "\0" in text:
         return ()
     lines = [line for line in text.splitlines() if line.strip()]
-    found = [(line, _PAIR.fullmatch(line)) for line in lines]
-    pairs = [(match[1], match[2]) for _, match in found if match]
-    return (*pairs, *(("", line) for line, match in found if not match or len(lines) == 1))
+    matches = [(line, _PAIR.fullmatch(line)) for line in lines]
+    pairs = [(match[1], match[2]) for _, match in matches if match]
+    return (*pairs, *(("", line) for line, match in matches if not match or len(lines) == 1))
 
 
 def leaves_of(value: Any, key: str) -> Iterator[tuple[str, object]]:
-    """Yield what is neither a dict nor a list in JSON, with its last key."""
+    """Yield the values in JSON that are neither dicts nor lists, each with its last key."""
     if isinstance(value, dict):
-        for own, one in value.items():
-            yield from leaves_of(one, own)
+        for own, member in value.items():
+            yield from leaves_of(member, own)
     elif isinstance(value, list):
-        for one in value:
-            yield from leaves_of(one, key)
+        for member in value:
+            yield from leaves_of(member, key)
     else:
         yield key, value
 
 
 def is_for_resuming(path: Path) -> bool:
-    """Return whether a tracker says which checkpoint to resume from, and not which is the best."""
+    """Return whether a tracker names the checkpoint to resume from, not the best one."""
     if path.is_symlink():
         return _LATEST.fullmatch(path.name) is not None
     return not trainers.names_best(path.name)
 
 
 def read_tracker(path: Path) -> str | None:
-    """Return the name or step that one says, None if it is no tracker or says neither."""
+    """Return the name or step in a tracker, None for any other file or without either."""
     with translate_os_errors(path):
         if path.is_symlink():
             return entry_of(path.parent, os.readlink(path))
@@ -156,7 +159,7 @@ def read_tracker(path: Path) -> str | None:
     try:
         text = read_text(path)
     except (Corrupt, Unsafe, ValueError, RecursionError):
-        return None  # what says nothing keeps nothing; what cannot be read might
+        return None  # an invalid tracker protects no checkpoint; a failed read (IOFailure) must not look like one
     if path.suffix == _OF_STORES:
         text = PurePosixPath(text).name
     is_name = text.isprintable() and text not in (".", "..") and not set(text) & set("/\\")
@@ -164,11 +167,14 @@ def read_tracker(path: Path) -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """Return the name or step in a tracker, "" if its JSON has none. Raises `ValueError` for what is no text."""
+    """Return the name or step in a tracker, "" if its JSON has none.
+
+    Raises `ValueError` for a file that is not text.
+    """
     keys = trainers.json_trackers().get(path.name)
     if keys is None:
         return read_small(path, _LIMIT).decode("ascii").strip()
-    found = json.loads(read_small(path, _LIMIT_OF_JSON))
+    value = json.loads(read_small(path, _LIMIT_OF_JSON))
     for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found if isinstance(found, str) else ""
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else ""

@@ -15,7 +15,7 @@ _OF_SPEED = ("_runtime", "_per_second")
 
 
 def logged_numbers(state: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers that a Trainer logged at the step of its state, but for those of its speed."""
+    """Return the metrics that a Trainer logged at the step of its state, without its speed."""
     entries = [entry for entry in state["log_history"] if entry.get("step") == state["global_step"]]
     numbers = {
         str(name): float(value)
@@ -37,7 +37,7 @@ TRANSFORMERS = TrainerFacts(
     step_keys=((STATE, ("global_step",)),),
     best_keys=((STATE, ("best_model_checkpoint",)),),
     own_state=(r"rng_state_([0-9]+)\.pth",),
-    optional_state=(r"rng_state_([0-9]+)\.pth",),  # `Trainer._load_rng_state` goes on without it
+    optional_state=(r"rng_state_([0-9]+)\.pth",),  # `Trainer._load_rng_state` continues without it
     states=(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state\.pth",),
-    metrics={STATE: MetricsFile(1 << 26, logged_numbers)},  # a line for every time that anything was logged
+    metrics={STATE: MetricsFile(1 << 26, logged_numbers)},  # it has an entry for every logging step
 )

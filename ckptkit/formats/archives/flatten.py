@@ -1,7 +1,8 @@
-"""Flatten a pickled state dict into tensors and other entries, under the names that DCP would give; and the way back.
+"""Flatten a pickled state dict into tensors and non-tensor entries, and unflatten it.
 
-Dicts are entered, and lists with a dict or a tensor in them; all else is an entry with a pickle of its own. Unlike DCP,
-a tuple with a tensor in it is entered as a list is, and a dict with nothing in it is an entry.
+The names are those that DCP would give. Dicts are entered, and lists that contain a dict or a tensor; any other value
+is an entry with its own pickle. Unlike DCP, ckptkit also enters a tuple that contains a tensor, and keeps an empty dict
+as an entry.
 """
 
 from __future__ import annotations
@@ -19,19 +20,17 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Chunk, KeyPath, NumberKey, Spec, StoredTensor, TuplePlace
 from ckptkit.layout.box import whole
 
-# Unflatten the names of a checkpoint into the nested dicts and lists that they came from.
-#
-# A step of a key path that is a string leads into a dict, a number into a list or tuple, in which a missing member is
-# None.
-Tree = dict[str | int, "Tree | str"]  # down to names
-_MOST_MISSING = 256  # members of a list
+# Unflatten: a string in a key path is a key of a dict, an integer is an index of a list or tuple. Missing members of a
+# list become None.
+Tree = dict[str | int, "Tree | str"]  # the leaves are names of entries
+_MOST_MISSING = 256  # missing members of a list
 
 
 def unflatten(names: Iterable[str], key: Callable[[str], KeyPath], value: Callable[[str], Any]) -> Any:
-    """Return the value of each name, in the dicts and lists that its key path leads through.
+    """Return the value of each name, nested in dicts and lists as its key path says.
 
-    Values are asked for in the order in which they lie in the result. Two names of which one lies where the other
-    should are `Unsupported`.
+    Calls `value` in the order of the result. Raises `Unsupported` if the key path of one name leads through the value
+    of another.
     """
     tree: Tree = {}
     for name in names:
@@ -40,7 +39,7 @@ def unflatten(names: Iterable[str], key: Callable[[str], KeyPath], value: Callab
 
 
 def place(tree: Tree, key: KeyPath, name: str) -> None:
-    """Put a name where its key path leads."""
+    """Insert a name into the tree at its key path."""
     if len(key) > DEEPEST:
         raise Unsupported(f"expected an entry of at most {DEEPEST} levels, found {len(key)}", tensor=name)
     *above, last = key
@@ -56,7 +55,7 @@ def place(tree: Tree, key: KeyPath, name: str) -> None:
 
 
 def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
-    """Return the dict, list or value that a node of the tree stands for."""
+    """Return the dict, list or value for a node of the tree."""
     if isinstance(node, str):
         return value(node)
     positions = [step for step in node if isinstance(step, int)]
@@ -64,8 +63,8 @@ def build(node: Tree | str, value: Callable[[str], Any]) -> Any:
         steps = {step: step.number if isinstance(step, NumberKey) else step for step in node}
         return with_numbers({steps[step]: build(child, value) for step, child in node.items()})
     if len(positions) < len(node):
-        one, other = (next(node[step] for step in node if isinstance(step, kind)) for kind in (int, str))
-        raise clash(one, first_name(other))
+        at_index, at_key = (next(node[step] for step in node if isinstance(step, kind)) for kind in (int, str))
+        raise clash(at_index, first_name(at_key))
     length = max(positions) + 1
     if min(positions) < 0 or length - len(positions) > _MOST_MISSING:
         message = f"expected {length} members of a list, found {len(positions)}"
@@ -80,35 +79,35 @@ def clash(node: Tree | str, name: str) -> Unsupported:
 
 
 def first_name(node: Tree | str) -> str:
-    """Return the first name under a node."""
+    """Return the first name below a node."""
     while not isinstance(node, str):
         node = next(iter(node.values()))
     return node
 
 
-def with_numbers(made: dict[Any, Any]) -> dict[Any, Any]:
-    """Return an optimizer's dict with the keys of its `state` as its `params` have them: numbers, if they are numbers.
+def with_numbers(nested: dict[Any, Any]) -> dict[Any, Any]:
+    """Return an optimizer's dict whose `state` has the same keys as its `params`: integers, if these are integers.
 
-    Key paths hold numbers as strings where they lead into a dict, and torch's optimizers would not find their state.
+    Key paths contain integer keys of a dict as strings, but torch's optimizers look for their state under integers.
     """
-    groups, state = made.get("param_groups"), made.get("state")
+    groups, state = nested.get("param_groups"), nested.get("state")
     if isinstance(groups, list) and isinstance(state, dict):
         lists = [group.get("params") for group in groups if isinstance(group, dict)]
         numbers = {str(n): n for params in lists if isinstance(params, list) for n in params if type(n) is int}
-        made["state"] = {numbers.get(key, key): child for key, child in state.items()}
-    return made
+        nested["state"] = {numbers.get(key, key): child for key, child in state.items()}
+    return nested
 
 
-DEEPEST = 64  # steps of a key path
-_EXPANSION = 32  # how much more the entries with their names may be than the pickle that they come from
+DEEPEST = 64  # levels of nesting
+_EXPANSION = 32  # the entries with their names may be at most this many times larger than their pickle
 _MAPPINGS = (Global("collections", "OrderedDict"), Global("collections", "defaultdict"))
 
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """A state dict without its nesting: what it holds by name, and the way to each name.
+    """A state dict without nesting: the entries by name, and the key path of each name.
 
-    `spares` are further copies of chunks, where ranks have the same.
+    `spares` are replicas of chunks that other ranks saved.
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
@@ -117,7 +116,7 @@ class FlatState:
     spares: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
 
     def update(self, other: FlatState) -> None:
-        """Take in what another holds."""
+        """Add the entries of another state."""
         self.tensors.update(other.tensors)
         self.blobs.update(other.blobs)
         self.keys.update(other.keys)
@@ -125,15 +124,15 @@ class FlatState:
 
 
 def flatten(state: Any, entries: Mapping[str, ZipEntry], path: str) -> FlatState:
-    """Return the contents of a state dict of file `path`; `entries` are its pickle and storages, as in an archive.
+    """Return the entries of a state dict in file `path`. `entries` are its pickle and storages, as in an archive.
 
-    Every tensor in it is found, or the file is refused: `Unsupported` names what it is in.
+    Raises `Unsupported` for a tensor that cannot be read, or inside an object that cannot be entered.
     """
     flattening = Flattening(entries, path)
     if pairs_of(state) != []:
         children = flattening.children(state)
         if children is None and is_module(state):
-            raise a_module(state)
+            raise pickled_module_error(state)
         if children is None:
             raise Unsupported(f"expected a state dict, found {describe(state)}", hint="save its `state_dict()`")
         flattening.add_all(children, ())
@@ -141,9 +140,9 @@ def flatten(state: Any, entries: Mapping[str, ZipEntry], path: str) -> FlatState
 
 
 class Flattening:
-    """The entries of one pickle as they are gathered. Its size bounds the cost: by sharing, few bytes can say much.
+    """Collects the entries of one pickle of file `path`, whose pickle and storages are `entries`.
 
-    `entries` are the pickle and the storages of file `path`.
+    The size of the pickle limits the result: with shared objects, a few bytes could expand to gigabytes.
     """
 
     def __init__(self, entries: Mapping[str, ZipEntry], path: str) -> None:
@@ -154,14 +153,14 @@ class Flattening:
         self.flat = FlatState()
 
     def add_all(self, children: list[tuple[str | int, Any]], key: KeyPath) -> None:
-        """Add what is behind each step from `key`."""
+        """Add the entries of a dict or list at `key`."""
         if len(key) >= DEEPEST:
             raise Unsupported(f"expected a state dict of at most {DEEPEST} levels, found a deeper one")
         for step, child in children:
             self.add(child, (*key, step))
 
     def add(self, value: Any, key: KeyPath) -> None:
-        """Add what `value` holds, under names that begin with `key`."""
+        """Add the entries in `value`, with names that begin with `key`."""
         children = self.children(value)
         if children is None:
             self.add_entry(value, key)
@@ -169,7 +168,7 @@ class Flattening:
             self.add_all(children, key)
 
     def children(self, value: Any) -> list[tuple[str | int, Any]] | None:
-        """Return what a dict or list holds, by the steps to it; None for what is one entry."""
+        """Return the members of a dict or list, each with its step of the key path; None for a single entry."""
         pairs = pairs_of(value)
         if pairs and all(isinstance(key, (str, int)) for key, _ in pairs):
             return [(key if isinstance(key, str) else NumberKey(key), child) for key, child in pairs]
@@ -178,9 +177,9 @@ class Flattening:
         return [(TuplePlace(i) if isinstance(value, tuple) else i, child) for i, child in enumerate(value)]
 
     def add_entry(self, value: Any, key: KeyPath) -> None:
-        """Add a tensor, or a value that holds none."""
+        """Add a tensor, or a value without tensors."""
         name = ".".join(map(str, key))
-        self.spend(len(name))
+        self.use_budget(len(name))
         if name in self.flat.keys:
             raise Unsupported("two entries of the state dict have the same name", tensor=name)
         self.flat.keys[name] = key
@@ -193,30 +192,30 @@ class Flattening:
             raise error.blame(tensor=name) from None
 
     def stored(self, value: Any) -> StoredTensor:
-        """Return a tensor with the one chunk that its storage is, or that is a part of it."""
+        """Return a tensor with one chunk: its storage, or the part of the storage that it uses."""
         try:
-            found = place_tensor(as_tensor(value), self.entries)
+            located = place_tensor(as_tensor(value), self.entries)
         except CkptError as error:
             error.hint = error.hint and "save a plain dense tensor instead"
             raise
-        dtype, shape = found.tensor.dtype, found.tensor.shape
-        return StoredTensor(Spec(dtype, shape), (found.chunk(whole(shape), self.path),))
+        dtype, shape = located.tensor.dtype, located.tensor.shape
+        return StoredTensor(Spec(dtype, shape), (located.chunk(whole(shape), self.path),))
 
     def blob(self, value: Any) -> Blob:
-        """Return a value that is no tensor, pickled by itself."""
+        """Return a non-tensor value with its own pickle."""
         if is_module(value):
-            raise a_module(value)
-        if holds_tensor(value):
+            raise pickled_module_error(value)
+        if contains_tensor(value):
             raise Unsupported(
                 f"ckptkit does not read a tensor inside {describe(value)}",
                 hint="save the tensor in a dict, under a name",
             )
         content = dump(value)
-        self.spend(len(content))
+        self.use_budget(len(content))
         return Blob(self.path, self.pickle.offset, 0, content)
 
-    def spend(self, amount: int) -> None:
-        """Raise `Unsupported` when the entries have become too many for the pickle to have been meant so."""
+    def use_budget(self, amount: int) -> None:
+        """Raise `Unsupported` if the entries became much larger than their pickle."""
         self.budget -= amount
         if self.budget < 0:
             size = self.pickle.length
@@ -224,31 +223,31 @@ class Flattening:
 
 
 def is_entered(value: Any) -> bool:
-    """Return True for a list with a dict in it or in its lists, and for a list or tuple with a tensor anywhere."""
+    """Return True for a list with a dict in it or in nested lists, or a list or tuple with a tensor at any depth."""
     if isinstance(value, list):
-        lists = inert_pickle.walk(value, lambda part: part if isinstance(part, list) else ())
-        return any(pairs_of(part) is not None for part in lists) or holds_tensor(value)
-    return isinstance(value, tuple) and holds_tensor(value)
+        lists = inert_pickle.walk(value, lambda member: member if isinstance(member, list) else ())
+        return any(pairs_of(member) is not None for member in lists) or contains_tensor(value)
+    return isinstance(value, tuple) and contains_tensor(value)
 
 
-def holds_tensor(value: Any) -> bool:
-    return any(is_tensor(part) or isinstance(part, PersistentId) for part in inert_pickle.walk(value))
+def contains_tensor(value: Any) -> bool:
+    return any(is_tensor(member) or isinstance(member, PersistentId) for member in inert_pickle.walk(value))
 
 
 def is_module(value: Any) -> bool:
-    """Return whether a value would have become a `torch.nn.Module`."""
+    """Return whether a pickled value is a `torch.nn.Module`."""
     state = value.state if isinstance(value, Record) else None
     return isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys()
 
 
-def a_module(value: Any) -> Unsupported:
-    """Return the error for a module that was pickled whole, which only its own code can load."""
+def pickled_module_error(value: Any) -> Unsupported:
+    """Return the error for a module that was pickled as an object, which only its own code can load."""
     hint = "load it with `torch.load(..., weights_only=False)`, which runs its code, and save its `state_dict()`"
     return Unsupported(f"expected a state dict, found a pickled module, {describe(value)}", hint=hint)
 
 
 def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the keys and values of a dict of any kind; None for what is no dict."""
+    """Return the keys and values of a dict of any kind; None for any other value."""
     if isinstance(value, dict):
         return list(value.items())
     if not isinstance(value, Record) or value.of not in _MAPPINGS:
@@ -256,13 +255,13 @@ def pairs_of(value: Any) -> list[tuple[Any, Any]] | None:
     if all(isinstance(argument, Global) for argument in value.args):  # a defaultdict's factory
         return value.items or []
     match value.args:
-        case ([*pairs],) if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):  # as Python 2 has it
+        case ([*pairs],) if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):  # as Python 2 pickles it
             return [(key, child) for key, child in pairs]
     return None
 
 
 def describe(value: Any) -> str:
-    """Return in words what a pickled value would have been."""
+    """Return a description of a pickled value for messages."""
     if is_tensor(value):
         return "a single tensor"
     if isinstance(value, Record) and isinstance(value.of, Global):

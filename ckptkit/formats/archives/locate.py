@@ -1,7 +1,7 @@
-"""Find the bytes of chunks inside envelopes: each is an archive of torch.save.
+"""Find the bytes of chunks inside their wrappers. A wrapper is an archive of torch.save.
 
-ckptkit reads both ends of each archive. Most archives differ from one before in the tensor and its checksums only: a
-template of that one locates them quickly.
+ckptkit reads both ends of each archive. Most archives differ from an earlier one only in the tensor and its checksums,
+so a template of the earlier archive locates them quickly.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ckptkit.io.ranges import Range, read_ahead
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.gc_pause import collector_paused
 
-ENVELOPE = "torch.save"  # the wrapper of a chunk whose envelope can be opened here; any other is a transform's name
-ZSTD = "stream.zstd/1"  # the one of them that is known, as torch names it, with the version
-_LARGEST_CHECKED = 1 << 26  # bytes of a blob, which is held in memory while it is checked
+ENVELOPE = "torch.save"  # the wrapper of a chunk that can be located here; any other is the name of a transform
+ZSTD = "stream.zstd/1"  # the only known transform, with torch's name and version of it
+_LARGEST_CHECKED = 1 << 26  # bytes of a blob that is checked, which takes as much memory
 _crc32 = Struct("<I")
-_MOST = 4096  # templates that are kept at once
-_SERIAL = ".data/serialization_id"  # a number that torch makes of all checksums
+_MOST_TEMPLATES = 4096  # templates in memory
+_SERIAL = ".data/serialization_id"  # a number that torch computes from all checksums
 Span = tuple[int, int]
 
 
 def locate(layout: Layout, report: Report = refuse, *, left: Collection[str] = ()) -> Layout:
-    """Return the layout with every chunk's bytes found inside its envelope, and every blob's compared with its CRC-32.
+    """Return the layout with the bytes of every chunk located in its archive, and the checksum of every blob verified.
 
-    Reports each chunk of which they are not, and leaves it as it is. Those whose wrapper is to be `left` are not
-    reported. Chunks without a wrapper lie where they say.
+    Reports each chunk that cannot be located and each damaged blob, and leaves them unchanged. Chunks whose wrapper is
+    in `left` are skipped without a report. Chunks without a wrapper need no search.
     """
     with OpenFiles(layout.root, in_order=False) as files, collector_paused():
         tensors = {**layout.tensors, **locate_chunks(layout, {None, *left}, files, report)}
@@ -42,30 +42,30 @@ def locate(layout: Layout, report: Report = refuse, *, left: Collection[str] = (
 def locate_chunks(
     layout: Layout, left: Collection[str | None], files: OpenFiles, report: Report
 ) -> dict[str, StoredTensor]:
-    """Return the tensors that have chunks in envelopes, with each found whose wrapper is not to be `left`.
+    """Return the tensors that have chunks in archives, with each chunk located unless its wrapper is in `left`.
 
-    Empty ones have no bytes to find. File by file: of thousands of ranks, each file is opened once, and not once for
-    each of its chunks.
+    Empty chunks have no bytes to find. Works file by file, so with thousands of ranks each file is opened once, not
+    once per chunk.
     """
-    found = {
+    located = {
         name: [chunk._replace(length=0, where=None) if 0 in chunk.box.size else chunk for chunk in tensor.chunks]
         for name, tensor in layout.tensors.items()
         if any(chunk.where is not None for chunk in tensor.chunks)
     }
     places: dict[str, list[tuple[int, int, str, int]]] = {}
-    for name, chunks in found.items():
+    for name, chunks in located.items():
         for i, chunk in enumerate(chunks):
             if chunk.wrapper not in left:
                 places.setdefault(chunk.path, []).append((chunk.offset, chunk.length, name, i))
     ahead, templates = ReadAhead(files), ArchiveTemplates()
-    in_order = ((path, *place) for path in sorted(places) for place in sorted(places.pop(path)))
-    for *_, name, i in read_ahead(layout.root, in_order, lambda place: ends_of(*place[:3])):
-        found[name][i] = locate_chunk(layout, name, found[name][i], ahead, templates, report)
-    return {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in found.items()}
+    in_order = ((path, *location) for path in sorted(places) for location in sorted(places.pop(path)))
+    for *_, name, i in read_ahead(layout.root, in_order, lambda location: ends_of(*location[:3])):
+        located[name][i] = locate_chunk(layout, name, located[name][i], ahead, templates, report)
+    return {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in located.items()}
 
 
 def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
-    """Return what is read of an item's archive to find what is in it: its first and its last bytes."""
+    """Return the byte ranges that are read to locate an archive's contents: its first and its last bytes."""
     end = offset + length
     return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
 
@@ -73,7 +73,10 @@ def ends_of(path: str, offset: int, length: int) -> tuple[Range, Range]:
 def locate_chunk(
     layout: Layout, name: str, chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates, report: Report
 ) -> Chunk:
-    """Return the chunk with its bytes' own offset, length, order and CRC; or as it was, once that has been reported."""
+    """Return the located chunk: offset, length, order and CRC-32 of its bytes.
+
+    On an error report it, return the chunk.
+    """
     try:
         if chunk.wrapper != ENVELOPE:
             hint = "save the checkpoint again without `_extensions`" if chunk.wrapper else None
@@ -85,10 +88,10 @@ def locate_chunk(
 
 
 def open_envelope(chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates) -> Chunk:
-    """Return the chunk whose archive lies there with its bytes' own offset, length, order and CRC.
+    """Return the chunk with the offset, length, order and CRC-32 of its bytes inside its archive.
 
-    It may have floats of fewer bits than the metadata promise, which torch casts as it loads them
-    (torch/distributed/checkpoint/filesystem.py, `target_tensor.copy_`): planners that round as they save leave these.
+    The bytes may be floats of fewer bits than the metadata says; torch casts them on load
+    (torch/distributed/checkpoint/filesystem.py, `target_tensor.copy_`). Planners that round on save write them.
     """
     tensor, start, nbytes, strides, crc, _ = templates.locate(files, chunk.path, chunk.offset, chunk.length)
     is_narrower = tensor.dtype.itemsize < chunk.dtype.itemsize and tensor.dtype.can_become(chunk.dtype)
@@ -100,10 +103,10 @@ def open_envelope(chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates) -
 
 
 def check_blob(layout: Layout, name: str, files: OpenFiles, report: Report) -> Blob:
-    """Return a blob with the CRC-32 of its bytes, if it is an archive and what is in it has those recorded there.
+    """Return a blob with the CRC-32 of its bytes, if it is an archive whose contents match the checksums in it.
 
-    Reported if not. One that has been compared is not read again. What is no archive, or is too large to be held,
-    remains unchecked.
+    Reports an archive that does not match. Does not read a blob again that has a CRC-32. A blob that is not an archive,
+    or is too large for memory, remains unchecked.
     """
     blob = layout.blobs[name]
     path = layout.root / blob.path
@@ -121,36 +124,38 @@ def check_blob(layout: Layout, name: str, files: OpenFiles, report: Report) -> B
 
 
 class ArchiveTemplates:
-    """The last archive of each length that was read, to compare the next of that length with."""
+    """The last archive of each length that was read, as a template for the next archive of that length."""
 
     def __init__(self) -> None:
         self._kept: dict[int, ArchiveTemplate] = {}
 
     def locate(self, files: ReadAhead, path: str, offset: int, length: int) -> Located:
-        """Find the one tensor of the archive of `length` bytes at `offset` of a file.
+        """Locate the one tensor of the archive of `length` bytes at `offset` of a file.
 
-        Raises `Corrupt`, or `Unsupported` naming what it holds.
+        Raises `Corrupt`, or `Unsupported` with the name of its contents.
         """
         known = self._kept.get(length)
         fitting = known.fit(files, path, offset, length) if known is not None else None
         if fitting is not None:
             return fitting
         read = files.inside(path, offset, length)
-        found, entries = open_archive(read, length)
-        made = make_template(read, length, found, entries)
-        if made is not None:
-            if len(self._kept) == _MOST:
+        located, entries = open_archive(read, length)
+        template = make_template(read, length, located, entries)
+        if template is not None:
+            # rare, so a full cache is simply emptied
+            if len(self._kept) == _MOST_TEMPLATES:
                 self._kept.clear()
-            self._kept[length] = made
-        return found
+            self._kept[length] = template
+        return located
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveTemplate:
-    """The bytes before and behind the tensor of an archive, in which it was `found`.
+    """The bytes before and after the tensor of an archive, and the location of its tensor, `found`.
 
-    Another archive fits if it has the same `head`, and behind its tensor the `same` bytes, each from an offset in the
-    `tail`. Checksums stand there twice, at the `pairs` of offsets; the first is that of the tensor.
+    Another archive fits if it has the same `head`, and after its tensor the bytes in `same`, each given with an offset
+    in the last `tail` bytes. Each pair of offsets in `pairs` has one checksum twice; the first pair is that of the
+    tensor.
     """
 
     head: bytes
@@ -160,7 +165,7 @@ class ArchiveTemplate:
     found: Located
 
     def fit(self, files: ReadAhead, path: str, offset: int, length: int) -> Located | None:
-        """Return where the tensor of an archive of this length lies, None if the archive does not fit."""
+        """Return the location of the tensor in an archive of this length; None if the archive does not fit."""
         head, at = files.hold(path, offset, len(self.head))
         if not head.startswith(self.head, at):
             return None
@@ -168,8 +173,8 @@ class ArchiveTemplate:
         for start, wanted in self.same:
             if not tail.startswith(wanted, at + start):
                 return None
-        for one, other in self.pairs:
-            if _crc32.unpack_from(tail, at + one) != _crc32.unpack_from(tail, at + other):
+        for first, second in self.pairs:
+            if _crc32.unpack_from(tail, at + first) != _crc32.unpack_from(tail, at + second):
                 return None
         (crc32,) = _crc32.unpack_from(tail, at + self.pairs[0][0])
         tensor, start, nbytes, strides, *_ = self.found
@@ -177,29 +182,29 @@ class ArchiveTemplate:
 
 
 def make_template(read: ReadAt, length: int, found: Located, entries: Mapping[str, ZipEntry]) -> ArchiveTemplate | None:
-    """Return the template of an archive, None if its tensor is not all of its storage or more is about it than usual.
+    """Return the template of an archive; None if its tensor is only a part of its storage, or it has unusual entries.
 
-    The number that torch makes of all checksums is told by them, and may differ too.
+    The serialization id, which torch computes from all checksums, may differ: the checksums determine it.
     """
     storage, serial = entries[f"data/{found.tensor.key}"], entries.get(_SERIAL)
     begin = storage.offset + storage.length
     if found.length != storage.length or max(storage.offset, length - begin) > GLANCE:
         return None
-    sealed = [storage] if serial is None else [storage, serial]
-    pairs = tuple((one - begin, other - begin) for one, other in (entry.crc_at for entry in sealed))
-    free = [(start, start + _crc32.size) for pair in pairs for start in pair]
+    checksummed = [storage] if serial is None else [storage, serial]
+    pairs = tuple((first - begin, second - begin) for first, second in (entry.crc_at for entry in checksummed))
+    variable_spans = [(start, start + _crc32.size) for pair in pairs for start in pair]
     if serial is not None:
-        free.append((serial.offset - begin, serial.offset - begin + serial.length))
+        variable_spans.append((serial.offset - begin, serial.offset - begin + serial.length))
     tail = read(begin, length - begin)
-    checksums = [_crc32.pack(entry.crc32) for entry in sealed for _ in entry.crc_at]
-    if min(free)[0] < 0 or [tail[slice(*span)] for span in free[: len(checksums)]] != checksums:
+    checksums = [_crc32.pack(entry.crc32) for entry in checksummed for _ in entry.crc_at]
+    if min(variable_spans)[0] < 0 or [tail[slice(*span)] for span in variable_spans[: len(checksums)]] != checksums:
         return None
-    same = tuple((start, tail[start:stop]) for start, stop in between(free, len(tail)))
+    same = tuple((start, tail[start:stop]) for start, stop in between(variable_spans, len(tail)))
     return ArchiveTemplate(read(0, storage.offset), len(tail), same, pairs, found)
 
 
 def between(spans: Iterable[Span], end: int) -> Iterator[Span]:
-    """Yield what lies between spans, and before and behind them, in `0:end`."""
+    """Yield the gaps before, between and after the spans in `0:end`."""
     at = 0
     for start, stop in sorted(spans):
         if start > at:

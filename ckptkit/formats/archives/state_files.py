@@ -1,4 +1,4 @@
-"""Open files of torch.save, new or old, and read their pickles inertly."""
+"""Open files of torch.save in the current or the old format, and read their pickles inertly."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.layout.dtypes import DTYPES
 
-# Read the format of torch.save before version 1.6: pickles one after another, then every storage. No tensor data.
+# The format of torch.save before version 1.6: consecutive pickles, then every storage.
 #
-# Source: `_legacy_save` in torch/serialization.py. The pickles are a magic number, a version, the facts of the machine,
-# the object, and the keys of its storages; each storage is a count of elements and their bytes. Where the storages
-# begin shows only when the pickles have been read. Nothing has a checksum.
+# Source: `_legacy_save` in torch/serialization.py. The pickles are a magic number, a version, facts about the machine,
+# the object, and the keys of its storages; each storage is a count of elements and their bytes. The storages begin
+# where the pickles end, so ckptkit has to read the pickles first. There are no checksums.
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
-_COUNT_BYTES = 8  # of elements, before each storage's bytes
-_FIRST_READ = 1 << 16  # bytes; as many again, and more, are read as long as the pickles go on
+_COUNT_BYTES = 8  # of the count of elements before each storage's bytes
+_FIRST_READ = 1 << 16  # bytes; four times as many each time the pickles do not end there
 _READ_LIMIT = 1 << 28
 _ITEM_SIZES = {storage: DTYPES[name].itemsize for storage, name in STORAGES.items()} | {
     "UntypedStorage": 1,
@@ -44,18 +44,21 @@ _ITEM_SIZES = {storage: DTYPES[name].itemsize for storage, name in STORAGES.item
 
 
 def is_legacy(head: bytes) -> bool:
-    """Return True if a file that begins with `head` is of this format, or of the one before it."""
+    """Return True if a file that begins with `head` is of torch.save before 1.6, or in the tar format before that."""
     magic = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little")
     return (head[:1] == b"\x80" and magic in head[:32]) or is_tar(head)
 
 
 def is_tar(head: bytes) -> bool:
-    """Return True for the first format of all, a tar archive with the facts of the machine before everything else."""
+    """Return True for torch's first format, a tar archive that begins with facts about the machine."""
     return head[257:262] == b"ustar" and b"sys_info\0" in head
 
 
 def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
-    """Return the object in a file of `length` bytes, and where its pickle and storages lie, called as in an archive."""
+    """Return the object in a file of `length` bytes, and the location of its pickle and storages.
+
+    The names of the locations are those of an archive's entries.
+    """
     pickled = _Pickles(read, length)
     if is_tar(pickled.data):
         raise Unsupported(
@@ -75,20 +78,20 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
         raise Corrupt("the storages in the file's list differ from the storages that its tensors use")
     at = pickled.at
     for key in keys:
-        place = find_storage(read, at, length, *sizes[key])
-        entries[f"data/{key}"] = place
-        at = place.offset + place.length
+        entry = find_storage(read, at, length, *sizes[key])
+        entries[f"data/{key}"] = entry
+        at = entry.offset + entry.length
     return state, entries
 
 
 def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
-    """Return elements, and bytes of each, of every storage that a pickled object refers to, by its key."""
+    """Return the number of elements and the itemsize of each storage that a pickled object uses, by storage key."""
     sizes: dict[str, tuple[int, int]] = {}
-    for part in inert_pickle.walk(state):
-        if not isinstance(part, PersistentId):
+    for member in inert_pickle.walk(state):
+        if not isinstance(member, PersistentId):
             continue
         try:
-            _, kind, key, *details = part.value
+            _, kind, key, *details = member.value
             size = (int(details[1]), _ITEM_SIZES[kind.name])
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise Unsupported("the pickle refers to an unknown kind of storage") from error
@@ -98,7 +101,7 @@ def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
 
 
 def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) -> ZipEntry:
-    """Return the place of the storage of `numel` elements whose count is at byte `at` of a file of `length` bytes."""
+    """Return the location of the storage of `numel` elements whose element count is at byte `at` of the file."""
     start = at + _COUNT_BYTES
     if start > length:
         raise Corrupt(f"expected a storage at byte {at}, found the end of the file at byte {length}")
@@ -112,7 +115,7 @@ def find_storage(read: ReadAt, at: int, length: int, numel: int, itemsize: int) 
 
 
 class _Pickles:
-    """The pickles one after another from a file's start, which is read as far as they reach, or a little further."""
+    """The consecutive pickles at the start of a file. Reads little more of the file than the pickles need."""
 
     def __init__(self, read: ReadAt, length: int) -> None:
         self.read = read
@@ -135,8 +138,8 @@ class _Pickles:
 
 HEAD = 2048  # bytes, enough for the first entry's name
 _ZIP = b"PK\x03\x04"
-_PICKLE_LIMIT = 1 << 28  # bytes; those of the largest models have a few million
-_PROGRAMS = {  # an entry that only the archive of a program has: what that is, and what loads it
+_PICKLE_LIMIT = 1 << 28  # bytes; the pickles of the largest models have a few million
+_PROGRAMS = {  # an entry that only the archive of a program has: the kind of program, and the function that loads it
     "constants.pkl": ("a TorchScript program", "torch.jit.load"),
     "models/model.json": ("an ExportedProgram of torch.export", "torch.export.load"),
     "serialized_exported_program.json": ("an ExportedProgram of torch.export", "torch.export.load"),
@@ -146,7 +149,7 @@ _PROGRAMS = {  # an entry that only the archive of a program has: what that is, 
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """The object pickled in a file of torch.save, and where its pickle and its storages lie, as in an archive."""
+    """The object pickled in a file of torch.save, and the location of its pickle and storages, as in an archive."""
 
     name: str
     value: Any
@@ -154,7 +157,7 @@ class StateFile:
 
 
 def read_state_file(root: Path, name: str) -> StateFile:
-    """Return what is in the file `name` of a directory. Every error names the file."""
+    """Return the contents of file `name` in a directory. Every error names the file."""
     path = root / name
     try:
         with opened(path) as (read, length):
@@ -164,7 +167,7 @@ def read_state_file(root: Path, name: str) -> StateFile:
 
 
 def is_torch_save(path: Path) -> bool:
-    """Return True if `path` is a file that begins as torch.save begins one, in the old format or as an archive."""
+    """Return True if the file at `path` begins like one of torch.save, in the old format or as an archive."""
     if not path.is_file():
         return False
     with opening(path) as file:
@@ -178,29 +181,29 @@ def first_name(head: bytes) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[ReadAt, int]]:
-    """Open a file of torch.save to read from; give its size too."""
+    """Open a file of torch.save. Yields a function that reads from it, and its size in bytes."""
     with opening(path) as file:
         length = file.size
         yield glance(lambda offset, size: read_at(file, size, offset), length), length
 
 
 def entries_of(read: ReadAt, length: int) -> dict[str, ZipEntry]:
-    """Return where everything in a file of `length` bytes lies, by name.
+    """Return the location of each entry in a file of `length` bytes, by name.
 
-    Raises `Unsupported` for a TorchScript program, and for what DataStates writes under the same names.
+    Raises `Unsupported` for a TorchScript program, and for the format that DataStates writes under the same file names.
     """
     head = read(0, min(length, HEAD))
     if is_legacy(head):
         return read_legacy(read, length)[1]
     if not head.startswith(_ZIP) and is_of_datastates(read, length):
-        raise of_datastates()
+        raise datastates_error()
     if program := program_in(read, length):
         raise program
     return read_directory(read, length)
 
 
 def program_in(read: ReadAt, length: int) -> Unsupported | None:
-    """Return the error for an archive that torch writes of a program, by a name in its directory; None for any other.
+    """Return the error for an archive in which torch saved a program; None for any other archive.
 
     Sources: torch/csrc/jit/serialization/export_module.cpp, torch/export/pt2_archive/constants.py and, before 2.8,
     torch/_export/serde.
@@ -217,27 +220,28 @@ def program_in(read: ReadAt, length: int) -> Unsupported | None:
 def is_of_datastates(read: ReadAt, length: int) -> bool:
     """Return whether DataStates wrote a file: the size of a header, the header in JSON, then tensors and a pickle.
 
-    The header lies behind its size, or at the next multiple of 4096 in newer versions. Source: llm/datastates/ckpt.py
-    of DataStates/datastates-llm.
+    The header follows its size, or in newer versions begins at byte 4096. Source: llm/datastates/ckpt.py of
+    DataStates/datastates-llm.
     """
     size = int.from_bytes(read(0, 8), "little") if length > 8 else 0
     places = (at for at in (8, 4096) if 2 <= size <= min(length - at, _PICKLE_LIMIT))
     return any((header := read(at, size)).startswith(b"{") and b'"datastates_metadata"' in header for at in places)
 
 
-def of_datastates(path: Path | None = None) -> Unsupported:
+def datastates_error(path: Path | None = None) -> Unsupported:
     hint = "load the checkpoint with DataStates' engine, and save it with the default one"
     return Unsupported("the file is in the format of DataStates, not of torch.save", path=path, hint=hint)
 
 
 def unlike_torch(path: Path) -> Unsupported | None:
-    """Return the error for a program that torch wrote, or for a file of another library; None for any other file."""
+    """Return the error for a program that torch wrote, or a file of DataStates; None for any other file."""
     with opened(path) as (read, length):
         if is_of_datastates(read, length):
-            return of_datastates(path)
+            return datastates_error(path)
         try:
             program = program_in(read, length) if read(0, min(4, length)) == _ZIP else None
         except (Corrupt, Unsafe, Unsupported):
+            # not this function's concern: whoever reads the file reports the damage
             return None
     if program is not None:
         program.blame(path=path)
@@ -245,7 +249,7 @@ def unlike_torch(path: Path) -> Unsupported | None:
 
 
 def places_in(made: Layout, paths: Iterable[str]) -> Iterator[tuple[FileOffset, int]]:
-    """Yield where the CRC-32 of each entry of some files stands, in both of its places."""
+    """Yield each entry of the files, as file and offset, with both offsets at which its CRC-32 is stored."""
     for path in paths:
         with opened(made.root / path) as (read, length):
             entries = read_directory(read, length)
@@ -253,7 +257,7 @@ def places_in(made: Layout, paths: Iterable[str]) -> Iterator[tuple[FileOffset, 
 
 
 def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
-    """Return the pickled object in a file of `length` bytes, and where its pickle and its storages lie, by name."""
+    """Return the pickled object in a file of `length` bytes, and the location of its pickle and storages by name."""
     if is_legacy(read(0, min(length, HEAD))):
         return read_legacy(read, length)
     entries = entries_of(read, length)
@@ -263,16 +267,16 @@ def read_state(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
 
 
 def read_pickle(path: Path) -> bytes:
-    """Return the pickle in a file of torch.save as it is; that of an old one ends before its storages."""
+    """Return the unparsed pickle in a file of torch.save, without its storages; empty if the archive has none."""
     with opened(path) as (read, length):
         entries = entries_of(read, length)
         return b"" if "data.pkl" not in entries else bytes(read_entry(read, entries, "data.pkl", limit=_PICKLE_LIMIT))
 
 
 def extents_of(layout: Layout, paths: Iterable[str], report: Report) -> Iterator[Extent]:
-    """Yield every entry of the files at `paths` in the layout's directory: storages, pickles and what lies beside.
+    """Yield every entry of the files at `paths` in the layout's directory: storages, pickles and torch's other entries.
 
-    An entry is said to be of the tensor that begins where it does. Reports each file that cannot be read.
+    An entry gets the name of the tensor that begins at the same offset. Reports each file that cannot be read.
     """
     places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
     for path in sorted(set(paths)):

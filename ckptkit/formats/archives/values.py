@@ -1,7 +1,7 @@
-"""Read the value of an entry that is not a tensor, or give the entry another, inertly.
+"""Read the value of a non-tensor entry, or replace it, without running code.
 
-The groups of an optimizer's state dict are as torch/optim/optimizer.py, `state_dict`, has them: parameters are numbered
-through all groups, or go by their names.
+The groups of an optimizer's state dict are as in torch/optim/optimizer.py, `state_dict`: parameters have indices that
+count through all groups, or names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def load_value(root: Path, blob: Blob) -> Any:
 
 
 def reading(root: Path, blob: Blob) -> tuple[ReadAt, int]:
-    """Return a function that reads in a blob, and how many bytes there are: all are read, and decompressed, at once."""
+    """Return a function that reads from a blob, and its size. The blob is read, and decompressed, at once."""
     if blob.wrapper == ZSTD:
         from ckptkit.formats.archives.zstd import decompress_blob  # few checkpoints are compressed
 
@@ -50,15 +50,17 @@ def with_value(blob: Blob, value: Any) -> Blob:
 
 
 def numbers_of(value: Any) -> list[list[int]] | None:
-    """Return the parameters' numbers in the groups of an optimizer's state dict; None for one that has names."""
+    """Return the parameter indices in each group of an optimizer's state dict; None if it has names instead."""
     numbers = lists_of(value, "params")
-    if numbers is None or not all(isinstance(found, list) and all(type(n) is int for n in found) for found in numbers):
+    if numbers is None or not all(
+        isinstance(in_group, list) and all(type(n) is int for n in in_group) for in_group in numbers
+    ):
         return None
-    return [list(found) for found in numbers]
+    return [list(in_group) for in_group in numbers]
 
 
 def lists_of(value: Any, key: str) -> list[Any] | None:
-    """Return the entry of each group of an optimizer's state dict, None for a missing one; None without groups."""
+    """Return the value of `key` in each group of an optimizer's state dict, None where missing; None without groups."""
     groups = dict(pairs_of(value) or ()).get("param_groups")
     if not isinstance(groups, list):
         return None

@@ -1,7 +1,7 @@
 """Write the archive that torch.save would write, around tensors whose bytes come later.
 
-Source: torch/serialization.py and caffe2/serialize/inline_container.cc; the zip fields are those of PKWARE's
-APPNOTE.TXT. All is known before but the tensors' bytes and their CRC-32, which stands in two places.
+Source: torch/serialization.py and caffe2/serialize/inline_container.cc; the zip fields are from PKWARE's APPNOTE.TXT.
+Everything is known in advance except the tensors' bytes and their CRC-32, which is stored in two places.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Blob, Layout, Patch, Spec, StoredTensor
 from ckptkit.layout.box import row_major
 
-# Number the storages of a torch.save file to be made, as its tensors come.
-#
-# The bytes of most are still to come. Those of tensors that lie inside an entry that is no tensor are read here, with
-# it.
-_ENTRY_LIMIT = 1 << 28  # bytes of all entries that are no tensors; they are held in memory
+# Storages get their keys in the order of the tensors. The bytes of most come later. Tensors inside a non-tensor entry
+# are read here, with the entry.
+_ENTRY_LIMIT = 1 << 28  # bytes of all non-tensor entries, which are in memory at the same time
 
 
 class Storages:
-    """The values that `wanted` has by name, and the `contents` that they need: bytes, or how many will come."""
+    """The pickled values of the entries of `wanted`, and the `contents` of their storages: bytes, or a size."""
 
     def __init__(self, wanted: Layout) -> None:
         self.wanted = wanted
@@ -47,58 +45,59 @@ class Storages:
             raise error.blame(tensor=name) from None
 
     def _tensor(self, name: str, stored: StoredTensor) -> Record:
-        """Return a tensor with a storage of its own; tied ones, which have the same chunks, share it.
+        """Return a tensor with its own storage; tied tensors, which have the same chunks, share one.
 
-        Single numbers never do: the steps of two parameters may be read from one place, but count by themselves.
+        0-d tensors never share: the steps of two parameters may come from one place in the source, but count
+        separately.
         """
-        kept = stored if stored.spec.shape else (name, stored)
-        key = self._keys.get(kept)
+        identity = stored if stored.spec.shape else (name, stored)
+        key = self._keys.get(identity)
         if key is None:
             key = self.add(stored.spec.nbytes)
             if stored.chunks:
-                self._keys[kept] = key
+                self._keys[identity] = key
         return describe_tensor(stored.spec, key)
 
     def add(self, content: int | bytes) -> str:
-        """Return the key of a new storage, with its bytes or how many will come."""
+        """Return the key of a new storage, given its bytes or its size."""
         key = str(len(self.contents))
         self.contents[key] = content
         return key
 
     def _entry(self, blob: Blob) -> Any:
-        """Return a value from its pickle, or from its archive of torch.save together with the storages in it."""
+        """Return a value from its pickle, or from its archive of torch.save together with the storages there."""
         if blob.content is not None:
             return inert_pickle.load(blob.content, ANY_NAME)[0]
         if blob.wrapper:
             raise Unsupported(f"stored through the transform `{blob.wrapper}`")
         try:
-            self._spend(blob.length)
+            self._use_budget(blob.length)
             read, length = reading(self.wanted.root, blob)
             entries = read_directory(read, length)
             check_byte_order(read, entries)
             value, _ = inert_pickle.load(read_entry(read, entries, "data.pkl", limit=length), ANY_NAME)
-            self._bring(value, read, entries)
+            self._import_storages(value, read, entries)
         except CkptError as error:
             raise error.blame(path=self.wanted.root / blob.path) from None
         return value
 
-    def _bring(self, value: Any, read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
-        """Make a value refer to storages of ours, with the bytes of those in its archive."""
+    def _import_storages(self, value: Any, read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
+        """Replace the storages that a value refers to by new ones, with the bytes from its archive."""
         keys: dict[str, str] = {}
-        for part in inert_pickle.walk(value):
-            if not isinstance(part, PersistentId):
+        for member in inert_pickle.walk(value):
+            if not isinstance(member, PersistentId):
                 continue
-            match part.value:
+            match member.value:
                 case ("storage", kind, str(key), *rest):
                     if key not in keys:
                         content = read_entry(read, entries, f"data/{key}", limit=self._room)
-                        self._spend(len(content))
+                        self._use_budget(len(content))
                         keys[key] = self.add(content)
-                    part.value = ("storage", kind, keys[key], *rest)
+                    member.value = ("storage", kind, keys[key], *rest)
                 case _:
                     raise Corrupt("data.pkl refers to an object that is not a storage")
 
-    def _spend(self, nbytes: int) -> None:
+    def _use_budget(self, nbytes: int) -> None:
         self._room -= nbytes
         if self._room < 0:
             raise Unsupported(f"the entries that are not tensors need more than {_ENTRY_LIMIT} bytes")
@@ -109,15 +108,15 @@ _central = Struct("<4sHHHHHHIIIHHHHHII")
 _end = Struct("<4sHHHHIIH")
 _end64 = Struct("<4sQHHIIQQQQ")
 _end64_locator = Struct("<4sIQI")
-_FLAGS = 0x0808  # the CRC and the sizes follow the content; names are UTF-8
+_FLAGS = 0x0808  # flags: CRC and sizes follow the content; names are UTF-8
 _ALL_ONES = 0xFFFFFFFF
-_ALIGNMENT = 64  # bytes; of every content within the archive, as torch pads
+_ALIGNMENT = 64  # bytes: each content begins at a multiple of this, as torch pads
 _TYPED = {name: storage for storage, name in STORAGES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StorageSlot:
-    """The place of a storage's bytes in the archive, and each place of their CRC-32, in 4 bytes."""
+    """The location of a storage's bytes in the archive, and the two offsets of its CRC-32 (4 bytes each)."""
 
     offset: int
     length: int
@@ -126,7 +125,7 @@ class StorageSlot:
 
 @dataclass(frozen=True, slots=True)
 class ZipTemplate:
-    """An archive of `nbytes` bytes: those that are known, and the holes, by the keys of their storages."""
+    """An archive of `nbytes` bytes: the bytes that are known, and the slots of storages by their keys."""
 
     nbytes: int
     parts: tuple[Patch, ...]
@@ -136,12 +135,12 @@ class ZipTemplate:
 def make_envelope(
     pickle: bytes, storages: Mapping[str, int | bytes], *, instead_of: bytes | None = None
 ) -> ZipTemplate:
-    """Return the archive of an object pickled as `pickle`; of each storage, the bytes or how many will come.
+    """Return the archive of an object pickled as `pickle`. `storages` has the bytes of each storage, or its size.
 
-    With `instead_of` that pickle lies where the first belongs and is not listed, and `pickle` lies at the end: so an
-    archive that has been made, all storages of which are known by size only, is changed in its last part alone.
+    With `instead_of`, that pickle is written first but not listed in the directory, and `pickle` is written at the end.
+    So an archive that already has its data changes only at its end.
     """
-    making = _Making()
+    making = _ArchiveBuilder()
     making.add("data.pkl", pickle if instead_of is None else instead_of)
     if instead_of is not None:
         making.unlist()
@@ -161,7 +160,7 @@ def make_envelope(
 
 
 def describe_tensor(spec: Spec, key: str) -> Record:
-    """Return the call by which torch makes a row-major tensor of storage `key`. Raises `Unsupported` if quantized."""
+    """Return the call that rebuilds a row-major tensor of storage `key`. Raises `Unsupported` if quantized."""
     if spec.dtype.kind == "quantized":
         raise Unsupported(f"a tensor of dtype {spec.dtype} has its scales beside its bytes", hint="drop it")
     hooks = Record(Global("collections", "OrderedDict"), ())
@@ -175,14 +174,14 @@ def describe_tensor(spec: Spec, key: str) -> Record:
     return Record(Global("torch._utils", "_rebuild_tensor_v3"), (*view, Global("torch", spec.dtype.name)))
 
 
-class _Making:
-    """An archive that is put together from its start to its end."""
+class _ArchiveBuilder:
+    """Builds an archive from start to end."""
 
     def __init__(self) -> None:
         self.parts: list[Patch] = []
         self.holes: dict[str, StorageSlot] = {}
-        self.known = bytearray()  # the bytes since the last hole
-        self.start = 0  # and where they begin
+        self.known = bytearray()  # the bytes since the last slot
+        self.start = 0  # offset of `known`
         self.directory = bytearray()
         self.count = 0
 
@@ -191,7 +190,7 @@ class _Making:
         return self.start + len(self.known)
 
     def add(self, name: str, content: int | bytes) -> None:
-        """Add an entry with its content, or with room for it."""
+        """Add an entry with its content, or with room for that many bytes."""
         length = content if isinstance(content, int) else len(content)
         checksum = 0 if isinstance(content, int) else crc32(content)
         path = f"archive/{name}".encode()
@@ -203,14 +202,16 @@ class _Making:
         else:
             self.known += content
         if isinstance(content, int):
-            self.holes[name] = StorageSlot(offset, length, (self.at + 4, len(self.directory) + 16))  # in the directory
+            self.holes[name] = StorageSlot(
+                offset, length, (self.at + 4, len(self.directory) + 16)
+            )  # the second offset is relative to the directory
         size = Struct("<QQ" if length >= _ALL_ONES else "<II")
         self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
         self.directory += self.describe(path, checksum, length, header)
         self.count += 1
 
     def unlist(self) -> None:
-        """Leave what has been added out of the directory."""
+        """Remove all entries so far from the directory."""
         self.directory.clear()
         self.count = 0
 
@@ -232,12 +233,12 @@ class _Making:
         """Return an entry's record in the directory."""
         wide = [value for value in (length, length, header) if value >= _ALL_ONES]
         extra = b"" if not wide else b"\x01\x00" + Struct(f"<H{len(wide)}Q").pack(8 * len(wide), *wide)
-        size, place = min(length, _ALL_ONES), min(header, _ALL_ONES)
-        fields = (0, 0, _FLAGS, 0, 0, 0, checksum, size, size, len(path), len(extra), 0, 0, 0, 0, place)
+        size, header_offset = min(length, _ALL_ONES), min(header, _ALL_ONES)
+        fields = (0, 0, _FLAGS, 0, 0, 0, checksum, size, size, len(path), len(extra), 0, 0, 0, 0, header_offset)
         return _central.pack(b"PK\x01\x02", *fields) + path + extra
 
     def envelope(self) -> ZipTemplate:
-        """Return the archive, with its directory at the end; a reader finds the directory from there."""
+        """Return the archive, with its directory at the end, where readers look for it."""
         at, count, size = self.at, self.count, len(self.directory)
         end = at + size
         self.known += self.directory

@@ -1,7 +1,7 @@
-"""Read the zip archive that torch.save writes: entries, positions, checksums, and the offset of the tensor.
+"""Read the zip archive that torch.save writes: entries, offsets, checksums, and the location of the tensor.
 
-Source: caffe2/serialize/inline_container.cc; the fields are those of PKWARE's APPNOTE.TXT. Local headers carry no sizes
-(flag bit 3), so everything is found from the central directory. Reads a kilobyte or two per archive.
+Source: caffe2/serialize/inline_container.cc; the fields are from PKWARE's APPNOTE.TXT. Local headers have no sizes
+(flag bit 3), so everything comes from the central directory. Reads one or two kilobytes per archive.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ckptkit.layout.box import Box, Shape
 
 
 class Located(NamedTuple):
-    """The place of a tensor's bytes: `length` of them at `offset` of the archive, in the order `strides` gives.
+    """The location of a tensor's bytes: `length` bytes at `offset` of the archive, in the order of `strides`.
 
-    One that has only a part of its storage is checked with that, if it has a CRC-32.
+    A tensor that uses only a part of its storage is verified with the CRC-32 of the storage, if that has one.
     """
 
     tensor: TensorRecord
@@ -33,16 +33,16 @@ class Located(NamedTuple):
     storage: ZipEntry | None = None
 
     def chunk(self, box: Box, path: str) -> Chunk:
-        """Return it as a box of a tensor, in file `path`; if it is a part of its storage, with the checksum of that."""
+        """Return the location as a chunk in file `path`. A part of a storage has the checksum of the storage."""
         own = Chunk(box, path, self.offset, self.length, self.tensor.dtype, self.strides, self.crc32)
         storage = self.storage
         return own if storage is None else own._replace(crc32=storage.crc32, run=(storage.offset, storage.length))
 
 
 def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, ZipEntry]]:
-    """Return where the one tensor of an archive of `length` bytes lies, and every entry.
+    """Return the location of the one tensor of an archive of `length` bytes, and every entry.
 
-    Raises `Corrupt`, or `Unsupported` naming what it holds.
+    Raises `Corrupt`, or `Unsupported` with the name of its contents.
     """
     read = glance(read, length)
     entries = read_directory(read, length)
@@ -51,7 +51,7 @@ def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, ZipEntry
 
 
 def place_tensor(tensor: TensorRecord, entries: Mapping[str, ZipEntry]) -> Located:
-    """Return where the bytes of a tensor lie, by the archive's directory. Its storage may be too small: `Corrupt`."""
+    """Return the location of a tensor's bytes. Raises `Corrupt` if its storage is missing or too small."""
     storage = entries.get(f"data/{tensor.key}")
     if storage is None:
         raise Corrupt(f"entry `data/{tensor.key}` is missing from the archive")
@@ -71,7 +71,7 @@ def place_tensor(tensor: TensorRecord, entries: Mapping[str, ZipEntry]) -> Locat
 
 
 def check_byte_order(read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
-    """Raise `Unsupported` for an archive written on a big-endian machine; torch before 2.1 did not say."""
+    """Raise `Unsupported` for an archive from a big-endian machine; archives before torch 2.1 do not say."""
     if "byteorder" in entries and read_entry(read, entries, "byteorder").strip() != b"little":
         raise Unsupported("the tensor was saved in big-endian byte order")
 
@@ -86,15 +86,15 @@ _ALL_ONES = 0xFFFFFFFF
 _HAS_DESCRIPTOR = 8  # flag bit 3: CRC and sizes follow the content
 _DIRECTORY_LIMIT = 1 << 26  # bytes; half a million entries
 _CONTENT_LIMIT = 1 << 16  # bytes of `data.pkl` for one tensor, and of the other small entries
-_PIECE = 1 << 20  # bytes of an entry that are read at once to be compared
+_PIECE = 1 << 20  # bytes of an entry per read when its checksum is verified
 GLANCE = 2048  # bytes read at each end; torch's own head and directory take about 800 and 600
 
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """A file in the archive: `length` bytes of content at `offset`, described at `record` of the archive's directory.
+    """A file in the archive: `length` bytes of content at `offset`.
 
-    A `crc32` of 0 means that none was computed.
+    `record` is the offset of its record in the archive's directory. A `crc32` of 0 means that none was computed.
     """
 
     offset: int
@@ -104,12 +104,12 @@ class ZipEntry:
 
     @property
     def crc_at(self) -> tuple[int, int]:
-        """Return where its CRC-32 stands: in the description that follows the content, and in the directory."""
+        """Return both offsets of the CRC-32: in the data descriptor after the content, and in the directory."""
         return self.offset + self.length + 4, self.record + 16
 
 
 def glance(read: ReadAt, length: int) -> ReadAt:
-    """Return `read`, answering from two reads of the archive's first and last bytes made in advance, where possible."""
+    """Return a `read` that serves the archive's first and last bytes from memory, after two reads in advance."""
     head = read(0, min(length, GLANCE))
     cut = max(0, length - GLANCE)
     tail = read(cut, length - cut) if cut else head
@@ -125,7 +125,7 @@ def glance(read: ReadAt, length: int) -> ReadAt:
 
 
 def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
-    """Return every entry of the archive, by its name after the first slash (torch prefixes the archive's own name)."""
+    """Return every entry of the archive by its name without the archive's own prefix, which ends at the first slash."""
     count, size, offset = find_directory(read, length)
     if offset + size > length or size > _DIRECTORY_LIMIT:
         raise Corrupt(f"the zip directory at {offset}:{offset + size} does not fit an archive of {length} bytes")
@@ -152,7 +152,7 @@ def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
 def read_entry_place(
     read: ReadAt, fields: tuple[Any, ...], raw_name: bytes, extra: bytes, limit: int
 ) -> tuple[int, int]:
-    """Return offset and length of the content of a central-directory entry; `limit` is where the directory starts."""
+    """Return offset and length of the content of a directory entry. `limit` is the offset of the directory."""
     signature, flags, method, checksum, packed, unpacked, header = (fields[i] for i in (0, 3, 4, 7, 8, 9, 16))
     if signature != b"PK\x01\x02":
         raise Corrupt("the zip directory is damaged")
@@ -178,7 +178,7 @@ def read_entry_place(
 
 
 def widen(unpacked: int, packed: int, header: int, extra: bytes) -> tuple[int, int, int]:
-    """Return packed size, unpacked size and header offset, those that do not fit 32 bits from the zip64 field."""
+    """Return packed size, unpacked size and header offset; values beyond 32 bits come from the zip64 field."""
     values = [unpacked, packed, header]
     while len(extra) >= 4:
         kind, size = int.from_bytes(extra[:2], "little"), int.from_bytes(extra[2:4], "little")
@@ -219,7 +219,7 @@ def find_directory(read: ReadAt, length: int) -> tuple[int, int, int]:
 
 
 def read_entry(read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limit: int = _CONTENT_LIMIT) -> bytes:
-    """Return the content of an entry of at most `limit` bytes, its CRC compared."""
+    """Return the content of an entry of at most `limit` bytes. Verifies its CRC-32."""
     entry = entries.get(name)
     if entry is None:
         raise Corrupt(f"entry `{name}` is missing from the archive")
@@ -232,12 +232,12 @@ def read_entry(read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limi
 
 
 def damaged(name: str, entry: ZipEntry, found: int) -> Corrupt:
-    """Return the error for an entry of an archive that has another CRC-32 than is recorded for it."""
+    """Return the error for an entry of an archive whose CRC-32 differs from the recorded one."""
     return Corrupt(f"expected CRC-32 {entry.crc32:08x} of entry `{name}`, found {found:08x}: the entry is damaged")
 
 
 def check_contents(data: bytes) -> None:
-    """Raise `Corrupt` unless everything in an archive, given whole, has the CRC-32 that is recorded for it."""
+    """Raise `Corrupt` unless every entry of an archive, given in memory, matches its recorded CRC-32."""
 
     def read(offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > len(data):
@@ -248,20 +248,20 @@ def check_contents(data: bytes) -> None:
 
 
 def check_archive(read: ReadAt, length: int) -> None:
-    """Raise `Corrupt` unless everything in an archive of `length` bytes has the CRC-32 that is recorded for it."""
+    """Raise `Corrupt` unless every entry of an archive of `length` bytes matches its recorded CRC-32."""
     for name, entry in read_directory(glance(read, length), length).items():
         pieces = range(entry.offset, entry.offset + entry.length, _PIECE)
-        found = 0
+        crc = 0
         for start in pieces if entry.crc32 else ():
-            found = crc32(read(start, min(_PIECE, entry.offset + entry.length - start)), found)
-        if found != entry.crc32:
-            raise damaged(name, entry, found)
+            crc = crc32(read(start, min(_PIECE, entry.offset + entry.length - start)), crc)
+        if crc != entry.crc32:
+            raise damaged(name, entry, crc)
 
 
 def large_entries(read: ReadAt, length: int) -> Iterator[ZipEntry]:
-    """Return the entries of an archive of `length` bytes that are too large to be looked at here.
+    """Yield the entries of an archive of `length` bytes that are too large to verify here.
 
-    Raises `Corrupt` unless every other entry has the CRC-32 that is recorded for it.
+    Raises `Corrupt` unless every other entry matches its recorded CRC-32.
     """
     read = glance(read, length)
     entries = read_directory(read, length)

@@ -1,7 +1,7 @@
-"""Decompress the items that torch.distributed.checkpoint stored through its `ZStandard` transform.
+"""Decompress the entries that torch.distributed.checkpoint stored through its `ZStandard` transform.
 
-Source: torch/distributed/checkpoint/_extension.py. Each item is one zstd frame around the bytes that would else lie
-there, an archive of torch.save. What the metadata promises bounds what a frame may give.
+Source: torch/distributed/checkpoint/_extension.py. Each entry is one zstd frame around an archive of torch.save. The
+size that the metadata promises limits what a frame may expand to.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ if TYPE_CHECKING:
     from zstandard import ZstdDecompressor
 
 Item = TypeVar("Item", Chunk, Blob)
-_PIECE = 1 << 20  # bytes written at once
-_READ = 1 << 22  # bytes read at once: of a store, by one request
-_OVERHEAD = 1 << 16  # bytes that an archive may have beside its tensor's; torch's has about 1,400
-_LARGEST_ENTRY = 1 << 26  # bytes; no metadata says how large an entry is that is no tensor
-_WINDOW = 1 << 27  # bytes of memory that a frame may ask for; torch's ask for 2 MiB
+_PIECE = 1 << 20  # bytes per write
+_READ = 1 << 22  # bytes per read, which is one request to a store
+_OVERHEAD = 1 << 16  # bytes that an archive may add to its tensor's; torch adds about 1,400
+_LARGEST_ENTRY = 1 << 26  # bytes; the metadata has no size for non-tensor entries
+_WINDOW = 1 << 27  # bytes of memory that a frame may request; torch's frames request 2 MiB
 
 
 def unpack(layout: Layout, report: Report = refuse) -> Layout:
-    """Return the layout with all its zstd streams decompressed into a temporary file, which goes with the layout.
+    """Return the layout with all its zstd streams decompressed into a temporary file, which the layout keeps alive.
 
-    What is in each is compared with the checksums recorded there. Reports a stream that is damaged or gives more than
-    the metadata promises, and leaves it as it is. Raises `Unsupported` without the package `zstandard`, `NoRoom` if the
-    disk is too small for what the metadata promises.
+    Verifies the contents with the checksums in their archives. Reports a stream that is damaged or expands to more than
+    the metadata promises, and leaves it unchanged. Raises `Unsupported` without the package `zstandard`, `NoRoom` if
+    the temporary disk is too small.
     """
-    room = Room(layout)
+    unpacked = UnpackedFile(layout)
 
     def move(name: str, item: Item) -> Item:
         try:
-            return room.unpack(item) if item.wrapper == ZSTD else item
+            return unpacked.unpack(item) if item.wrapper == ZSTD else item
         except CkptError as error:
             report(error.blame(path=layout.root / item.path, tensor=name, offset=item.offset))
             return item
 
-    with room, translate_os_errors(room.kept.path):
-        check_room(room.kept.path, sum(promised(item) for _, item in layout.stored if item.wrapper == ZSTD))
+    with unpacked, translate_os_errors(unpacked.kept.path):
+        check_room(unpacked.kept.path, sum(promised(item) for _, item in layout.stored if item.wrapper == ZSTD))
         tensors = {
             name: replace(tensor, chunks=tuple(move(name, chunk) for chunk in tensor.chunks))
             for name, tensor in layout.tensors.items()
         }
         blobs = {name: move(name, blob) for name, blob in layout.blobs.items()}
-    return replace(layout, tensors=tensors, blobs=blobs, keeper=(layout.keeper, room.kept))
+    return replace(layout, tensors=tensors, blobs=blobs, keeper=(layout.keeper, unpacked.kept))
 
 
 def promised(item: Chunk | Blob) -> int:
-    """Return how many bytes the metadata says a tensor's item holds; of any other it says nothing."""
+    """Return how many bytes a tensor's entry has according to the metadata; 0 for any other entry."""
     return item.box.numel * item.dtype.itemsize if isinstance(item, Chunk) else 0
 
 
-class Room:
-    """A temporary file for what is in the streams of a layout, each of them once; removed if the block has an error."""
+class UnpackedFile:
+    """A temporary file with the contents of a layout's streams, each once. Removed if the `with` block raises."""
 
     def __init__(self, layout: Layout) -> None:
         self._decompressor = make_decompressor(layout.root)
@@ -69,7 +69,7 @@ class Room:
         self._file = self.kept.path.open("r+b")
         self._files = OpenFiles(layout.root)
         self._ahead, self._templates = ReadAhead(self._files), ArchiveTemplates()
-        self._found: dict[FileOffset, tuple[int, int]] = {}
+        self._locations: dict[FileOffset, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -81,11 +81,11 @@ class Room:
             self.kept.remove()
 
     def unpack(self, item: Item) -> Item:
-        """Return the item as it lies here, out of its stream and of the envelope in that."""
-        place = item.path, item.offset
-        if place not in self._found:
-            self._found[place] = self._append(item)
-        start, length = self._found[place]
+        """Return the entry at its location in the temporary file, and located inside its archive."""
+        location = item.path, item.offset
+        if location not in self._locations:
+            self._locations[location] = self._append(item)
+        start, length = self._locations[location]
         unpacked = item._replace(path=str(self.kept.path), offset=start, length=length, where=None)
         if not isinstance(unpacked, Chunk):
             return unpacked
@@ -94,7 +94,7 @@ class Room:
         return open_envelope(unpacked, self._ahead, self._templates)
 
     def _append(self, item: Chunk | Blob) -> tuple[int, int]:
-        """Append what is in an item's stream, and compare its sums; return where it begins, and how long it is."""
+        """Append the contents of an entry's stream, and verify them; return offset and length in the temporary file."""
         start = self._file.tell()
         self._file.writelines(decompress(item, self._files, self._decompressor))
         self._file.flush()
@@ -106,7 +106,7 @@ class Room:
 
 
 def make_decompressor(root: Path) -> ZstdDecompressor:
-    """Return what decompresses a stream. Raises `Unsupported` if the package is not there."""
+    """Return a decompressor. Raises `Unsupported` if the package `zstandard` is missing."""
     try:
         from zstandard import ZstdDecompressor
     except ImportError as error:
@@ -116,15 +116,15 @@ def make_decompressor(root: Path) -> ZstdDecompressor:
 
 
 def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompressor) -> Iterator[bytes]:
-    """Return the bytes in an item's stream, piece by piece. Raises `Corrupt` as soon as they are too many."""
+    """Yield the decompressed bytes of an entry's stream. Raises `Corrupt` as soon as there are too many."""
     from zstandard import ZstdError
 
-    left = limit = promised(item) + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
+    remaining = limit = promised(item) + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
     stream = decompressor.stream_reader(cast(IO[bytes], PackedStream(item, files)), read_size=_READ)
     try:
         while piece := stream.read(_PIECE):
-            left -= len(piece)
-            if left < 0:
+            remaining -= len(piece)
+            if remaining < 0:
                 raise Corrupt(f"expected at most {limit} bytes in the zstd stream, found more")
             yield piece
     except ZstdError as error:
@@ -132,13 +132,13 @@ def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompres
 
 
 def decompress_blob(root: Path, blob: Blob) -> bytes:
-    """Return the decompressed bytes of an entry that is not a tensor. Raises `Corrupt` for more than 64 MiB."""
+    """Return the decompressed bytes of a non-tensor entry. Raises `Corrupt` for more than 64 MiB."""
     with OpenFiles(root) as files:
         return b"".join(decompress(blob, files, make_decompressor(root)))
 
 
 class PackedStream:
-    """The bytes of an item as a stream, for a library that reads one from start to end."""
+    """The bytes of an entry as a file object, for a library that reads from start to end."""
 
     def __init__(self, item: Chunk | Blob, files: OpenFiles) -> None:
         self.file = files[item.path]
@@ -146,7 +146,7 @@ class PackedStream:
         self.end = item.offset + item.length
 
     def read(self, size: int) -> bytes:
-        """Return the next `size` bytes, or as many as there are."""
+        """Return the next `size` bytes, or fewer at the end."""
         data = read_at(self.file, min(size, self.end - self.at), self.at)
         self.at += len(data)
         return data

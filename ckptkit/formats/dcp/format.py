@@ -1,8 +1,8 @@
 """Read and write DCP directories: `.metadata` and `.distcp` files, as torch.distributed.checkpoint writes them.
 
-Source: torch/distributed/checkpoint/{filesystem,metadata,default_planner}.py. `.metadata` is a pickle that says which
-chunk of which tensor lies in which range of which file; each range is one archive of torch.save. Geometry comes from
-the metadata alone: file names say who wrote, never what.
+Source: torch/distributed/checkpoint/{filesystem,metadata,default_planner}.py. `.metadata` is a pickle that maps each
+chunk of a tensor to a byte range of a file; each range is one archive of torch.save. Shapes and offsets come from the
+metadata alone. The name of a file only says which rank wrote it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ckptkit.layout import (
 )
 from ckptkit.layout.gc_pause import collector_paused
 
-GROUPS = "param_groups"  # the key beside the states of an optimizer
+GROUPS = "param_groups"  # the key beside `state` in an optimizer's state dict
 
 
 class Dcp(FormatWriter):
@@ -53,11 +53,11 @@ class Dcp(FormatWriter):
     is_sharded = True
 
     def owns(self, name: str) -> bool:
-        """Return True for the metadata, and for data of whatever rank."""
+        """Return True for metadata, and for a data file of any rank."""
         return is_metadata(name) or rank_of(name) is not None
 
     def remarks(self, wanted: Layout) -> Iterator[str]:
-        """Return in words which types of keys become others: DCP has text and places in lists only, as torch's has."""
+        """Yield a sentence for each type of key that DCP cannot keep: it has string keys and list positions only."""
         ways = {name: wanted.key(name) for name in wanted.names}
         optimizers = {(*way[: way.index(GROUPS)], "state") for way in ways.values() if GROUPS in way}
         numbers = [name for name, way in ways.items() if has_number_key(way, optimizers)]
@@ -68,23 +68,23 @@ class Dcp(FormatWriter):
             yield f"tuples with tensors become lists in DCP: `{tuples[0]}`{and_more(len(tuples) - 1)}"
 
     def rank_of(self, name: str) -> int | None:
-        """Return the rank that wrote a file of data."""
+        """Return the rank that wrote a data file."""
         return rank_of(name)
 
     def detect(self, path: Path) -> bool:
-        """Return True for a directory in which DCP has written, or has begun to."""
+        """Return True for a directory with DCP files, whether or not the save finished."""
         return path.is_dir() and any(map(self.owns, names_in(path)))
 
     def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - there is only one thing to miss
-        """Raise `Corrupt` unless the metadata is there, which DCP writes last."""
+        """Raise `Incomplete` unless the metadata is there, which DCP writes last."""
         find_metadata(path)
 
     def metadata_bytes(self, path: Path) -> int:
-        """Return the bytes of the metadata, which is all that is parsed."""
+        """Return the size of the metadata, the only part that is parsed."""
         return sum(map(file_size, find_metadata(path).values()))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of the checkpoint in directory `path`; chunks still in their envelopes."""
+        """Return the layout of the checkpoint in directory `path`. Its chunks are not located yet."""
         with collector_paused():
             layout = self.read_items(path, report)
             check_files(layout, report)
@@ -92,7 +92,7 @@ class Dcp(FormatWriter):
             return unfold(replace(layout, world_size=count_ranks(layout)), report)
 
     def read_like(self, path: Path, other: Path, report: Report = refuse) -> Layout | None:
-        """Return the layout by the metadata of another checkpoint whose items all match; None if `path` has its own."""
+        """Return the layout by another checkpoint's metadata if all entries match; None if `path` has its own."""
         if any(map(is_metadata, names_in(path))):
             return None
         from ckptkit.formats.dcp.match_items import match_items  # only salvaging needs it
@@ -106,9 +106,9 @@ class Dcp(FormatWriter):
             return unfold(replace(layout, world_size=count_ranks(layout)), report)
 
     def read_items(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of a checkpoint as its metadata says it, which is not compared with the files.
+        """Return the layout as the metadata describes it, without a comparison with the files.
 
-        Of several files with metadata one that cannot be read is reported.
+        If there are several metadata files, reports each file that cannot be read.
         """
         described_by = find_metadata(path)
         if len(described_by) > 1:
@@ -122,11 +122,14 @@ class Dcp(FormatWriter):
         return replace(gathered.layout(self.name), descriptions=tuple(file.name for file in described_by.values()))
 
     def least_torch(self, path: Path) -> str | None:
-        """Return the version of torch that began to describe tensors as this checkpoint does; None for the old way."""
+        """Return the torch version that introduced this checkpoint's description of tensors; None for the old one."""
         return "2.15" if any(map(has_strides, map(read_metadata, find_metadata(path).values()))) else None
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Return the large entries of every item's archive, and whole what is none; the small ones are compared."""
+        """Yield the large entries of every archive, and whole items that are not archives.
+
+        Verifies the small entries.
+        """
         with OpenFiles(layout.root, in_order=False) as opened:
             files = ReadAhead(opened)
             items = sorted(items_of(self.with_items(layout)).items())
@@ -137,7 +140,7 @@ class Dcp(FormatWriter):
                     report(error.blame(path=layout.root / path, tensor=name, offset=offset))
 
     def with_items(self, layout: Layout) -> Layout:
-        """Return the layout by the items in its files, also where it has parts of these; of files that it uses."""
+        """Return the layout with whole items as chunks, where `layout` may use parts of them; of files it uses."""
         if all(chunk.wrapper for tensor in layout.tensors.values() for chunk in tensor.chunks):
             return layout
         whole = self.read_items(layout.root)
@@ -159,20 +162,20 @@ class Dcp(FormatWriter):
         return name_data(rank, 1)
 
     def embed(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
-        """Return the metadata anew, which is longer now."""
+        """Return the new metadata, which is longer now."""
         from ckptkit.formats.dcp import write_files  # reading needs none of it
 
         return write_files.embed(wanted, options)
 
     def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
-        """Return both places of each item's CRC-32."""
+        """Return both offsets of each item's CRC-32."""
         from ckptkit.formats.dcp import write_files  # reading needs none of it
 
         return write_files.checksum_places(made)
 
 
 def count_ranks(layout: Layout) -> int | None:
-    """Return how many ranks wrote the checkpoint. A file that is neither empty nor of it is of an earlier save."""
+    """Return how many ranks wrote the checkpoint. Ignores a file that it does not use, unless the file is empty."""
     used = layout.paths | {chunk.path for _, chunk in layout.copies}
     names = {name: rank for name in names_in(layout.root) if (rank := rank_of(name)) is not None}
     ranks = {rank for name, rank in names.items() if name in used or not (layout.root / name).stat().st_size}
@@ -180,14 +183,14 @@ def count_ranks(layout: Layout) -> int | None:
 
 
 def check_files(layout: Layout, report: Report) -> None:
-    """Report every file that the metadata names and that is not there, or not as long as what should lie in it.
+    """Report every file that the metadata names and that is missing, or too short for its items.
 
-    Also the items of which only a part is shared with another.
+    Also reports items that overlap partly.
     """
     items: dict[str, list[tuple[int, int, str]]] = {}
-    for name, place in chain(layout.stored, layout.copies):
-        if place.length:
-            items.setdefault(place.path, []).append((place.offset, place.length, name))
+    for name, item in chain(layout.stored, layout.copies):
+        if item.length:
+            items.setdefault(item.path, []).append((item.offset, item.length, name))
     missing = sorted(items.keys() - set(names_in(layout.root)))
     if missing:
         report(
@@ -208,7 +211,7 @@ def check_files(layout: Layout, report: Report) -> None:
 def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
     """Raise `Corrupt` if the file is shorter than its items, given as offset, length and name, or if two overlap.
 
-    They are given in order; one may have several names.
+    The items are in order. One item may have several names.
     """
     size = file_size(path)
     start, end, before = 0, 0, ""
@@ -229,24 +232,27 @@ def check_items(path: Path, items: list[tuple[int, int, str]]) -> None:
 
 
 def has_number_key(way: KeyPath, optimizers: Container[KeyPath]) -> bool:
-    """Return whether a key path leads through an integer key, but for those below the states of `optimizers`.
+    """Return whether a key path contains an integer key, except below the states of `optimizers`.
 
-    These become numbers again wherever they are read.
+    The keys of optimizer states become integers again on every read.
     """
     return any(isinstance(step, NumberKey) and way[:i] not in optimizers for i, step in enumerate(way))
 
 
 def items_of(layout: Layout) -> dict[tuple[str, int, int], str]:
-    """Return the file, offset and length of every item that has bytes, each with the first name that it belongs to."""
+    """Return file, offset and length of every item that has bytes, each with the first name that uses it."""
     items: dict[tuple[str, int, int], str] = {}
-    for name, place in chain(layout.stored, layout.copies):
-        if place.length:
-            items.setdefault((place.path, place.offset, place.length), name)
+    for name, item in chain(layout.stored, layout.copies):
+        if item.length:
+            items.setdefault((item.path, item.offset, item.length), name)
     return items
 
 
 def extents_of(files: ReadAhead, item: Extent) -> Iterator[Extent]:
-    """Return the large entries of an item's archive, the small ones compared; the item itself if it is none."""
+    """Yield the large entries of an item's archive, after verifying the small ones.
+
+    Yields the item itself if it is not an archive.
+    """
     read = files.inside(item.path, item.offset, item.length)
     if read(0, min(2, item.length)) != b"PK":
         yield item

@@ -1,9 +1,9 @@
 """Match the files of an unfinished DCP save with the metadata of another checkpoint of the same run.
 
 A `.distcp` file is a sequence of items. Each item is an archive of torch.save with the dtype and shape of a shard, or
-with an entry that is not a tensor. Only the metadata, which torch writes last, has the names of the tensors and the
-place of each shard. A run plans the same items in the same order at every step, so the metadata of another step
-describes these files too if every item has the dtype, shape, length and position that it says.
+with a non-tensor entry. Only the metadata, which torch writes last, has the names of the tensors and the position of
+each shard. A run plans the same items in the same order at every step. So the metadata of another step also describes
+these files if every item has the dtype, shape, length and offset that it says.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from ckptkit.formats.dcp.read_metadata import rank_of
 from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.layout import Chunk, Layout, Spec
 
-Items = dict[tuple[int, int], tuple[str, str]]  # by offset and length of an item: the name, and what it should contain
+Items = dict[tuple[int, int], tuple[str, str]]  # by offset and length of an item: its name, and its expected contents
 
-_END, _END_BYTES = b"PK\x05\x06", 22  # what the end of an archive begins with, and how long it is
+_END, _END_BYTES = b"PK\x05\x06", 22  # the signature of an archive's end record, and its size
 _ENTRY = "an entry that is not a tensor"
 _HINT = "pass --fill-from with a checkpoint that the same run saved with the same ranks"
 
 
 def match_items(root: Path, plan: Layout) -> None:
-    """Compare every item of the files in directory `root` with those of a plan, which another checkpoint has.
+    """Compare every item of the files in directory `root` with the items of a plan, which another checkpoint has.
 
-    Does not compare files that are missing. Of an item at which a file is cut short, compares what is left before its
-    numbers. Raises `Mismatch` for the first file or item that differs, `Unsupported` for items that were saved through
-    a transform.
+    Skips files that are missing. If a file is cut short inside an item, compares the remaining bytes before the
+    tensor's data. Raises `Mismatch` for the first file or item that differs, `Unsupported` for items that were saved
+    through a transform.
     """
     planned = items_by_file(plan)
-    there = set(names_in(root))
-    for name in sorted(there - planned.keys()):
+    present = set(names_in(root))
+    for name in sorted(present - planned.keys()):
         if rank_of(name) is not None and (size := file_size(root / name)):
             message = f"expected no file of this name, as in {plan.root}, found {size} bytes"
             raise Mismatch(message, path=root / name, hint=_HINT)
     with OpenFiles(root, in_order=False) as files, OpenFiles(plan.root, in_order=False) as others:
-        matching = Matching(ReadAhead(files), ReadAhead(others))
-        for name in sorted(there & planned.keys()):
+        matching = ItemComparison(ReadAhead(files), ReadAhead(others))
+        for name in sorted(present & planned.keys()):
             try:
                 matching.compare(name, files[name].size, planned[name])
             except Mismatch as error:
@@ -49,19 +49,19 @@ def match_items(root: Path, plan: Layout) -> None:
 
 def items_by_file(plan: Layout) -> dict[str, Items]:
     """Return the items of each file."""
-    found: dict[str, Items] = {}
-    for name, place in plan.stored:
-        if place.wrapper not in (None, ENVELOPE):
-            message = f"stored through the transform `{place.wrapper}`: only its metadata says what an item contains"
-            raise Unsupported(message, path=plan.root / place.path, tensor=name)
-        wanted = str(Spec(place.dtype, place.size)) if isinstance(place, Chunk) else _ENTRY
-        if place.length:
-            found.setdefault(place.path, {}).setdefault((place.offset, place.length), (name, wanted))
-    return found
+    by_file: dict[str, Items] = {}
+    for name, item in plan.stored:
+        if item.wrapper not in (None, ENVELOPE):
+            message = f"stored through the transform `{item.wrapper}`: only its metadata says what an item contains"
+            raise Unsupported(message, path=plan.root / item.path, tensor=name)
+        wanted = str(Spec(item.dtype, item.size)) if isinstance(item, Chunk) else _ENTRY
+        if item.length:
+            by_file.setdefault(item.path, {}).setdefault((item.offset, item.length), (name, wanted))
+    return by_file
 
 
-class Matching:
-    """The comparison of files with those of another checkpoint that have the same names."""
+class ItemComparison:
+    """Compares files with the files of the same names in another checkpoint."""
 
     def __init__(self, files: ReadAhead, others: ReadAhead) -> None:
         self._files, self._others = files, others
@@ -73,19 +73,19 @@ class Matching:
         for number, ((offset, length), (name, wanted)) in enumerate(sorted(items.items()), start=1):
             end = offset + length
             if end <= size:
-                found = self.content(file, offset, length)
+                actual = self.content(file, offset, length)
             elif size <= offset or self.is_begun(file, offset, length, size):
                 return
             else:
-                found = f"another item in {size - offset} bytes"
-            if found != wanted:
-                message = f"item {number} of {len(items)}: expected {wanted} in {length} bytes, found {found}"
+                actual = f"another item in {size - offset} bytes"
+            if actual != wanted:
+                message = f"item {number} of {len(items)}: expected {wanted} in {length} bytes, found {actual}"
                 raise Mismatch(message, tensor=name, offset=offset)
         if size > end:
             raise Mismatch(f"expected {end} bytes in {len(items)} items, found {size}")
 
     def content(self, file: str, offset: int, length: int) -> str:
-        """Return what the archive of `length` bytes at `offset` of a file contains, or why it is not an archive."""
+        """Return a description of the archive of `length` bytes at `offset`, or why it is not an archive."""
         try:
             tensor = self._templates.locate(self._files, file, offset, length).tensor
             return str(Spec(tensor.dtype, tensor.shape))
@@ -95,18 +95,18 @@ class Matching:
             return error.message
 
     def is_begun(self, file: str, offset: int, length: int, size: int) -> bool:
-        """Return whether a file that ends at byte `size` has the beginning of the item at `offset`, and not another.
+        """Return whether a file that ends at byte `size` has the beginning of the expected item at `offset`.
 
-        All before a tensor's numbers is the same at every step. A file that ends with an archive is not cut short.
+        The bytes before a tensor's data are the same at every step. A file that ends with an archive is not cut short.
         """
-        there = size - offset
-        if there >= _END_BYTES and self._files.read(file, size - _END_BYTES, len(_END)) == _END:
+        remaining = size - offset
+        if remaining >= _END_BYTES and self._files.read(file, size - _END_BYTES, len(_END)) == _END:
             return False
         try:
             before = self._templates.locate(self._others, file, offset, length).offset
         except (Corrupt, Unsupported):  # the value of an entry that is not a tensor may differ
             return True
-        count = min(before, there)
+        count = min(before, remaining)
         return self._files.read(file, offset, count) == self._others.read(file, offset, count)
 
 

@@ -1,9 +1,9 @@
 """Find the files of a DCP checkpoint by their names, and read its pickled `Metadata` into a layout.
 
-Sources: torch/distributed/checkpoint/metadata.py and filesystem.py. The metadata says which chunk of which tensor lies
-in which range of which file. Megatron-LM records no key paths, so those of an optimizer are told by its names: its
-moments are `optimizer.state.exp_avg.<name of the tensor>` (megatron/core/dist_checkpointing/optimizer.py), and several
-optimizers begin with `chained_0.` and so on (megatron/core/optimizer/optimizer.py).
+Sources: torch/distributed/checkpoint/metadata.py and filesystem.py. The metadata maps each chunk of a tensor to a byte
+range of a file. Megatron-LM records no key paths, so ckptkit infers the key paths of an optimizer from names: a state
+is `optimizer.state.exp_avg.<name of the tensor>` (megatron/core/dist_checkpointing/optimizer.py), and the names of
+several optimizers begin with `chained_0.` and so on (megatron/core/optimizer/optimizer.py).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _METADATA_LIMIT = 1 << 34
 METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _DATA = re.compile(r".*?__(\d+)_\d+\.distcp")
-_PLAIN = Wrapped(ENVELOPE)  # of an item that no transform was applied to
-_OF_INDEX = ["fqn", "index", "offset"]
-_OF_CHUNK = ["offsets", "sizes"]
-_OF_PLACE = ["relative_path", "offset", "length", "transform_descriptors"]
-_BATCH = 4096  # records that are read together
+_PLAIN = Wrapped(ENVELOPE)  # of an item without a transform
+_INDEX_FIELDS = ["fqn", "index", "offset"]
+_CHUNK_FIELDS = ["offsets", "sizes"]
+_INFO_FIELDS = ["relative_path", "offset", "length", "transform_descriptors"]
+_BATCH = 4096  # records that are parsed together
 
-_THERE = "torch.distributed.checkpoint"
+_PACKAGE = "torch.distributed.checkpoint"
 _NAMES = frozenset(
     [
         *(
             (f"{package}.metadata", name)
-            for package in (_THERE, "torch.distributed._shard.checkpoint")
+            for package in (_PACKAGE, "torch.distributed._shard.checkpoint")
             for name in (
                 "Metadata",
                 "MetadataIndex",
@@ -51,19 +51,19 @@ _NAMES = frozenset(
                 "_MEM_FORMAT_ENCODING",
             )
         ),
-        (f"{_THERE}.filesystem", "_StorageInfo"),
+        (f"{_PACKAGE}.filesystem", "_StorageInfo"),
         ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"),
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
         ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-        # Megatron-LM leaves its save plans in the metadata
+        # Megatron-LM stores its save plans in the metadata
         *(
-            (f"{_THERE}.planner", name)
+            (f"{_PACKAGE}.planner", name)
             for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
         ),
-        (f"{_THERE}.filesystem", "_StoragePrefix"),
+        (f"{_PACKAGE}.filesystem", "_StoragePrefix"),
         ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
         ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
-        # OLMo-core has a writer of its own, with torch's names for what it leaves
+        # OLMo-core has its own writer, whose classes have torch's names
         ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("olmo_core.distributed.checkpoint.filesystem", "_StoragePrefix"),
         *(("torch", name) for name in (*DTYPES, "Size", "strided")),
@@ -74,7 +74,7 @@ _NAMES = frozenset(
             for name in ("PosixPath", "PurePosixPath", "WindowsPath")
         ),
         ("collections", "OrderedDict"),
-        ("builtins", "getattr"),  # Python 3.11.2 pickles enum members by it; here it is a name like any other
+        ("builtins", "getattr"),  # Python 3.11.2 pickles enum members with it; it is never called
         ("__builtin__", "getattr"),
     ]
 )
@@ -103,13 +103,13 @@ Attributes = Mapping[str, Any]
 
 Entry = StoredTensor | Blob
 Columns = Sequence[Sequence[Any]]
-Place = tuple[Any, Any, Any, Any]  # file, offset, length and transforms of an item, as the pickle has them
+Place = tuple[Any, Any, Any, Any]  # file, offset, length and transforms of an item, unchecked from the pickle
 
 
 class Reading:
-    """A layout as it is gathered from a `Metadata` object, or from those of all ranks; chunks still in their envelopes.
+    """Collects a layout from the `Metadata` object of the checkpoint, or of all ranks. The chunks are not located.
 
-    Where problems are reported and not raised, entries that make no sense are left out.
+    With a `report` that does not raise, malformed entries are skipped.
     """
 
     def __init__(self, root: Path, report: Report = refuse) -> None:
@@ -123,8 +123,8 @@ class Reading:
         self._files: set[str] = set()
 
     def add(self, metadata: Attributes, file: Path) -> None:
-        """Add what the object that was read from `file` describes."""
-        places, report = self._places(metadata, file), self.report
+        """Add the entries of the metadata that was read from `file`."""
+        places, report = self._locations(metadata, file), self.report
         for name, entry in metadata["state_dict_metadata"].items():
             if type(name) is not str:
                 raise Corrupt(f"expected strings as keys of the state dict, found {type(name).__name__}", path=file)
@@ -136,16 +136,16 @@ class Reading:
                 report(Corrupt("the metadata of this entry is malformed", path=file, tensor=name))
         self.keys.update(key_paths(metadata, file))
 
-    def _places(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Place]]:
-        """Return `storage_data`, which says where each chunk lies, by name and by its offset, None for a byte entry.
+    def _locations(self, metadata: Attributes, file: Path) -> dict[str, dict[Shape | None, Place]]:
+        """Return `storage_data`, the location of each chunk, by name and by the chunk's offset (None for a byte entry).
 
-        Takes it apart, since of a large checkpoint it is most of the memory.
+        Empties `storage_data` on the way: in a large checkpoint it takes most of the memory.
         """
         places: dict[str, dict[Shape | None, Place]] = {}
         try:
-            for (names, _, starts), found in take_storage(metadata["storage_data"]):
+            for (names, _, starts), infos in pop_storage(metadata["storage_data"]):
                 shapes = iter(as_shapes([start for start in starts if start is not None]))
-                for name, start, place in zip(map(as_name, names), starts, zip(*found, strict=True), strict=True):
+                for name, start, place in zip(map(as_name, names), starts, zip(*infos, strict=True), strict=True):
                     places.setdefault(name, {}).setdefault(None if start is None else next(shapes), place)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Corrupt("`storage_data` is malformed", path=file) from error
@@ -155,7 +155,7 @@ class Reading:
         of = type(entry)
         kind = of.name if isinstance(of, Global) else ""
         if kind == "BytesStorageMetadata":
-            path, offset, length, wrapped = self._place(places.get(None))
+            path, offset, length, wrapped = self._location(places.get(None))
             transform = None if wrapped == _PLAIN else wrapped
             self.blobs.setdefault(name, Blob(path, offset, length, where=transform))
             return
@@ -167,14 +167,14 @@ class Reading:
         chunks, report = self.chunks.setdefault(name, {}), self.report
         for box in boxes_of(tensor["chunks"]):
             try:
-                path, offset, length, wrapped = self._place(places.get(box.start))
+                path, offset, length, wrapped = self._location(places.get(box.start))
             except CkptError as error:
                 report(error.blame(path=file, tensor=name))
                 continue
             chunks.setdefault(box, Chunk(box, path, offset, length, spec.dtype, None, None, wrapped))
 
-    def _place(self, place: Place | None) -> tuple[str, int, int, Wrapped]:
-        """Return file name, offset, length and kind of envelope of one item."""
+    def _location(self, place: Place | None) -> tuple[str, int, int, Wrapped]:
+        """Return file name, offset, length and wrapper of one item."""
         if place is None:
             raise Corrupt("the metadata does not say where this entry is stored")
         path, offset, length, transforms = place
@@ -191,7 +191,6 @@ class Reading:
         return (*self.specs, *self.blobs)
 
     def entry(self, name: str) -> Entry:
-        """Return one entry."""
         return (
             self.blobs[name]
             if name in self.blobs
@@ -199,11 +198,11 @@ class Reading:
         )
 
     def key(self, name: str) -> KeyPath:
-        """Return the way to an entry through the nested dict."""
+        """Return the key path of an entry in the nested dict."""
         return self.keys.get(name, (name,))
 
     def layout(self, name: str) -> Layout:
-        """Return what was gathered, as a layout of the format `name`."""
+        """Return the collected entries as a layout of the format `name`."""
         tensors = {name: StoredTensor(spec, tuple(self.chunks[name].values())) for name, spec in self.specs.items()}
         keys = self.keys
         if all(len(path) == 1 for path in keys.values()):  # Megatron-Core 0.9 records each name as its own path
@@ -213,38 +212,41 @@ class Reading:
         return Layout(self.root, name, tensors, self.blobs, keys, spares=spares)
 
 
-def take_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
-    """Take some entries after the other out of `storage_data`: yield columns of their indices and of their places."""
+def pop_storage(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Columns]]:
+    """Remove entries from `storage_data` batch by batch: yield columns of their indices and of their locations."""
     while storage:
-        some = [storage.popitem() for _ in range(min(_BATCH, len(storage)))]
-        for index, _ in some:
+        batch = [storage.popitem() for _ in range(min(_BATCH, len(storage)))]
+        for index, _ in batch:
             if isinstance(index, InstanceTable):
-                yield index.columns(_OF_INDEX), index.columns(_OF_PLACE, side=1)
-        alone = [one for one in some if not isinstance(one[0], InstanceTable)]
-        if alone:
-            yield columns([index for index, _ in alone], _OF_INDEX), columns([info for _, info in alone], _OF_PLACE)
+                yield index.columns(_INDEX_FIELDS), index.columns(_INFO_FIELDS, side=1)
+        single = [entry for entry in batch if not isinstance(entry[0], InstanceTable)]
+        if single:
+            yield (
+                columns([index for index, _ in single], _INDEX_FIELDS),
+                columns([info for _, info in single], _INFO_FIELDS),
+            )
 
 
 def boxes_of(chunks: list[Any]) -> list[Box]:
     """Return the box of each `ChunkStorageMetadata` in a list, in order."""
     boxes: list[Box] = []
-    for is_table, group in groupby(chunks, lambda one: isinstance(one, InstanceTable)):
-        some = list(group)
-        found = [one.columns(_OF_CHUNK) for one in some] if is_table else [columns(some, _OF_CHUNK)]
-        for starts, sizes in found:
+    for is_table, group in groupby(chunks, lambda record: isinstance(record, InstanceTable)):
+        records = list(group)
+        pairs = [record.columns(_CHUNK_FIELDS) for record in records] if is_table else [columns(records, _CHUNK_FIELDS)]
+        for starts, sizes in pairs:
             boxes += map(Box, as_shapes(list(starts)), as_shapes(list(sizes)))
     return boxes
 
 
 def attributes_of(value: Any) -> Attributes:
-    """Return the attributes of an object. Raises `TypeError` for what is none."""
+    """Return the attributes of a pickled object. Raises `TypeError` for any other value."""
     if not isinstance(value, FlatInstance):
         raise TypeError("object")
     return value.attributes()
 
 
 def as_name(value: Any) -> str:
-    """Return a string, or raise `TypeError`: anything else in a pickle may cost the world to hash or to print."""
+    """Return a string, or raise `TypeError`: other pickled values may be extremely expensive to hash or to print."""
     if type(value) is not str:
         raise TypeError("name")
     return value
@@ -263,9 +265,9 @@ def as_dtype(properties: FlatInstance) -> DType:
 
 
 def key_paths(metadata: Attributes, file: Path) -> dict[str, KeyPath]:
-    """Return `planner_data`: each flattened name's way through the nested dict; {} if nothing was flattened.
+    """Return `planner_data`: the key path of each flattened name; {} if nothing was flattened.
 
-    The names are these ways joined by dots, so each is there twice, and a damaged one shows.
+    A name is its key path joined by dots, so the metadata has each path twice, and damage shows.
     """
     recorded = metadata.get("planner_data")
     if not isinstance(recorded, dict) or not recorded:
@@ -296,15 +298,15 @@ def has_strides(metadata: Attributes) -> bool:
 
 
 def infer_keys(names: Iterable[str], tensors: Collection[str]) -> dict[str, KeyPath]:
-    """Return the key paths of an optimizer's entries, by name; of a moment only if what it is of is among `tensors`."""
-    found = {}
+    """Return the key paths of an optimizer's entries by name. A state must belong to a tensor in `tensors`."""
+    keys = {}
     for name in names:
         match = _OPTIMIZER.fullmatch(name)
         if match:
             moment = _MOMENT.fullmatch(match[3])
             rest = moment.groups() if moment and moment[3] in tensors else (match[3],)
-            found[name] = (*filter(None, match.groups()[:2]), *rest)
-    return found
+            keys[name] = (*filter(None, match.groups()[:2]), *rest)
+    return keys
 
 
 def name_data(rank: int, number: int) -> str:
@@ -312,20 +314,20 @@ def name_data(rank: int, number: int) -> str:
 
 
 def rank_of(name: str) -> int | None:
-    """Return the rank that wrote a file of data, None for any other file."""
+    """Return the rank that wrote a data file, None for any other file."""
     match = _DATA.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def is_metadata(name: str) -> bool:
-    """Return whether a file describes the checkpoint, or what one rank has of it."""
+    """Return whether a file is the metadata of the checkpoint or of one rank."""
     return name == METADATA or bool(_RANK_METADATA.fullmatch(name))
 
 
 def find_metadata(path: Path) -> dict[int, Path]:
-    """Return the files that describe the checkpoint: `.metadata`, or else every rank's own, by rank in order.
+    """Return the metadata files by rank, in order: `.metadata` as rank 0, or else the file of every rank.
 
-    Raises `Incomplete` if there is neither; in a store with the upload that is under way there.
+    Raises `Incomplete` if there is neither; in a store, the error of an upload in progress if there is one.
     """
     if (path / METADATA).exists():
         return {0: path / METADATA}

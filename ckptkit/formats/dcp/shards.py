@@ -1,6 +1,6 @@
-"""Deal a checkpoint out to ranks as FSDP2 shards a model, item by item and file by file.
+"""Assign the shards of a checkpoint to ranks as FSDP2 shards a model, item by item and file by file.
 
-Source: torch.chunk, by which FSDP2 cuts dim 0, and torch/distributed/checkpoint/filesystem.py.
+Source: torch.chunk (FSDP2 uses it to split dim 0), and torch/distributed/checkpoint/filesystem.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Layout, Patch, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape, whole
 
-_ONLY = "0"  # the key of the one storage of an item
+_ONLY = "0"  # the key of an item's only storage
 
 
 @dataclass(frozen=True, slots=True)
 class ShardItem:
-    """An entry of one rank's file: `nbytes` from `offset`. Of a tensor, the box; of a blob, None.
+    """An item of one rank's file: `nbytes` bytes from `offset`.
 
-    `envelope` has what is known of its bytes; it is None for a blob that is copied as it is.
+    `box` is the box of a tensor, or None for a non-tensor entry. `envelope` is the archive around the data; None for an
+    entry that is copied unchanged.
     """
 
     name: str
@@ -34,16 +35,16 @@ class ShardItem:
 
 
 def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
-    """Return the items of each rank's file, in the order in which they lie there: first blobs, as torch does it.
+    """Return the items of each rank's file in file order: non-tensor entries first, as in torch.
 
-    Blobs and scalars go to rank 0. A tensor that lies in one chunk where others are sharded stays whole, on the rank
-    that has the fewest bytes of such tensors: experts in parallel are spread over all ranks.
+    Non-tensor entries and scalars go to rank 0. A tensor with one chunk in a sharded checkpoint stays unsharded, on the
+    rank with the fewest bytes of such tensors, so the experts of expert parallelism are spread over all ranks.
     """
     files: list[list[ShardItem]] = [[] for _ in range(ranks)]
     for name, blob in wanted.blobs.items():
         append(files[0], name, None, blob.length, wrap_blob(name, blob))
     is_sharded = any(len(tensor.chunks) > 1 for tensor in wanted.tensors.values())
-    loads = [(0, rank) for rank in range(ranks)]  # a heap: the bytes of whole tensors, and the rank
+    loads = [(0, rank) for rank in range(ranks)]  # a heap of (bytes of unsharded tensors, rank)
     for name, tensor in wanted.tensors.items():
         shape = tensor.spec.shape
         if shape and is_sharded and len(tensor.chunks) == 1:
@@ -64,9 +65,9 @@ def append(file: list[ShardItem], name: str, box: Box | None, nbytes: int, envel
 
 
 def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
-    """Return rank and box of each shard along dim 0: equal numbers of rows, fewer in the last, then an empty box.
+    """Return rank and box of each shard of dim 0: equal numbers of rows, fewer in the last, then one empty box.
 
-    torch lets every rank past the end record the same empty chunk, of which one remains.
+    In torch every rank past the end records the same empty chunk, so one is enough.
     """
     if not shape:
         return [(0, whole(shape))]
@@ -82,7 +83,10 @@ def cut_rows(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
 
 
 def wrap_blob(name: str, blob: Blob) -> ZipTemplate | None:
-    """Return the archive of a blob that is only a value so far. Raises `Unsupported` for one that is transformed."""
+    """Return the archive of a non-tensor entry that has only a value.
+
+    Raises `Unsupported` if it was stored compressed.
+    """
     if blob.wrapper is not None:
         hint = "save the checkpoint again without `_extensions`, or drop the entry with --exclude"
         raise Unsupported(f"stored through the transform `{blob.wrapper}`", tensor=name, hint=hint)
@@ -90,7 +94,7 @@ def wrap_blob(name: str, blob: Blob) -> ZipTemplate | None:
 
 
 def wrap_chunk(name: str, tensor: StoredTensor, box: Box) -> ZipTemplate:
-    """Return the archive around the bytes of a tensor's box."""
+    """Return the archive around the bytes of a box of a tensor."""
     try:
         return wrap(Spec(tensor.spec.dtype, box.size))
     except CkptError as error:
@@ -99,13 +103,13 @@ def wrap_chunk(name: str, tensor: StoredTensor, box: Box) -> ZipTemplate:
 
 @lru_cache(maxsize=4096)
 def wrap(spec: Spec) -> ZipTemplate:
-    """Return the archive around a tensor; the same for all of one shape and dtype."""
+    """Return the archive around a tensor. It is the same for all tensors of one shape and dtype."""
     return make_envelope(dump(describe_tensor(spec, _ONLY)), {_ONLY: spec.nbytes})
 
 
 @dataclass(frozen=True, slots=True)
 class KnownBytes:
-    """The bytes of a file that are known before its data comes, made when they are asked for."""
+    """The bytes of a file that are known before its data, generated on iteration."""
 
     items: list[ShardItem]
 
@@ -121,6 +125,6 @@ def end_of(items: list[ShardItem]) -> int:
 
 
 def crc_at(spec: Spec, offset: int) -> list[int]:
-    """Return where in its file the CRC-32 of the data of a chunk at `offset` stands."""
+    """Return the offsets in the file of the CRC-32 of a chunk whose data is at `offset`."""
     hole = wrap(spec).holes[_ONLY]
     return [offset - hole.offset + at for at in hole.crc_at]

@@ -1,4 +1,4 @@
-"""Write a DCP directory: a file of data for each rank, the metadata, and the checksums when the data is there."""
+"""Write a DCP directory: a data file for each rank, the metadata, and the checksums once the data is there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def arrange(wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
 
 
 def embed(wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
-    """Yield the metadata with entries that lie elsewhere than they were arranged."""
+    """Yield the metadata, updated with non-tensor entries that are stored in further files."""
     files = items_by_file(replace(wanted, blobs={}), options)
     for name, blob in wanted.blobs.items():
         files.setdefault(blob.path, []).append(ShardItem(name, None, blob.offset, blob.length, None))
@@ -28,7 +28,7 @@ def embed(wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]
 
 
 def checksum_places(made: Layout) -> Iterator[tuple[FileOffset, int]]:
-    """Yield both places of each item's CRC-32."""
+    """Yield both offsets of each item's CRC-32."""
     for tensor in made.tensors.values():
         for chunk in tensor.chunks:
             if chunk.length:

@@ -1,7 +1,8 @@
 """Lay out the files of each rank as torch does, and write the `.metadata` with the position of each item.
 
-Source: torch/distributed/checkpoint/metadata.py. The pickle has only what torch has read since 2.0. A checkpoint may
-have a million chunks, so whatever recurs is pickled once and then recalled, and none of them is an object on the way.
+Source: torch/distributed/checkpoint/metadata.py. The pickle has only fields that torch has read since 2.0. A checkpoint
+may have a million chunks, so recurring values are pickled once and then fetched from the memo, and bytes are written
+directly, without an object per chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckptkit.layout import Blob, Layout, Spec
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DType
 
-# Lay out the files that each rank writes by itself, one item after the other, as torch's FileSystemWriter does.
+# Each rank writes its own files, item by item, as torch's FileSystemWriter does.
 #
 # Source: torch/distributed/checkpoint/filesystem.py. An item is an archive of torch.save, whose CRC-32 follows the
 # data.
@@ -38,17 +39,17 @@ __all__ = [
 
 
 def tensors_file(rank: int) -> str:
-    """Return the name of the file with a rank's shards, whose size is known before the data is there."""
+    """Return the name of the file with a rank's shards, whose size is known in advance."""
     return name_data(rank, 0)
 
 
 def entries_file(rank: int) -> str:
-    """Return the name of the file with a rank's entries that are no tensors."""
+    """Return the name of the file with a rank's non-tensor entries."""
     return name_data(rank, 1)
 
 
 def lay_out(shards: Iterable[tuple[str, Spec, Box]]) -> list[ShardItem]:
-    """Return the items of a file that has these boxes of tensors. Raises `Unsupported` for a quantized dtype."""
+    """Return the items of a file with these boxes of tensors. Raises `Unsupported` for a quantized dtype."""
     items: list[ShardItem] = []
     for name, spec, box in shards:
         try:
@@ -60,7 +61,10 @@ def lay_out(shards: Iterable[tuple[str, Spec, Box]]) -> list[ShardItem]:
 
 
 def parts_around(envelope: ZipTemplate, checksum: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the data of a tensor, which has this CRC-32; the first do not depend on it."""
+    """Return the bytes before and after the data of a tensor whose CRC-32 is `checksum`.
+
+    Only the latter depend on it.
+    """
     (_, head), (start, known) = envelope.parts
     (hole,) = envelope.holes.values()
     tail = bytearray(known)
@@ -70,7 +74,7 @@ def parts_around(envelope: ZipTemplate, checksum: int) -> tuple[bytes, bytes]:
 
 
 def sum_items(items: Iterable[ShardItem], checksums: Mapping[int, int]) -> int:
-    """Return the CRC-32 of a file made of items, from that of the data of each tensor, by the offset of its item."""
+    """Return the CRC-32 of a file of items. `checksums` has the CRC-32 of each tensor's data, by its item's offset."""
     total = 0
     for item in items:
         assert item.envelope is not None
@@ -83,16 +87,16 @@ def sum_items(items: Iterable[ShardItem], checksums: Mapping[int, int]) -> int:
 
 
 def describe_files(wanted: Layout, files: Mapping[str, list[ShardItem]], blobs: Mapping[str, Blob]) -> bytes:
-    """Return the metadata of a checkpoint whose files have these items, and that has these entries in further files."""
+    """Return the metadata of a checkpoint with these items in `files`, and non-tensor entries in further files."""
     placed = {name: list(items) for name, items in files.items()}
     for name, blob in blobs.items():
         placed.setdefault(blob.path, []).append(ShardItem(name, None, blob.offset, blob.length, None))
     return record(replace(wanted, blobs=blobs), placed)
 
 
-_THERE = "torch.distributed.checkpoint.metadata"
+_MODULE = "torch.distributed.checkpoint.metadata"
 _CLASSES = {
-    name: Global(_THERE, name)
+    name: Global(_MODULE, name)
     for name in (
         "Metadata",
         "MetadataIndex",
@@ -111,10 +115,10 @@ _FIELDS = {
 }
 _SIZE = Global("torch", "Size")
 _STRIDED = Record(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-_CONTIGUOUS = Record(Global(_THERE, "_MEM_FORMAT_ENCODING"), (0,))
+_CONTIGUOUS = Record(Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
 _VERSION = "1.0.0"
 
-Placed = tuple[str, ShardItem]  # an item, and the name of its file
+Placed = tuple[str, ShardItem]  # the name of a file, and an item in it
 
 
 def record(wanted: Layout, files: Mapping[str, list[ShardItem]]) -> bytes:
@@ -123,11 +127,11 @@ def record(wanted: Layout, files: Mapping[str, list[ShardItem]]) -> bytes:
     for file, items in files.items():
         for item in items:
             placed[item.name].append((file, item))
-    return _Recording(wanted, files).write(placed)
+    return _MetadataPickle(wanted, files).write(placed)
 
 
-class _Recording:
-    """A pickle as it is written: first every string and global that occurs in it, then, recalling them, the object."""
+class _MetadataPickle:
+    """A pickle in progress: first the strings and globals that it needs, then the object, which recalls them."""
 
     def __init__(self, wanted: Layout, files: Iterable[str]) -> None:
         self.wanted = wanted
@@ -150,13 +154,13 @@ class _Recording:
         return self.new["TensorProperties"] + self.pickler.piece(state) + b"b"
 
     def size(self, shape: Shape) -> bytes:
-        """Return a `torch.Size`; the same few of them come again and again."""
+        """Return a `torch.Size`, pickled once per shape since the same few recur."""
         if shape not in self.sizes:
             self.sizes[shape] = self.pickler.piece(Record(_SIZE, (shape,)))
         return self.sizes[shape]
 
     def write(self, placed: dict[str, list[Placed]]) -> bytes:
-        """Write the object; return the whole pickle."""
+        """Write the object; return the complete pickle."""
         keys = {name: self.wanted.key(name) for name in placed}
         parts: tuple[Iterable[bytes], ...] = (
             dictionary(self.entries(placed)),
@@ -175,7 +179,7 @@ class _Recording:
         return bytes(out)
 
     def entries(self, placed: dict[str, list[Placed]]) -> Iterator[bytes]:
-        """Return name by name what it is: a tensor and its chunks, or bytes."""
+        """Yield each name and its metadata: a tensor with its chunks, or bytes."""
         for name, items in placed.items():
             yield self.text[name]
             tensor = self.wanted.tensors.get(name)
@@ -185,7 +189,7 @@ class _Recording:
                 yield from self.tensor(tensor.spec, [item for _, item in items])
 
     def tensor(self, spec: Spec, items: list[ShardItem]) -> Iterator[bytes]:
-        """Return a `TensorStorageMetadata`, in pieces."""
+        """Yield a `TensorStorageMetadata`, in parts."""
         properties, size, chunks = (self.text[field] for field in _FIELDS["TensorStorageMetadata"])
         yield self.new["TensorStorageMetadata"] + b"}("
         yield properties + self.properties[spec.dtype] + size + self.size(spec.shape) + chunks + b"]("
@@ -196,7 +200,7 @@ class _Recording:
         yield b"eub"
 
     def storage(self, placed: dict[str, list[Placed]]) -> Iterator[bytes]:
-        """Return for each chunk and blob its `MetadataIndex`, and the `_StorageInfo` of where it lies."""
+        """Yield the `MetadataIndex` of each chunk and blob, and its location as a `_StorageInfo`."""
         index, fqn, position, start = self.opening("MetadataIndex")
         info, path, offset, length = self.opening("_StorageInfo")
         number = self.pickler.piece
@@ -208,12 +212,12 @@ class _Recording:
                 yield b"ub"
 
     def opening(self, name: str) -> tuple[bytes, ...]:
-        """Return a new object of a class and the start of its state, and the names of what is in it."""
+        """Return the opcodes for a new object and the start of its state, and the names of its fields."""
         return self.new[name] + b"}(", *(self.text[field] for field in _FIELDS[name])
 
 
 def dictionary(pairs: Iterable[bytes]) -> Iterator[bytes]:
-    """Return a dict of keys and values that are written already."""
+    """Yield a dict of keys and values that are already pickled."""
     yield b"}("
     yield from pairs
     yield b"u"

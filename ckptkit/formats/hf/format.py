@@ -1,7 +1,8 @@
-"""Read and write Hugging Face checkpoints: safetensors files, and the index that says which tensor is in which.
+"""Read and write Hugging Face checkpoints: safetensors files, and the index that maps tensors to files.
 
-Source: huggingface_hub's `split_torch_state_dict_into_shards`. Also the files that each rank writes of its own shards,
-by torch.distributed.checkpoint's `HuggingFaceStorageWriter` and so by transformers' `distributed_checkpoint=True`.
+Source: huggingface_hub's `split_torch_state_dict_into_shards`. Also reads files per rank, which
+torch.distributed.checkpoint's `HuggingFaceStorageWriter` writes, and so transformers with
+`distributed_checkpoint=True`.
 """
 
 from __future__ import annotations
@@ -28,52 +29,53 @@ INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 _INDEX = f"{_SUFFIX}.index.json"
 _NUMBERED = re.compile(r"model-([0-9]+)-of-([0-9]+)\.safetensors")
-_SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")  # rank and part, from 1
-_DELTA = re.compile(r"delta-[0-9]{5}-of-[0-9]{5}\.safetensors")  # what changed, and no model
-_ENCODING = "delta_encoding"  # in the index of a version that slime or miles published
+_SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")  # rank and part, counted from 1
+_DELTA = re.compile(r"delta-[0-9]{5}-of-[0-9]{5}\.safetensors")  # weight updates, not a model
+_ENCODING = "delta_encoding"  # in the index of weight updates that slime or miles publish
 _MANIFEST = 1 << 28  # bytes; a larger `manifest.json` is refused
 _HEAD = 1 << 16  # bytes; most headers are shorter
 
 
 class HuggingFace(FormatWriter):
-    """The format of `model.safetensors`, or several such files with their index. The shards of ranks are only read."""
+    """The format of `model.safetensors`, or several files with an index. Files per rank are only read."""
 
     name = "hf"
     known_by = "`*.safetensors` with its index"
     is_model_only = True
 
     def owns(self, name: str) -> bool:
-        """Return True for safetensors and an index of them."""
+        """Return True for safetensors files and their index."""
         return name.endswith((_SUFFIX, _INDEX))
 
     def rank_of(self, name: str) -> int | None:
-        """Return the rank that wrote a shard; other files are of no rank."""
+        """Return the rank that wrote a file of shards; None for any other file."""
         match = _SHARD.fullmatch(name)
         return int(match[1]) - 1 if match else None
 
     def detect(self, path: Path) -> bool:
-        """Return True for a safetensors file, or a directory with one or with an index of several."""
+        """Return True for a safetensors file, or a directory with such a file or an index."""
         if path.is_dir():
             return any(map(self.owns, names_in(path)))
         return path.suffix == _SUFFIX
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report files that the index names and that are missing; raise if it does not show which belong together."""
+        """Report files that the index names and that are missing; raise if the files are ambiguous."""
         find_files(path, report)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of a file, or of the directory whose index, single file or numbers say what belongs to it.
+        """Return the layout of a file, or of the files of a directory that belong together.
 
-        Of shards, those of the last ranks may be missing without a trace: nothing states how many there were, or the
-        shape of a tensor. The layout's `world_size` says how many are here.
+        The index, the single file or the numbers in their names determine these files. Of files per rank, those of the
+        last ranks may be missing without a trace: nothing records the world size, or the shape of a tensor. The
+        layout's `world_size` is the number of ranks found.
         """
-        found = find_files(path, report)
+        indexed = find_files(path, report)
         chunks: dict[str, list[Chunk]] = {}
         texts: dict[str, str] = {}
-        unread = set(found.missing)
-        for file in read_ahead(found.root, found.names, lambda name: [(name, 0, _HEAD)]):
+        unread = set(indexed.missing)
+        for file in read_ahead(indexed.root, indexed.names, lambda name: [(name, 0, _HEAD)]):
             try:
-                header, more = read_with_metadata(found.root / file, is_shard=found.world_size is not None)
+                header, more = read_with_metadata(indexed.root / file, is_shard=indexed.world_size is not None)
             except CkptError as error:
                 unread.add(file)
                 report(error)
@@ -81,28 +83,31 @@ class HuggingFace(FormatWriter):
             texts = more | texts
             for name, chunk in header.items():
                 chunks.setdefault(name, []).append(chunk)
-        if found.index is not None:
-            check_index(found.root / found.described_by, found.index, chunks, unread, report)
-        tensors = {name: assemble(name, parts, found.root) for name, parts in chunks.items()}
-        described_by = () if found.index is None else (found.described_by,)
-        ranks = found.world_size
-        layout = Layout(found.root, self.name, tensors, world_size=ranks, descriptions=described_by, texts=texts)
+        if indexed.index is not None:
+            check_index(indexed.root / indexed.described_by, indexed.index, chunks, unread, report)
+        tensors = {name: assemble(name, parts, indexed.root) for name, parts in chunks.items()}
+        described_by = () if indexed.index is None else (indexed.described_by,)
+        ranks = indexed.world_size
+        layout = Layout(indexed.root, self.name, tensors, world_size=ranks, descriptions=described_by, texts=texts)
         if unread:
-            return replace(layout, absent=find_absent(found, unread, layout))
+            return replace(layout, absent=find_absent(indexed, unread, layout))
         gaps: list[CkptError] = []
         check_cover(layout, gaps.append)
-        for gap in [found.lost] if gaps and found.lost else gaps:
+        for gap in [indexed.lost] if gaps and indexed.lost else gaps:
             report(gap)
-        return replace(layout, absent=dict.fromkeys(tensors, "")) if gaps and found.lost else layout
+        return replace(layout, absent=dict.fromkeys(tensors, "")) if gaps and indexed.lost else layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002
-        """Return the tensors of every file; none has a checksum."""
+        """Yield the tensors of every file; none has a checksum."""
         for name, tensor in layout.tensors.items():
             for chunk in tensor.chunks:
                 yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
-        """Return the files for the tensors of `wanted`: headers, index, room for data. Blobs have no place there."""
+        """Return the files for the tensors of `wanted`: headers, index, room for data.
+
+        Non-tensor entries are not written.
+        """
         specs = wanted.specs
         for name, spec in specs.items():
             check_writable(name, spec)
@@ -118,7 +123,7 @@ class HuggingFace(FormatWriter):
         return tuple(files)
 
     def check(self, made: Layout) -> None:
-        """Raise `Corrupt` unless the safetensors library sees in each file the tensors that `made` has there."""
+        """Raise `Corrupt` unless the safetensors library reads the tensors of `made` from each file."""
         files: dict[str, dict[str, Chunk]] = {}
         for name, tensor in made.tensors.items():
             for chunk in tensor.chunks:
@@ -128,18 +133,18 @@ class HuggingFace(FormatWriter):
 
 
 def new_file(name: str, specs: Mapping[str, Spec], texts: Mapping[str, str]) -> NewFile:
-    """Return a safetensors file with its header, which has `texts` as metadata, and holes for the tensors."""
+    """Return a safetensors file with its header, which has `texts` as metadata, and room for the tensors."""
     header = make_header(specs, {"format": "pt", **texts})
     return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedFiles:
-    """The files of a checkpoint in directory `root`, and what their index says, where there is one.
+    """The files of a checkpoint in directory `root`, and the contents of their index, if there is one.
 
-    `missing` are those that the index names besides. `world_size` is the number of ranks that wrote the files, where
-    each wrote its own, and `lost` says which rank's is not here: one that held nothing wrote none. `described_by` is
-    the name of the index.
+    `missing` are files that the index names and that are not there. `world_size` is the number of ranks that wrote the
+    files, if each wrote its own. `lost` is the error for a rank without files; a rank without data writes none.
+    `described_by` is the name of the index.
     """
 
     root: Path
@@ -152,10 +157,10 @@ class IndexedFiles:
 
 
 def find_files(path: Path, report: Report) -> IndexedFiles:
-    """Return the files that make the checkpoint at `path`; report missing ones. Two possible meanings are refused."""
+    """Return the files of the checkpoint at `path`; report missing ones. Raises an error if they are ambiguous."""
     if not path.is_dir():
         if _DELTA.fullmatch(path.name):
-            raise of_delta(path.parent)
+            raise delta_error(path.parent)
         is_indexed = _NUMBERED.fullmatch(path.name) and is_there(path.parent / INDEX)
         check_is_model(path.parent, read_index(path.parent / INDEX)[1] if is_indexed else {})
         if _SHARD.fullmatch(path.name):
@@ -174,17 +179,17 @@ def find_files(path: Path, report: Report) -> IndexedFiles:
         return find_indexed(path, index, present, report)
     check_is_model(path, {})
     if any(map(_DELTA.fullmatch, present)):
-        raise of_delta(path)
+        raise delta_error(path)
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
     if numbered:
         return find_numbered(path, numbered, present, report)
-    return IndexedFiles(path, [SINGLE if SINGLE in present else find_only(path, present)])
+    return IndexedFiles(path, [SINGLE if SINGLE in present else find_only_file(path, present)])
 
 
 def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> IndexedFiles:
-    """Return the files of all ranks. Raises `Corrupt` if a part is missing, or another model lies there too.
+    """Return the files of all ranks. Raises `Corrupt` if a part is missing, or another model is in the directory too.
 
-    A rank has files only for those parts of the model that it holds something of.
+    A rank without shards in some part of the model has no file for that part.
     """
     names = [match[0] for match in shards]
     ranks, parts = ({int(match[i]) for match in shards} for i in (1, 2))
@@ -195,25 +200,29 @@ def find_shards(path: Path, shards: Sequence[re.Match[str]], present: set[str]) 
             path=path,
             hint="move one of them elsewhere: they may be of different saves, or one was made from the other",
         )
-    lost = find_lost("shard-*-model-{:05d}-*", parts, count_of(path, shards, 3), path)
+    lost = find_missing_number("shard-*-model-{:05d}-*", parts, count_of(path, shards, 3), path)
     if lost is not None:
         raise lost
-    return IndexedFiles(path, names, world_size=len(ranks), lost=find_lost("shard-{:05d}-*", ranks, max(ranks), path))
+    return IndexedFiles(
+        path, names, world_size=len(ranks), lost=find_missing_number("shard-{:05d}-*", ranks, max(ranks), path)
+    )
 
 
 def find_numbered(path: Path, files: Sequence[re.Match[str]], present: set[str], report: Report) -> IndexedFiles:
-    """Return the files `model-0000i-of-0000N` that have no index; report if one of the N is missing."""
+    """Return the files `model-0000i-of-0000N` without an index; report if one of the N is missing."""
     if SINGLE in present:
-        raise of_two_exports(path, files[0][0])
+        raise two_exports_error(path, files[0][0])
     count = count_of(path, files, 2)
-    lost = find_lost(f"model-{{:05d}}-of-{count:05d}{_SUFFIX}", {int(match[1]) for match in files}, count, path)
+    lost = find_missing_number(
+        f"model-{{:05d}}-of-{count:05d}{_SUFFIX}", {int(match[1]) for match in files}, count, path
+    )
     if lost is not None:
         report(lost)
     return IndexedFiles(path, [match[0] for match in files])
 
 
 def count_of(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
-    """Return the number of parts that the names of all files give. Raises `Corrupt` where they disagree."""
+    """Return the number of parts that all file names contain. Raises `Corrupt` where they disagree."""
     counts = {int(match[group]) for match in files}
     if len(counts) > 1:
         few, many = min(counts), max(counts)
@@ -221,17 +230,17 @@ def count_of(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
     return counts.pop()
 
 
-def find_lost(pattern: str, found: set[int], last: int, path: Path) -> Incomplete | None:
-    """Return the error for a number from 1 to `last` that no file's name has in `pattern`'s place, if one lacks."""
-    missing = next(number for number in count(1) if number not in found)
+def find_missing_number(pattern: str, numbers: set[int], last: int, path: Path) -> Incomplete | None:
+    """Return the error for the first number from 1 to `last` without a file named by `pattern`, if any."""
+    missing = next(number for number in count(1) if number not in numbers)
     if missing > last:
         return None
     message = f"`{pattern.format(missing)}` of {last} files is missing"
     return Incomplete(message, path=path, hint=f"check whether every rank finished its save; {ELSEWHERE}")
 
 
-def of_two_exports(path: Path, other: str) -> Corrupt:
-    """Return the error for a single file beside `other`, which is of a model in several."""
+def two_exports_error(path: Path, other: str) -> Corrupt:
+    """Return the error for a single file beside `other`, a file of a model in several files."""
     return Corrupt(
         f"both `{SINGLE}` and `{other}` are here, from different exports",
         path=path,
@@ -239,8 +248,8 @@ def of_two_exports(path: Path, other: str) -> Corrupt:
     )
 
 
-def of_delta(path: Path) -> Unsupported:
-    """Return the error for files that hold what changed in a model."""
+def delta_error(path: Path) -> Unsupported:
+    """Return the error for files that contain weight updates."""
     hint = f"run `ckptkit apply BASE {path} OUT` with the checkpoint that it was made from"
     return Unsupported("expected a checkpoint, found a delta", path=path, hint=hint)
 
@@ -248,7 +257,7 @@ def of_delta(path: Path) -> Unsupported:
 def check_is_model(folder: Path, metadata: Mapping[str, Any]) -> None:
     """Raise `Unsupported` if the safetensors in a directory are compressed weight updates of an RL trainer.
 
-    `metadata` is that of their index. Sources: `disk_delta.py` of slime and miles, whose index names an encoding;
+    `metadata` comes from their index. Sources: `disk_delta.py` of slime and miles, whose index names an encoding;
     `delta_checkpoint.py` of SkyRL, which writes a `manifest.json`.
     """
     manifest = folder / "manifest.json"
@@ -264,32 +273,35 @@ def check_is_model(folder: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def find_index(path: Path, present: set[str]) -> str | None:
-    """Return the name of the index in a directory, None if there is none. Libraries name it after their files."""
-    found = sorted(name for name in present if name.endswith(_INDEX))
-    if len(found) > 1 and INDEX not in found:
+    """Return the name of the index in a directory, None without an index. Some libraries name it after their files."""
+    indices = sorted(name for name in present if name.endswith(_INDEX))
+    if len(indices) > 1 and INDEX not in indices:
         hint = f"pass one of them alone: move the others away from {path}"
-        raise Unsupported(f"expected the index of one model, found {', '.join(found)}", path=path, hint=hint)
-    return INDEX if INDEX in found else next(iter(found), None)
+        raise Unsupported(f"expected the index of one model, found {', '.join(indices)}", path=path, hint=hint)
+    return INDEX if INDEX in indices else next(iter(indices), None)
 
 
 def find_indexed(path: Path, described_by: str, present: set[str], report: Report) -> IndexedFiles:
-    """Return the files that the index names, and report missing ones; a single file beside them is ambiguous."""
+    """Return the files that the index names, and report missing ones.
+
+    Refuses a single file beside them: it is ambiguous.
+    """
     index, metadata = read_index(path / described_by)
     check_is_model(path, metadata)
     single = described_by.removesuffix(".index.json")
     names = sorted(set(index.values()))
     if single in present and single not in names:
-        raise of_two_exports(path, described_by)
+        raise two_exports_error(path, described_by)
     missing = [name for name in names if name not in present]
     if missing:
         message = f"{len(missing)} of {len(names)} files are missing: {', '.join(missing)}"
         report(Incomplete(message, path=path, files=missing))
-    there = [name for name in names if name in present]
-    return IndexedFiles(path, there, index, missing, described_by=described_by)
+    available = [name for name in names if name in present]
+    return IndexedFiles(path, available, index, missing, described_by=described_by)
 
 
-def find_only(path: Path, present: set[str]) -> str:
-    """Return the one safetensors file of a directory in which nothing says what belongs together."""
+def find_only_file(path: Path, present: set[str]) -> str:
+    """Return the only safetensors file of a directory without an index."""
     names = sorted(name for name in present if name.endswith(_SUFFIX))
     if len(names) != 1:
         raise Unsupported(
@@ -301,43 +313,43 @@ def find_only(path: Path, present: set[str]) -> str:
 
 
 def check_index(
-    path: Path, places: Mapping[str, str], found: Mapping[str, Sequence[Chunk]], unread: Container[str], report: Report
+    path: Path, places: Mapping[str, str], chunks: Mapping[str, Sequence[Chunk]], unread: Container[str], report: Report
 ) -> None:
     """Report where the index and the headers of its files do not name the same tensors in the same files.
 
-    Of files that were `unread` nothing is known.
+    Skips files that are `unread`.
     """
     for name, file in places.items():
-        files = [chunk.path for chunk in found.get(name, ())]
+        files = [chunk.path for chunk in chunks.get(name, ())]
         if files != [file] and file not in unread:
             where = f"found it in {' and '.join(f'`{file}`' for file in files)}" if files else "found it in no file"
             report(Corrupt(f"expected the tensor in `{file}` (index), {where}", path=path, tensor=name))
-    for name in found:
+    for name in chunks:
         if name not in places:
-            message = f"`{found[name][0].path}` contains a tensor that the index does not list"
+            message = f"`{chunks[name][0].path}` contains a tensor that the index does not list"
             report(Corrupt(message, path=path, tensor=name))
 
 
 def find_absent(found: IndexedFiles, unread: Container[str], layout: Layout) -> dict[str, str]:
-    """Return the names of tensors that are in unread files, each with its file; of the shards of ranks all may be."""
+    """Return the tensors in unread files, each with its file. If ranks wrote shards, any tensor may be affected."""
     if found.index is not None:
         return {name: file for name, file in found.index.items() if file in unread and name not in layout.tensors}
     return dict.fromkeys(layout.tensors, "") if found.world_size is not None else {}
 
 
 def assemble(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
-    """Return the tensor that files hold these chunks of. It ends where the last does: nothing states its shape."""
+    """Return the tensor of these chunks. Its shape ends where the last chunk does: nothing records it."""
     first, *others = chunks
     for chunk in others:
         if (chunk.dtype, len(chunk.size)) != (first.dtype, len(first.size)):
-            one, other = (f"{Spec(c.dtype, c.size)} in `{c.path}`" for c in (first, chunk))
-            raise Corrupt(f"the shards disagree: {one}, {other}", path=root, tensor=name)
+            first_text, other_text = (f"{Spec(c.dtype, c.size)} in `{c.path}`" for c in (first, chunk))
+            raise Corrupt(f"the shards disagree: {first_text}, {other_text}", path=root, tensor=name)
     shape = tuple(map(max, zip(*(chunk.box.stop for chunk in chunks), strict=True)))
     return StoredTensor(Spec(first.dtype, shape), tuple(chunks))
 
 
 def split(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
-    """Return names shared out to files of at most `limit` bytes, in natural order; a larger tensor has its own file."""
+    """Return the names in each file of at most `limit` bytes, in natural order; a larger tensor has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name in sorted(specs, key=lambda name: (natural(name), name)):
@@ -351,7 +363,7 @@ def split(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
 
 
 def split_into_files(specs: Mapping[str, Spec], options: WriterOptions) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file: as they are shared out elsewhere, or by size."""
+    """Return the names of the tensors in each file: as `options.places` says, or by size."""
     if options.places is None:
         shards = split(specs, options.max_shard_size)
         return dict(zip(shard_names(len(shards), options.stem), shards, strict=True))

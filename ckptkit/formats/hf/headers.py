@@ -1,4 +1,4 @@
-"""Read the files of a Hugging Face model by their headers alone, where the index or an entry of a header is wrong."""
+"""Read the files of a Hugging Face model by their headers alone, for an index or a header that is wrong."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _SERIES = re.compile(r"(.*?)[-_.]?([0-9]+)-of-([0-9]+)(.*)")
 
 @dataclass(frozen=True, slots=True)
 class HeaderFiles:
-    """The tensors that the headers in a directory list, by name, and the entries without dtype and elements.
+    """The tensors in the headers of a directory, by name, and the entries without dtype and elements.
 
-    `is_series` says that the files are numbered, and all of them are here.
+    `is_series` says that the files are numbered and complete.
     """
 
     layout: Layout
-    empty: Mapping[str, str]  # the file of each
+    empty: Mapping[str, str]  # the file of each entry
     is_series: bool
 
 
 def read_headers(root: Path, name: str) -> HeaderFiles | None:
-    """Return what all safetensors files in a directory hold, as a layout of the format `name`.
+    """Return the contents of all safetensors files in a directory as a layout of the format `name`.
 
-    Returns None where that is ambiguous: two files have a tensor of one name, or a rank wrote its own part.
+    Returns None if that is ambiguous: two files have a tensor of one name, or a rank wrote only its shards.
     """
     tensors: dict[str, StoredTensor] = {}
     empty: dict[str, str] = {}
@@ -56,7 +56,7 @@ def stored(chunk: Chunk) -> StoredTensor:
 
 
 def is_empty(entry: Any) -> bool:
-    """Return whether an entry has neither a dtype nor elements, as torch's `_FqnData` before it is filled."""
+    """Return whether an entry is empty, without dtype and elements, like torch's `_FqnData` before it is filled."""
     if not isinstance(entry, dict) or entry.get("dtype") != "":
         return False
     offsets = entry.get("data_offsets")
@@ -64,9 +64,9 @@ def is_empty(entry: Any) -> bool:
 
 
 def is_series(files: set[str]) -> bool:
-    """Return whether files are numbered alike from 1 to their number, such as `model-00001-of-00002.safetensors`."""
-    found = [match for file in files if (match := _SERIES.fullmatch(file))]
-    kinds = {(match[1], int(match[3]), match[4]) for match in found}
-    numbers = {int(match[2]) for match in found}
-    is_numbered = len(found) == len(files) and numbers == set(range(1, len(files) + 1))
+    """Return whether file names count from 1 to their number, such as `model-00001-of-00002.safetensors`."""
+    matches = [match for file in files if (match := _SERIES.fullmatch(file))]
+    kinds = {(match[1], int(match[3]), match[4]) for match in matches}
+    numbers = {int(match[2]) for match in matches}
+    is_numbered = len(matches) == len(files) and numbers == set(range(1, len(files) + 1))
     return is_numbered and len(kinds) == 1 and next(iter(kinds))[1] == len(files)

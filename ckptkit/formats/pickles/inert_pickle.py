@@ -1,8 +1,7 @@
-"""Read pickles without running anything. Every global is a name, every call a record; nothing they name is imported.
+"""Read pickles without running their code: a global becomes a name, a call becomes a record, and nothing is imported.
 
-Python's own unpickler does it, with a pickle that `opcodes` rewrites so that it can do no harm. Where it would
-import something it is given a name, and a call of a name makes a record. Each opcode takes at least a byte of input and
-allocates no more than it read, so memory and time are bounded by the size of the file.
+Python's own unpickler reads a pickle that `opcodes` has rewritten into a harmless one. It never allocates more than the
+pickle's size warrants, so memory and time are bounded by the size of the file.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ from typing import Any, Final
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.pickles.opcodes import SanitizedPickle, TableReader
 
-TABLES_FROM = 1 << 20  # bytes of a pickle: the patterns of tables take milliseconds to compile
+TABLES_FROM = 1 << 20  # bytes: in smaller pickles, compiling the patterns of tables costs more than they save
 _BUFFER = 1 << 16  # bytes of the pickle that are rewritten ahead of the unpickler
-_MOST_NAMES = 10_000  # in one pickle; each is a class, of a kilobyte
-_LONGEST_NAME = 512  # characters of a name that is made of others
+_MOST_NAMES = 10_000  # in one pickle; each is a class and takes a kilobyte
+_LONGEST_NAME = 512  # characters of a nested name such as Outer.Inner
 
 
 class Global(type):
-    """A name that the pickle would have imported. It is a class, since the unpickler asks for one.
+    """A name that the pickle would have imported. It is a class, because the unpickler requires one.
 
-    A call of it gives a `Record`, and so does making an instance without a call, unless instances are to be a
-    `FlatInstance`.
+    A call of it returns a `Record`. An instance without a call is a `Record` too, or a `FlatInstance` if requested.
     """
 
     module: str
@@ -36,20 +34,20 @@ class Global(type):
 
     def __new__(cls, module: str, name: str, *, is_flat: bool = False) -> Global:
         """Return the class with this name."""
-        made: dict[str, Any] = {"__slots__": (), "module": module, "name": name}
+        attributes: dict[str, Any] = {"__slots__": (), "module": module, "name": name}
         if is_flat:
-            return super().__new__(cls, "Global", (FlatInstance,), made)
-        return super().__new__(cls, "Global", (), {**made, "__new__": _make})
+            return super().__new__(cls, "Global", (FlatInstance,), attributes)
+        return super().__new__(cls, "Global", (), {**attributes, "__new__": _new_record})
 
     def __init__(cls, module: str, name: str, *, is_flat: bool = False) -> None:
-        pass  # a class is made by `__new__`
+        pass  # `__new__` does everything
 
     def __call__(cls, *args: Any) -> Record:
-        """Return what the call would have made."""
+        """Return the record of the call."""
         return Record(cls, args)
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        """Refuse what a pickle may ask for."""
+        """Refuse: a pickle may request this."""
         raise AttributeError(name)
 
     def __eq__(cls, other: object) -> bool:
@@ -63,10 +61,10 @@ class Global(type):
 
 
 class Record:
-    """A call that the pickle would have made: the callee, its arguments, and the state and contents given afterwards.
+    """A call that the pickle would have made: the callee, its arguments, and the state and contents set afterwards.
 
-    `is_new` if a class would have made an instance without its `__init__`. `items` are pairs put into what would be a
-    dict, `members` what was added to a list or a set.
+    `is_new` says that the instance would have been created without its `__init__`. `items` are pairs for a dict,
+    `members` are elements for a list or a set.
     """
 
     __slots__ = ("args", "is_new", "items", "members", "of", "state")
@@ -80,7 +78,7 @@ class Record:
         self.members: list[Any] | None = None
 
     def attributes(self) -> dict[str, Any]:
-        """Return the state, if it was to be a dict. Raises `TypeError` if not."""
+        """Return the state if it is a dict. Raises `TypeError` if not."""
         if not isinstance(self.state, dict):
             raise TypeError("state")
         return self.state
@@ -88,10 +86,10 @@ class Record:
     def __repr__(self) -> str:
         return f"<{self.of}>"
 
-    # how the unpickler tells it what the object would have been given
+    # the unpickler calls the following methods to set the state and contents
 
     def __call__(self, *args: Any) -> Record:
-        """Return what a call of what this would have been would have made."""
+        """Return the record of a call of the object that this record stands for."""
         return Record(self, args)
 
     def __setstate__(self, state: Any) -> None:
@@ -103,47 +101,47 @@ class Record:
         self.items.append((key, value))
 
     def extend(self, members: list[Any]) -> None:
-        """Add members of what would be a list."""
+        """Add elements of a list."""
         if self.members is None:
             self.members = []
         self.members.extend(members)
 
     def add(self, member: Any) -> None:
-        """Add a member of what would be a set, and is a call with a list of them."""
+        """Add an element to a set, which is a call with a list of its elements."""
         self.args[0].append(member)
 
 
 class _Attribute(Global):
-    """The name of `getattr`. A call of it with a name and a text is a name too: that of a class inside a class."""
+    """The name of `getattr`. A call of it with a name and a string returns the name of a nested class."""
 
     _name_it: Callable[[str, str], Any]
 
     def __new__(cls, module: str, name: str, name_it: Callable[[str, str], Any]) -> Global:
-        """Return the class that asks `name_it` for the names that its calls make."""
-        made = super().__new__(cls, module, name)
-        type.__setattr__(made, "_name_it", staticmethod(name_it))
-        return made
+        """Return the class that calls `name_it` for each nested class."""
+        attribute = super().__new__(cls, module, name)
+        type.__setattr__(attribute, "_name_it", staticmethod(name_it))
+        return attribute
 
     def __init__(cls, module: str, name: str, name_it: Callable[[str, str], Any]) -> None:
-        pass  # a class is made by `__new__`
+        pass  # `__new__` does everything
 
     def __call__(cls, *args: Any) -> Any:
-        """Return the name, or the record of another call."""
+        """Return the name of a nested class, or the record of any other call."""
         match args:
             case (Global() as of, str(name)) if len(of.name) + len(name) < _LONGEST_NAME and "\n" not in name:
                 return cls._name_it(of.module, f"{of.name}.{name}")
         return Record(cls, args)
 
 
-def _make(of: Global, *args: Any) -> Record:
+def _new_record(of: Global, *args: Any) -> Record:
     return Record(of, args, is_new=True)
 
 
 class FlatInstance(list[Any]):
-    """An instance of a class, of which there may be millions: it is a list, made and filled without a call of Python's.
+    """An instance of a class with possibly millions of instances: a list, created and filled without calls in Python.
 
-    Of a state that would be a dict it has the names and values in turn, and of any other the state itself. `columns`
-    reads many at once.
+    It has the names and values of a state dict in turn, or any other state as its only element. `columns` reads many
+    instances at once.
     """
 
     __slots__ = ()
@@ -152,16 +150,16 @@ class FlatInstance(list[Any]):
     __setstate__ = list.append
 
     def attributes(self) -> dict[str, Any]:
-        """Return the state by name, if it was to be a dict. Raises `TypeError` or `ValueError` if not."""
+        """Return the state by name if it is a dict. Raises `TypeError` or `ValueError` if not."""
         if len(self) == 1 and isinstance(self[0], dict):
             return self[0]
         names = self[::2]
-        "".join(names)  # a TypeError if anything else than text is among them, of which the hash could cost the world
+        "".join(names)  # a TypeError unless all are strings: the hash of other values may take forever
         return dict(zip(names, self[1::2], strict=True))
 
 
 def columns(instances: Sequence[FlatInstance], names: Sequence[str]) -> list[Sequence[Any]]:
-    """Return the attributes of these names of many instances: a sequence of values for each name.
+    """Return the attributes of many instances with these names: a sequence of values for each name.
 
     The value is None where an instance lacks the attribute. Fast if all have the same first names, in this order.
     """
@@ -170,20 +168,20 @@ def columns(instances: Sequence[FlatInstance], names: Sequence[str]) -> list[Seq
         rows = list(zip(*states, strict=True))
     except ValueError:  # some have more attributes than others
         rows = []
-    found, values = rows[::2], rows[1::2]
-    is_alike = bool(rows) and len(found) == len(values) <= len(names)
-    if is_alike and all(row.count(name) == len(row) for row, name in zip(found, names, strict=False)):
-        return [*values, *[[None] * len(instances)] * (len(names) - len(found))]
+    name_rows, values = rows[::2], rows[1::2]
+    is_alike = bool(rows) and len(name_rows) == len(values) <= len(names)
+    if is_alike and all(row.count(name) == len(row) for row, name in zip(name_rows, names, strict=False)):
+        return [*values, *[[None] * len(instances)] * (len(names) - len(name_rows))]
     attributes = [instance.attributes() for instance in instances]
-    return [[some.get(name) for some in attributes] for name in names]
+    return [[by_name.get(name) for by_name in attributes] for name in names]
 
 
 class NotTabular(Exception):
-    """Instances are not what a table can hold: the pickle is to be read without tables."""
+    """Raised if instances do not fit a table; the pickle is then read without tables."""
 
 
 class InstanceTable:
-    """Instances that followed one another, or pairs of them, a key and a value: of each the attributes by name."""
+    """Consecutive instances, or pairs of a key and a value instance: their attributes by name, as columns."""
 
     __slots__ = ("_sides",)
 
@@ -191,7 +189,7 @@ class InstanceTable:
         self._sides = sides
 
     def columns(self, names: Sequence[str], side: int = 0) -> list[Sequence[Any]]:
-        """Return the attributes of these names, None for one that is not there; those of the values if `side` is 1."""
+        """Return the attributes with these names, None for a missing one. `side` is 0 for keys, 1 for values."""
         attributes = self._sides[side]
         none = [None] * len(next(iter(attributes.values())))
         return [attributes.get(name, none) for name in names]
@@ -202,13 +200,13 @@ class InstanceTable:
 
 
 def require_pairs(key: object, value: object) -> None:
-    """Raise `NotTabular` unless what was put into a dict is a table of its keys and values, and None."""
+    """Raise `NotTabular` unless a dict entry is a table of keys and values, with None as its value."""
     if not (isinstance(key, InstanceTable) and key.has_pairs and value is None):
         raise NotTabular
 
 
 class Dict(dict[Any, Any]):
-    """A dict that takes a key only if its hash costs no more than it seems to."""
+    """A dict that refuses keys whose hash may be expensive."""
 
     __slots__ = ()
 
@@ -222,7 +220,7 @@ class Dict(dict[Any, Any]):
 
 @dataclass(slots=True)
 class PersistentId:
-    """A reference to something outside the pickle; torch uses it for storages. May be made to refer to another."""
+    """A reference to an object outside the pickle, which torch uses for storages. The reference may be replaced."""
 
     value: Any
 
@@ -233,11 +231,13 @@ class _AnyName:
 
 
 Names = Container[tuple[str, str]]
-ANY_NAME: Final = _AnyName()  # for the pickle of a user's own state: a name does no harm, since none is ever imported
+ANY_NAME: Final = (
+    _AnyName()
+)  # for the pickle of a user's own state: names are harmless, because they are never imported
 _SET = Global("builtins", "set")
 _SIZE = ("torch", "Size")
 _GETATTR = (("builtins", "getattr"), ("__builtin__", "getattr"))
-_tuple_itself = ().__add__  # gives back the tuple that it is called with, and nothing else
+_tuple_itself = ().__add__  # returns the tuple argument unchanged, and fails for any other argument
 SCALARS: Final = (str, int, float, bytes, bool, type(None))
 _MALFORMED = (
     pickle.UnpicklingError,
@@ -253,17 +253,18 @@ _MALFORMED = (
 
 
 def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tuple[Any, int]:
-    """Return the object pickled in `data` from byte `at`, and the offset past it.
+    """Return the object pickled in `data` from byte `at`, and the offset after it.
 
-    `names` holds each `(module, name)` that may occur; an unknown one is `Unsupported`, since a checkpoint
-    has no need of it. Anything malformed is `Corrupt`. For millions of objects there is `is_flat`: instances of a class
-    are `FlatInstance`, and what would be a `torch.Size` is a tuple. In a large pickle, an `InstanceTable` stands for
-    alike instances that follow one another. Where these are keys and values of a dict, the table is a key with None.
+    `names` has each `(module, name)` that may occur. Raises `Unsupported` for another name, since a checkpoint does not
+    need it, and `Corrupt` for a malformed pickle. `is_flat` is for millions of objects: instances of a class are
+    `FlatInstance`, and a `torch.Size` is a tuple. In a large pickle an `InstanceTable` replaces consecutive instances
+    of one class. If these are keys and values of a dict, the table is a key with the value None.
     """
     if is_flat and len(data) - at >= TABLES_FROM:
         from ckptkit.formats.pickles.tables import Tables, has_long_runs  # only large checkpoints need them
 
         if has_long_runs(data, at):
+            # if the tables fail, read again without them, which also decides whether the pickle is damaged
             with suppress(NotTabular, *_MALFORMED):
                 return _load(data, names, at, is_flat=True, tables=Tables(data, at))
     try:
@@ -273,47 +274,47 @@ def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tu
 
 
 def _load(data: bytes, names: Names, at: int, *, is_flat: bool, tables: TableReader | None = None) -> tuple[Any, int]:
-    harmless = SanitizedPickle(data, at, is_flat=is_flat, tables=tables)
-    return _Unpickler(harmless, names, is_flat=is_flat, tables=tables).load(), harmless.end
+    sanitized = SanitizedPickle(data, at, is_flat=is_flat, tables=tables)
+    return _Unpickler(sanitized, names, is_flat=is_flat, tables=tables).load(), sanitized.end
 
 
 class _Unpickler(pickle.Unpickler):
-    """The unpickler, with all that it could import or refer to replaced."""
+    """The unpickler, with everything that it could import or refer to replaced."""
 
-    def __init__(self, harmless: SanitizedPickle, names: Names, *, is_flat: bool, tables: TableReader | None) -> None:
-        super().__init__(io.BufferedReader(harmless, _BUFFER), encoding="utf-8")
+    def __init__(self, sanitized: SanitizedPickle, names: Names, *, is_flat: bool, tables: TableReader | None) -> None:
+        super().__init__(io.BufferedReader(sanitized, _BUFFER), encoding="utf-8")
         self._tables = tables
         self._names = names
         self._is_flat = is_flat
         self._known: dict[tuple[str, str], Any] = {_SIZE: _tuple_itself} if is_flat and _SIZE in names else {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a name in the place of what it is the name of. Raises `Unsupported` for one that may not occur."""
-        known = self._known.get((module, name))
-        if known is None:
+        """Return a `Global` for a name. Raises `Unsupported` for a name that may not occur."""
+        global_ = self._known.get((module, name))
+        if global_ is None:
             if (module, name) not in self._names:
                 raise Unsupported(
                     f"ckptkit does not expect `{module}.{name}` in the pickle of a checkpoint",
                     hint="report the name if you trust the producer: ckptkit never runs code from a checkpoint",
                 )
             is_getattr = (module, name) in _GETATTR
-            known = _Attribute(module, name, self.name_it) if is_getattr else self.name_it(module, name)
-            self._known[module, name] = known
-        return known
+            global_ = _Attribute(module, name, self.name_it) if is_getattr else self.name_it(module, name)
+            self._known[module, name] = global_
+        return global_
 
     def name_it(self, module: str, name: str) -> Any:
-        """Return a name, the same for the same. Raises `Unsupported` when there are too many."""
-        known = self._known.get((module, name))
-        if known is None:
+        """Return the `Global` of a name, always the same one. Raises `Unsupported` if there are too many names."""
+        global_ = self._known.get((module, name))
+        if global_ is None:
             if len(self._known) >= _MOST_NAMES:
                 raise Unsupported(f"the pickle has more than {_MOST_NAMES} names")
-            known = self._known[module, name] = Global(module, name, is_flat=self._is_flat)
-        return known
+            global_ = self._known[module, name] = Global(module, name, is_flat=self._is_flat)
+        return global_
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return a container in the place of the one that was rewritten to this id, or a reference.
+        """Return the container that was rewritten to this id, or a reference.
 
-        What torch once saved by reference with its source is a class, and is one here.
+        Old versions of torch saved a module's class by reference together with its source code; the class is returned.
         """
         match pid:
             case None:
@@ -322,7 +323,7 @@ class _Unpickler(pickle.Unpickler):
                 return Record(_SET, ([],))
             case (("module", Global() as of, *_),):
                 return of
-            case (int(number), Global(), *_) if self._tables:  # what a pickle itself refers to is alone in a tuple
+            case (int(number), Global(), *_) if self._tables:  # references of the pickle itself are 1-tuples
                 sides = self._tables.name_it(number, pid[1:], _tuple_itself)
                 if sides is None:
                     raise NotTabular
@@ -332,7 +333,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def parts_of(value: Any) -> Sequence[Any]:
-    """Return everything directly in a loaded value, of any kind."""
+    """Return the direct members of a loaded value of any kind."""
     if isinstance(value, Record):
         return [value.of, value.args, value.members, value.items, value.state]
     if isinstance(value, PersistentId):
@@ -343,21 +344,21 @@ def parts_of(value: Any) -> Sequence[Any]:
 
 
 def walk(value: Any, parts: Callable[[Any], Sequence[Any]] = parts_of) -> Iterator[Any]:
-    """Return a loaded value and all that is in it, or as much as `parts` gives, each once and in the pickle's order."""
+    """Yield a loaded value and its nested members (or those that `parts` returns), each once, in the pickle's order."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
-        part = waiting.pop()
-        if id(part) not in seen:
-            seen.add(id(part))
-            yield part
-            waiting.extend(reversed(parts(part)))
+        member = waiting.pop()
+        if id(member) not in seen:
+            seen.add(id(member))
+            yield member
+            waiting.extend(reversed(parts(member)))
 
 
 def check_key(key: Any) -> None:
-    """Raise `TypeError` for a dict key whose hash could cost more than it looks: nested tuples of shared tuples."""
+    """Raise `TypeError` for a dict key whose hash may take forever: nested tuples of shared tuples."""
     if isinstance(key, tuple):
-        if not all(isinstance(part, SCALARS) for part in key):
+        if not all(isinstance(member, SCALARS) for member in key):
             raise TypeError("key")
     elif not isinstance(key, (*SCALARS, Record, FlatInstance, Global)):
         raise TypeError("key")

@@ -1,4 +1,4 @@
-"""Read which tensor a pickle describes: the call of torch's that would have made it, as inert data, never made.
+"""Read which tensor a pickle describes: torch's call that rebuilds it, as inert data that never runs.
 
 Source: torch/_utils.py, torch/_tensor.py and torch/serialization.py.
 """
@@ -51,7 +51,7 @@ _REFUSED = {
     "_rebuild_wrapper_subclass": "a tensor subclass",
     "_rebuild_from_type_v2": "a tensor subclass",
 }
-# torchao's parameters that are rounded only as a training uses them: the attribute that holds one as it is
+# torchao's parameters that are quantized only during computation: the attribute with the unquantized tensor
 _HOLDERS = {
     "WeightWithDynamicFloat8CastTensor": "_tensor",
     "WeightWithDelayedFloat8CastTensor": "_tensor",
@@ -62,8 +62,8 @@ _HOLDERS = {
     "Int8MixedPrecisionTrainingLinearWeight": "_data",
     "BitNetTrainingLinearWeight": "_data",
 }
-_WRAPPING = ("torchao", "transformer_engine")  # whose classes are tensors; none of what they name is imported
-_MADE_ANEW = "._make_in_reduce_ex"  # what Transformer Engine calls to make one
+_WRAPPING = ("torchao", "transformer_engine")  # packages of tensor classes, which are never imported
+_MADE_ANEW = "._make_in_reduce_ex"  # the function with which Transformer Engine rebuilds a tensor
 _TORCH_NAMES = frozenset(
     [
         *(("torch", name) for name in (*DTYPES, *STORAGES, "Size", "device", "Tensor", "strided")),
@@ -79,13 +79,13 @@ _TORCH_NAMES = frozenset(
         ("torch", "per_tensor_affine"),
         ("torch", "per_channel_affine"),
         ("collections", "OrderedDict"),
-        *(("builtins", "getattr"), ("__builtin__", "getattr")),  # of a class of those; a call of it is a name
+        *(("builtins", "getattr"), ("__builtin__", "getattr")),  # for nested classes; a call of it is a name
     ]
 )
 
 
 class _Names:
-    """The names that the pickle of one tensor may have."""
+    """The names that the pickle of one tensor may contain."""
 
     def __contains__(self, name: object) -> bool:
         match name:
@@ -96,7 +96,7 @@ class _Names:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A tensor as `data.pkl` describes it: a view of storage `key`, offsets and strides in elements."""
+    """A tensor as `data.pkl` describes it: a view of storage `key`, with offset and strides in elements."""
 
     key: str
     dtype: DType
@@ -106,14 +106,14 @@ class TensorRecord:
 
     @property
     def span(self) -> int:
-        """Return the elements of the storage from the tensor's first to its last, both included."""
+        """Return the number of storage elements from the tensor's first to its last element, inclusive."""
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def is_row_major(self) -> bool:
-        """Return True if its elements lie one after another in the order of their indices."""
+        """Return True if the elements are contiguous in row-major order."""
         expected = prod(self.shape)
         for n, stride in zip(self.shape, self.strides, strict=True):
             expected //= n or 1
@@ -124,13 +124,13 @@ class TensorRecord:
 
 @lru_cache(maxsize=256)
 def parse_tensor(data: bytes) -> TensorRecord:
-    """Return the tensor that a `data.pkl` describes; the same few hundred bytes for every chunk of one shape."""
+    """Return the tensor that a `data.pkl` describes. Cached, since chunks of one shape have equal pickles."""
     value, _ = inert_pickle.load(data, _Names())
     return as_tensor(value)
 
 
 def is_tensor(value: object) -> bool:
-    """Return True if `value` would have been made by a function of torch's that makes tensors, known to us or not."""
+    """Return True if a function of torch that rebuilds tensors, known to ckptkit or not, would have made `value`."""
     return (
         isinstance(value, Record)
         and isinstance(value.of, Global)
@@ -142,7 +142,7 @@ def is_tensor(value: object) -> bool:
 
 
 def as_tensor(value: object) -> TensorRecord:
-    """Return the tensor that a pickled value would have been. Raises `Unsupported` naming what it is instead."""
+    """Return the tensor of a pickled value. Raises `Unsupported` for any other kind of object."""
     call = unwrap(value)
     if not any(is_call(call, name) for name in _TENSORS):
         made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
@@ -156,32 +156,32 @@ def as_tensor(value: object) -> TensorRecord:
 
 
 def unwrap(value: object) -> Any:
-    """Return the call that makes the plain tensor in a parameter, a buffer or a tensor with attributes of its own."""
+    """Return the call that rebuilds the plain tensor in a parameter, a buffer or a tensor with attributes."""
     while isinstance(value, Record) and isinstance(value.args, tuple):
         if any(is_call(value, name) for name in _PARAMETERS) and value.args:
             value = value.args[0]
         elif value.of == _REBUILD_OF_TYPE and len(value.args) == 4 and value.args[1] in _PLAIN_TYPES:
             function, _, arguments, _ = value.args
             value = Record(function, arguments)
-        elif (held := held_by(value)) is not None:
-            value = held
+        elif (inner := unquantized_tensor(value)) is not None:
+            value = inner
         else:
             break
     return value
 
 
-def held_by(value: Record) -> Any | None:
-    """Return the tensor that one of torchao's holds as it is, None if it is another. `Corrupt` if its shape differs."""
+def unquantized_tensor(value: Record) -> Any | None:
+    """Return the unquantized tensor in one of torchao's, else None. Raises `Corrupt` if its shape differs."""
     match value:
         case Record(of=of, args=(function, Global() as kind, (_, _, size, *_), state)):
             attribute = _HOLDERS.get(kind.name) if kind.module.partition(".")[0] in _WRAPPING else None
             attributes = state[0] if isinstance(state, tuple) and state else state
             if of != _REBUILD_OF_TYPE or function != _REBUILD_WRAPPER or attribute is None:
                 return None
-            held = attributes.get(attribute) if isinstance(attributes, dict) else None
-            if held is None or as_tensor(held).shape != as_shape(size):
+            tensor = attributes.get(attribute) if isinstance(attributes, dict) else None
+            if tensor is None or as_tensor(tensor).shape != as_shape(size):
                 raise Corrupt(f"a `{kind}` of shape {size} has no tensor of this shape in `{attribute}`")
-            return held
+            return tensor
     return None
 
 
@@ -192,7 +192,7 @@ def is_call(value: object, name: str) -> bool:
 def parse_rebuild(call: Record) -> TensorRecord:
     """Parse `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, [dtype], [bits])`.
 
-    In torch 0.4 and before, the storage could itself be a view of a larger one, `(key, offset, size)`.
+    In torch 0.4 and before, the storage can itself be a view of a larger one, `(key, offset, size)`.
     """
     try:
         storage, offset, shape, strides = call.args[:4]
@@ -216,7 +216,7 @@ def parse_rebuild(call: Record) -> TensorRecord:
 
 
 def as_shape(value: object) -> Shape:
-    """Return a tuple of non-negative integers, bare or in a `torch.Size`. Raises `ValueError` for anything else."""
+    """Return a tuple of non-negative integers, plain or in a `torch.Size`. Raises `ValueError` for any other value."""
     if isinstance(value, Record) and value.of == _SIZE:
         (value,) = value.args
     shape = tuple(value) if isinstance(value, (tuple, list)) else (None,)
@@ -227,7 +227,7 @@ def as_shape(value: object) -> Shape:
 
 
 def as_shapes(values: list[Any]) -> list[Shape]:
-    """Return each of many values as `as_shape` does; fast if they are tuples of integers. Negative ones may be left."""
+    """Return each value as `as_shape` does; fast for tuples of integers, which are not checked for negative numbers."""
     if {tuple}.issuperset(map(type, values)) and {int}.issuperset(map(type, chain.from_iterable(values))):
         return values
     return list(map(as_shape, values))

@@ -1,7 +1,7 @@
-"""Write pickles of what `inert_pickle` can read: a global is only a name and a call only a record here too.
+"""Write pickles of the values that `inert_pickle` reads: globals are only names and calls only records here too.
 
-Writes protocol 2, as torch.save does. Each object is written once, however often it occurs, as by pickle itself: what n
-bytes held is written in a small multiple of n.
+Writes protocol 2, as torch.save does. Each object is written once and then fetched from the memo, as in pickle itself,
+so the output of a value read from n bytes is at most a small multiple of n.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ckptkit.layout import NumberKey, TuplePlace
 
 _i32, _u32, _f64 = Struct("<i"), Struct("<I"), Struct(">d")
 _SMALL_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
-_BYTES = Global("_codecs", "encode")  # protocol 2 knows no bytes: a call makes them of a string
+_BYTES = Global("_codecs", "encode")  # protocol 2 has no bytes: a call encodes a string
 _GETATTR = Global("__builtin__", "getattr")
 
 
 def dump(value: Any) -> bytes:
     """Return the pickle of a value as `inert_pickle.load` gives it.
 
-    Raises `Unsupported` for any other kind, or endless nesting.
+    Raises `Unsupported` for any other type, or too deep nesting.
     """
     pickler = Pickler()
     try:
@@ -36,8 +36,8 @@ def dump(value: Any) -> bytes:
 class Pickler:
     """A pickle that is written, piece by piece, into `out`.
 
-    Strings and globals are written once and then recalled. So are objects, which must live as long as the pickler,
-    unless `by_identity` is false.
+    Strings and globals are written once and then fetched from the memo. So are objects, which must live as long as the
+    pickler, unless `by_identity` is false.
     """
 
     __slots__ = ("by_identity", "memo", "out")
@@ -45,23 +45,22 @@ class Pickler:
     def __init__(self, *, by_identity: bool = True) -> None:
         self.out = bytearray(b"\x80\x02")
         self.by_identity = by_identity
-        self.memo: dict[object, int] = {}  # strings and globals by value, all else by identity
+        self.memo: dict[object, int] = {}  # strings and globals by value, other objects by id()
 
     def declare(self, value: Any) -> bytes:
-        """Write a value beside the one that counts, so that its strings are known; return how it is written now."""
+        """Write a value and discard it, so that its strings are in the memo; return its opcodes from now on."""
         self.save(value)
         self.out += b"0"
         return self.piece(value)
 
     def piece(self, value: Any) -> bytes:
-        """Return the bytes that `value` would be written as now."""
+        """Return the opcodes that `value` would have now."""
         out, self.out = self.out, bytearray()
         self.save(value)
         piece, self.out = bytes(self.out), out
         return piece
 
     def save(self, value: Any) -> None:
-        """Write a value."""
         save = _SAVES.get(type(value))
         if save is None:
             raise Unsupported(f"a {type(value).__name__} cannot be pickled here")
@@ -109,8 +108,8 @@ class Pickler:
         small = _SMALL_TUPLES.get(len(value))
         if small is None:
             self.out += b"("
-        for part in value:
-            self.save(part)
+        for member in value:
+            self.save(member)
         self.out += small or b"t"
         if value:
             self._remember(id(value))
@@ -140,13 +139,13 @@ class Pickler:
             self.save(value)
         self.out += b"u"
 
-    # what would be imported and called
+    # names and calls of code
 
     def _name(self, value: Global) -> None:
         if self._recall(value):
             return
         above, _, last = value.name.rpartition(".")
-        if above:  # protocol 2 knows no class inside a class: a call finds it
+        if above:  # protocol 2 has no nested classes: a call of getattr finds one
             self._name(_GETATTR)
             self._name(Global(value.module, above))
             self._string(last)

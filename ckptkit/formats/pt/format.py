@@ -1,8 +1,9 @@
-"""Read and write torch.save files: a nested dict of tensors in one file, as FULL_STATE_DICT and plain scripts have it.
+"""Read and write torch.save files: a nested dict of tensors in one file.
 
-Source: torch/serialization.py. A pickle nests dicts and lists down to tensors, each a view of a storage that lies
-uncompressed in the same file: an archive, or what torch wrote before version 1.6. The pickle is read and written
-inertly: what it would import or call is never more than a name, so any name may occur in it.
+FULL_STATE_DICT and plain training scripts save this format. Source: torch/serialization.py. A pickle nests dicts and
+lists down to tensors. Each tensor is a view of a storage that is uncompressed in the same file: an archive, or the
+format before torch 1.6. The pickle is read and written inertly: imports and calls are only names, so any name may
+occur.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOpt
 
 MAIN = "state.pt"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_NAMES = (*_SUFFIXES, ".tar")  # `.pth.tar` is torch.save's in many scripts, and no archive of tar's
-# what trainers leave beside the model, and is none
+_NAMES = (*_SUFFIXES, ".tar")  # many scripts call files of torch.save `.pth.tar`
+# files that trainers write beside the model
 _BESIDE = re.compile(
     r"(optim|distrib_optim|(lr_)?scheduler|scaler|sampler|rng_state|random_states|training_args|dl_state_dict|meta\."
     r"|(latest_)?train_state|(trainer|fully_async)_state\.pt$|(common|data|rng)\.pt$|global_dataset_state_dict"
@@ -42,10 +43,10 @@ _BESIDE = re.compile(
 
 
 class Pt(FormatWriter):
-    """The format of torch.save: read from a file, or the directory that holds one; written as `state.pt`.
+    """The format of torch.save: read from a file or from the directory that contains it; written as `state.pt`.
 
-    Of a directory that is `state.pt`, or else the only file that is no optimizer, scheduler, sampler or random state by
-    its name.
+    In a directory ckptkit reads `state.pt`, or else the only candidate: the names of optimizers, schedulers, samplers
+    and random states are excluded.
     """
 
     name = "pt"
@@ -61,10 +62,10 @@ class Pt(FormatWriter):
         """Return True for a torch.save file of any name, or a directory with one under a usual name."""
         return bool(find_files(path))
 
-    def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - what is wrong with one file is one
-        """Raise `Unsupported` if several files could be meant, `Corrupt` if the one breaks off.
+    def check_names(self, path: Path, report: Report) -> None:  # noqa: ARG002 - with one file there is one problem
+        """Raise `Unsupported` if several files are candidates, `Corrupt` if the file is truncated.
 
-        All is there if the archive's directory is, which torch writes last, or all that an old file's pickle names.
+        An archive is complete if it has its directory, which torch writes last; an old file if it has all its storages.
         """
         file = choose_file(path)
         try:
@@ -73,10 +74,10 @@ class Pt(FormatWriter):
         except CkptError as error:
             raise error.blame(path=file) from None
 
-    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - what is wrong with one file is one
-        """Return the layout of the file at or in `path`. An entry that is no tensor becomes a blob with its own pickle.
+    def read(self, path: Path, report: Report = refuse) -> Layout:  # noqa: ARG002 - with one file there is one problem
+        """Return the layout of the file at or in `path`. A non-tensor entry becomes a blob with its own pickle.
 
-        Every tensor that the state dict leads to is in the layout, or the file is refused.
+        Raises an error for a tensor in the state dict that cannot be read.
         """
         file = choose_file(path)
         state = read_state_file(file.parent, file.name)
@@ -87,13 +88,13 @@ class Pt(FormatWriter):
         return Layout(file.parent, self.name, flat.tensors, flat.blobs, flat.keys)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Return every entry of the file: its storages, its pickle and what torch puts beside them."""
+        """Yield every entry of the file: its storages, its pickle and torch's other entries."""
         return extents_of(layout, layout.paths, report)
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:  # noqa: ARG002
-        """Return the one file, with room for the data of all tensors; tensors with the same chunks share theirs.
+        """Return the one file, with room for the data of all tensors. Tensors with the same chunks share their bytes.
 
-        An entry that is no tensor is read, and put with its value where its key path leads.
+        Reads the non-tensor entries, and inserts their values at their key paths.
         """
         storages = Storages(wanted)
         state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
@@ -101,23 +102,23 @@ class Pt(FormatWriter):
         return (NewFile(MAIN, envelope.nbytes, envelope.parts),)
 
     def entries_file(self, rank: int) -> str:
-        """Return a file that is no part of the checkpoint: in the end the entries are in the pickle of `state.pt`."""
+        """Return the name of a temporary file: at the end the entries are in the pickle of `state.pt`."""
         return f"entries-{rank}"
 
     def embed(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:  # noqa: ARG002
-        """Return another pickle, and the archive's directory, which names it in place of the first."""
+        """Return a second pickle, and the archive's directory that lists it instead of the first."""
         storages = Storages(wanted)
         first = dump(unflatten(wanted.tensors, wanted.key, storages.value))
         state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.value)
         yield MAIN, make_envelope(dump(state), storages.contents, instead_of=first).parts[-1]
 
     def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
-        """Return both places of each storage's CRC-32."""
+        """Return both offsets of each storage's CRC-32."""
         return places_in(made, [MAIN])
 
 
 def find_files(path: Path) -> list[Path]:
-    """Return `path` if it is a torch.save file; of a directory its `state.pt`, or else all that may be the model."""
+    """Return `path` if it is a torch.save file; of a directory its `state.pt`, or else all candidates for the model."""
     if not path.is_dir():
         return [path] if is_torch_save(path) else []
     if is_there(path / MAIN):  # whatever it is: the error then names it
@@ -128,13 +129,13 @@ def find_files(path: Path) -> list[Path]:
 
 
 def choose_file(path: Path) -> Path:
-    """Return the one file that is meant by `path`. Raises `Unsupported` if there are several."""
+    """Return the one file at `path`. Raises `Unsupported` if there are several."""
     files = find_files(path)
     if len(files) == 1:
         return files[0]
     names = ", ".join(file.name for file in files[:8])
-    if len(found := find_set(files[0].name, [file.name for file in files]) if files else []) > 1:
-        raise not_joined(found, path)
+    if len(ranks := find_set(files[0].name, [file.name for file in files]) if files else []) > 1:
+        raise not_joined(ranks, path)
     raise Unsupported(
         f"expected one torch.save file, or `{MAIN}`, found {len(files)}: {names}",
         path=path,

@@ -1,1 +1,1 @@
-"""Several files of torch.save, with an index that says which tensor is in which file."""
+"""Several files of torch.save, with an index that maps tensors to files."""

@@ -1,8 +1,8 @@
-"""Read several files of torch.save by their index: a model, or an optimizer by numbers.
+"""Read several files of torch.save by their index: a model, or an optimizer with parameter indices.
 
-Source: transformers' `save_pretrained(safe_serialization=False)`, `pytorch_model.bin.index.json`; and of optimizers
-colossalai/checkpoint_io/general_checkpoint_io.py, `pytorch_optim.bin.index.json`, whose metadata name a file with the
-groups.
+Source: transformers' `save_pretrained(safe_serialization=False)`, `pytorch_model.bin.index.json`; and for optimizers
+colossalai/checkpoint_io/general_checkpoint_io.py, `pytorch_optim.bin.index.json`, whose metadata names a file with the
+parameter groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """An index in directory `root`: the file of each name, and that of an optimizer's groups, None for a model's."""
+    """An index in directory `root`: the file of each name, and the file of an optimizer's groups, None for a model."""
 
     root: Path
     name: str
@@ -42,7 +42,7 @@ class Index:
         return [*sorted(set(self.places.values())), *([self.groups] if self.groups else [])]
 
     def full_name(self, name: str) -> str:
-        """Return what begins the names of all that the index has under a name."""
+        """Return the prefix of all entries that the index lists under a name."""
         return name if self.groups is None else f"{_OPTIMIZER}.state.{name}"
 
 
@@ -53,15 +53,15 @@ class PtShards(FormatReader):
     known_by = "`*.bin.index.json`"
 
     def owns(self, name: str) -> bool:
-        """Return True for an index, and for the usual names of the files in one."""
+        """Return True for an index, and for the usual names of indexed files."""
         return any(pattern.fullmatch(name) for pattern in (_INDEX, _NUMBERED, _SHARD))
 
     def detect(self, path: Path) -> bool:
-        """Return True for a directory with an index, or with files that are numbered as those of one are."""
+        """Return True for a directory with an index, or with files that are numbered like indexed ones."""
         return path.is_dir() and any(_INDEX.fullmatch(name) or _NUMBERED.fullmatch(name) for name in names_in(path))
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report each file that the index names and that is missing or breaks off."""
+        """Report each file that the index names and that is missing or truncated."""
         index = find_index(path)
         for name in index.files:
             try:
@@ -73,9 +73,9 @@ class PtShards(FormatReader):
                 report(error.blame(path=path / name))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of a model by its own names, or of an optimizer under `optimizer`.
+        """Return the layout of a model with its own names, or of an optimizer under `optimizer`.
 
-        Reports files that cannot be read, and names that the index has and its file has not, or the other way round.
+        Reports files that cannot be read, and names that only the index or only its file has.
         """
         index = find_index(path)
         whole = FlatState()
@@ -94,12 +94,12 @@ class PtShards(FormatReader):
         return replace(layout, absent=absent)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Return every entry of the files: storages, pickles and what torch puts beside them."""
+        """Yield every entry of the files: storages, pickles and torch's other entries."""
         return extents_of(layout, layout.descriptions[1:], report)
 
 
 def find_index(path: Path) -> Index:
-    """Return the index in a directory; of several that of the model. Raises `Unsupported` if these are several."""
+    """Return the index in a directory, or the model's if there are several. Raises `Unsupported` for several models."""
     names = sorted(filter(_INDEX.fullmatch, names_in(path)))
     numbered = next(filter(None, map(_NUMBERED.fullmatch, sorted(names_in(path)))), None)
     if not names and numbered:
@@ -125,7 +125,7 @@ def find_index(path: Path) -> Index:
 
 
 def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
-    """Add what is in one of the files. Every error names it."""
+    """Add the contents of one of the files. Every error names the file."""
     above: KeyPath = () if index.groups is None else (_OPTIMIZER, _GROUPS if file == index.groups else "state")
     try:
         state = read_state_file(index.root, file)
@@ -136,9 +136,9 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
         if file != index.groups:
             compare_names(index, file, children, report)
         flattening.add_all(children, above)
-        again = next((name for name in flattening.flat.keys if name in whole.keys), None)
-        if again is not None:
-            raise Corrupt("another file contains the tensor too", tensor=again)
+        duplicate = next((name for name in flattening.flat.keys if name in whole.keys), None)
+        if duplicate is not None:
+            raise Corrupt("another file contains the tensor too", tensor=duplicate)
     except CkptError as error:
         raise error.blame(path=index.root / file) from None
     whole.tensors.update(flattening.flat.tensors)
@@ -147,13 +147,13 @@ def add_all(whole: FlatState, index: Index, file: str, report: Report) -> None:
 
 
 def compare_names(index: Index, file: str, children: list[tuple[str | int, Any]], report: Report) -> None:
-    """Report names that the index has for a file and that are not in it, and those in it that the index has not."""
-    wanted = {name for name, place in index.places.items() if place == file}
-    found = {str(name) for name, _ in children}
-    for name in sorted(wanted - found):
+    """Report names that the index lists for a file and that are not in it, and the reverse."""
+    listed = {name for name, place in index.places.items() if place == file}
+    in_file = {str(name) for name, _ in children}
+    for name in sorted(listed - in_file):
         message = f"`{index.name}` lists the tensor in this file, but the file does not have it"
         report(Corrupt(message, path=index.root / file, tensor=name))
-    for name in sorted(found - wanted):
+    for name in sorted(in_file - listed):
         message = f"the tensor is in the file, but `{index.name}` does not list it"
         report(Corrupt(message, path=index.root / file, tensor=name))
 

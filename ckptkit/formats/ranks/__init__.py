@@ -1,1 +1,1 @@
-"""Handle directories in which each rank has left files of its own, by torch.save: its shards of model and optimizer."""
+"""Handle directories with files of torch.save per rank: each rank's shards of model and optimizer."""

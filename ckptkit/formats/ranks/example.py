@@ -1,4 +1,4 @@
-"""Take from the files of one rank how to write files of ranks: names, mesh, and placements."""
+"""Derive from the files of one rank how to write files of ranks: names, mesh, and placements."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ALONE = RankMesh((1,))  # the mesh of a single rank
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A way to write: the names of files, the mesh, and by name of a model's tensor how it lies, None if on each rank.
+    """A way to write files of ranks: their names, the mesh, and the placements of each model tensor.
 
-    `calls` are the DTensors themselves, to be taken after. `is_told` if what is spread and what is not shows at all,
-    `was_sharded` if ShardedTensors are.
+    A replicated tensor has None instead of placements. `calls` are the DTensors of the example, which new ones imitate.
+    `is_told` says that the example shows which tensors are sharded, `was_sharded` that its tensors are ShardedTensors.
     """
 
     naming: Naming = WITH_WORLD
@@ -42,7 +42,7 @@ class Example:
     was_sharded: bool = False
 
     def for_world(self, world: int) -> RankMesh:
-        """Return the mesh of `world` ranks: the first axis has what the others leave."""
+        """Return the mesh of `world` ranks. The other axes keep their size; the first axis gets the quotient."""
         rest = self.grid.shape[1:]
         if world % prod(rest):
             message = (
@@ -54,46 +54,47 @@ class Example:
 
 
 def example_of(wanted: Layout) -> Example:
-    """Return how the checkpoint was written, if it lies in files of ranks; else how to write one of rows by FSDP2."""
-    found = find_files(names_in(wanted.root), ignore) if wanted.format == "ranks" else None
-    if found is None:
+    """Return how a checkpoint in files of ranks was written; for any other, an example sharded by rows as in FSDP2."""
+    rank_files = find_files(names_in(wanted.root), ignore) if wanted.format == "ranks" else None
+    if rank_files is None:
         return Example()
-    if not found.naming.templates:
+    if not rank_files.naming.templates:
         raise Unsupported("ckptkit reads files with such names, but does not write them", hint="use `convert --to dcp`")
-    model = first_of(wanted, found.files[MODEL])
-    meshes = [held.spread.mesh for held in model.tensors.values() if isinstance(held.spread, Placed)]
-    if any(len(mesh.ranks) != found.world or mesh != meshes[0] for mesh in meshes):
+    model = first_readable_file(wanted, rank_files.files[MODEL])
+    meshes = [tensor.spread.mesh for tensor in model.tensors.values() if isinstance(tensor.spread, Placed)]
+    if any(len(mesh.ranks) != rank_files.world or mesh != meshes[0] for mesh in meshes):
         raise Unsupported(
             "the tensors are on several meshes, or on some of the ranks only", hint="use `convert --to dcp`"
         )
     calls = dtensors_in(model)
-    grid = RankMesh((found.world,))
+    grid = RankMesh((rank_files.world,))
     if meshes:
         like = next(iter(calls.values())).args[3][-1]["_spec"].attributes()["mesh"]
         grid = RankMesh(meshes[0].shape, meshes[0].names, meshes[0].device, like)
-    spread = {name: how_spread(held.spread) for name, held in model.tensors.items()}
+    spread = {name: placements_of(tensor.spread) for name, tensor in model.tensors.items()}
     return Example(
-        naming=found.naming,
-        label=found.label,
+        naming=rank_files.naming,
+        label=rank_files.label,
         grid=grid if meshes else grid._replace(device=device_of(model.value)),
         spread=spread,
         calls=calls,
         is_told=any(spread.values()),
-        was_sharded=any(isinstance(held.spread, ShardedTensor) for held in model.tensors.values()),
+        was_sharded=any(isinstance(tensor.spread, ShardedTensor) for tensor in model.tensors.values()),
     )
 
 
-def first_of(wanted: Layout, files: Mapping[int, str]) -> RankFile:
-    """Return the file of the first rank of which one can be read: what is wanted may be all that is left of many."""
+def first_readable_file(wanted: Layout, files: Mapping[int, str]) -> RankFile:
+    """Return the readable file of the lowest rank: in a damaged checkpoint some may be unreadable."""
     *others, last = sorted(files)
     for rank in others:
+        # try the next rank; the last one raises its error
         with suppress(Corrupt, IOFailure, Unsupported):
             return read_rank_file(wanted.root, files[rank], rank, (MODEL,))
     return read_rank_file(wanted.root, files[last], last, (MODEL,))
 
 
-def how_spread(spread: Placed | ShardedTensor | None) -> tuple[Placement, ...] | None:
-    """Return how a tensor lies on a mesh: ShardedTensors are written as DTensors in rows."""
+def placements_of(spread: Placed | ShardedTensor | None) -> tuple[Placement, ...] | None:
+    """Return the placements of a tensor. ShardedTensors are written as DTensors sharded by rows."""
     if isinstance(spread, Placed):
         return spread.placements
     return (_ROWS,) if isinstance(spread, ShardedTensor) else None
@@ -104,8 +105,8 @@ def dtensors_in(model: RankFile) -> dict[str, Record]:
 
 
 def device_of(value: Any) -> str:
-    """Return the kind of device that the tensors of a state dict were on."""
-    for part in walk(value):
-        if isinstance(part, PersistentId) and isinstance(part.value, tuple) and len(part.value) > 3:
-            return str(part.value[3]).partition(":")[0]
+    """Return the device type of the tensors in a state dict."""
+    for member in walk(value):
+        if isinstance(member, PersistentId) and isinstance(member.value, tuple) and len(member.value) > 3:
+            return str(member.value[3]).partition(":")[0]
     return "cuda"

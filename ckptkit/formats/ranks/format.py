@@ -1,7 +1,7 @@
-"""Read and write directories in which each rank has left its shards by torch.save: DTensors and their elders.
+"""Read and write directories with a file of torch.save per rank, whose shards are DTensors or ShardedTensors.
 
-Nothing describes the whole: each tensor says where its rank's part belongs, and the names of files which rank that is.
-So all files are opened, and what they say must agree.
+No file describes the whole checkpoint: each tensor has the position of its rank's shard, and file names have the rank.
+So ckptkit opens all files and checks that they agree.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import is_flat_name
 
 
-# Leave out the duplicates in a file: views of flat parameters under the names of parameters.
+# Files may have duplicates: views of flat parameters under the names of parameters.
 #
 # Source: torch/distributed/fsdp/_state_dict_utils.py, `_local_post_state_dict_hook`, with `use_orig_params=True`: a
-# rank's piece of each parameter, flattened, is a view of the flat parameter beside it.
+# rank's shard of each parameter, flattened, is a view of the flat parameter in the same file.
 def without_views(files: Sequence[RankFile]) -> list[RankFile]:
-    """Return the files of all ranks without tensors that are views of flat parameters in them."""
+    """Return the files of all ranks without the tensors that are views of flat parameters in them."""
     views = {name for file in files for name in views_in(file)}
     kept = []
     for file in files:
@@ -54,28 +54,28 @@ def without_views(files: Sequence[RankFile]) -> list[RankFile]:
 
 
 def views_in(file: RankFile) -> Iterator[str]:
-    """Yield the names of plain tensors that lie inside a flat parameter's storage."""
-    held = file.tensors
+    """Yield the names of plain tensors inside a flat parameter's storage."""
+    tensors = file.tensors
     spans = [
         (chunk.offset, chunk.offset + chunk.length)
-        for name, one in held.items()
-        if isinstance(one.spread, ShardedTensor) and is_flat_name(str(file.flat.keys[name][-1]))
-        for chunk in one.chunks
+        for name, tensor in tensors.items()
+        if isinstance(tensor.spread, ShardedTensor) and is_flat_name(str(file.flat.keys[name][-1]))
+        for chunk in tensor.chunks
     ]
-    for name, one in held.items() if spans else ():
-        if one.spread is None and one.chunks[0].length:
-            begin, end = one.chunks[0].offset, one.chunks[0].offset + one.chunks[0].length
+    for name, tensor in tensors.items() if spans else ():
+        if tensor.spread is None and tensor.chunks[0].length:
+            begin, end = tensor.chunks[0].offset, tensor.chunks[0].offset + tensor.chunks[0].length
             if any(low <= begin and end <= high for low, high in spans):
                 yield name
 
 
-_OWN = ("rng",)  # what is each rank's own also where all have the same
+_OWN = ("rng",)  # keys that are per-rank state even if all ranks have equal values
 
 
 def join_rest(files: Sequence[RankFile], taken: Sequence[str]) -> FlatState:
-    """Return what is in the files: entries of a key under it, or under the ranks below it if they are not all the same.
+    """Return the further entries of the files, by their keys.
 
-    The keys that are `taken` are those of model and optimizer.
+    Per-rank entries are under `rank_N` below their key. `taken` are the keys of model and optimizer.
     """
     joined = FlatState()
     for top in dict.fromkeys(key[0] for file in files for key in file.flat.keys.values()):
@@ -83,22 +83,24 @@ def join_rest(files: Sequence[RankFile], taken: Sequence[str]) -> FlatState:
             raise Corrupt(
                 f"an entry is called `{top}`, which is the name of the contents of other files", path=files[0].name
             )
-        shared = top not in _OWN and all(seen(file, top) == seen(files[0], top) for file in files)
+        shared = top not in _OWN and all(
+            comparable_content(file, top) == comparable_content(files[0], top) for file in files
+        )
         for file in files[:1] if shared else files:
             add(joined, file, top, () if shared else (f"rank_{file.rank}",))
     return joined
 
 
-def seen(file: RankFile, top: str | int) -> list[tuple[object, ...]]:
-    """Return what can be compared of a rank's entries below a key: values, and the checksums of tensors."""
-    found: list[tuple[object, ...]] = []
+def comparable_content(file: RankFile, top: str | int) -> list[tuple[object, ...]]:
+    """Return the comparable part of a rank's entries below a key: values, and the checksums of tensors."""
+    content: list[tuple[object, ...]] = []
     for name, key in file.flat.keys.items():
         if key[0] == top and name in file.flat.blobs:
-            found.append((name, file.flat.blobs[name].content))
+            content.append((name, file.flat.blobs[name].content))
         elif key[0] == top:
             tensor = file.flat.tensors[name]
-            found.append((name, tensor.spec, *(chunk.crc32 for chunk in tensor.chunks)))
-    return found
+            content.append((name, tensor.spec, *(chunk.crc32 for chunk in tensor.chunks)))
+    return content
 
 
 def add(joined: FlatState, file: RankFile, top: str | int, rank: tuple[str, ...]) -> None:
@@ -121,7 +123,7 @@ SHARD_KINDS = (b"torch.distributed._shard.sharded_tensor", b"torch.distributed.t
 
 
 class FilePerRank(FormatWriter):
-    """The format of one file of torch.save for each rank: a directory with the files of all ranks."""
+    """The format of one file of torch.save per rank: a directory with the files of all ranks."""
 
     name = "ranks"
     known_by = "a file of torch.save for each rank"
@@ -129,7 +131,7 @@ class FilePerRank(FormatWriter):
     is_sharded = True
 
     def owns(self, name: str) -> bool:
-        """Return True for the file of a rank, and for the one that says how many there are."""
+        """Return True for the file of a rank, and for the file with the number of ranks."""
         return name == CONFIG or has_label(name)
 
     def rank_of(self, name: str) -> int | None:
@@ -137,19 +139,19 @@ class FilePerRank(FormatWriter):
         return rank_in(name)
 
     def is_bound(self, path: Path) -> bool:  # noqa: ARG002
-        """Return True: each rank reads a file of its own, some by a name that says how many there are."""
+        """Return True: each rank reads its own file, and some names contain the number of ranks."""
         return True
 
     def detect(self, path: Path) -> bool:
-        """Return True for a directory with files of ranks that hold a model, by their names or by the shards in one."""
+        """Return True for a directory with model files of ranks, by their names or by the shards in one of them."""
         if not path.is_dir():
             return False
         names = names_in(path)
         bare = min(filter(BARE.match, names), default=None)
-        return is_there(names) or (bare is not None and holds_shards(path / bare))
+        return is_there(names) or (bare is not None and has_shards(path / bare))
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report files that break off; raise `Corrupt` if one is missing, or one is there of another run."""
+        """Report truncated files; raise `Corrupt` if one is missing or belongs to another run."""
         for name in find(path).names:
             try:
                 with opened(path / name) as (read, length):
@@ -158,93 +160,96 @@ class FilePerRank(FormatWriter):
                 report(error.blame(path=path / name))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of the checkpoint in directory `path`; model and optimizer under these keys.
+        """Return the layout of the checkpoint in directory `path`, with the keys `model` and `optimizer`.
 
-        Every tensor that a file leads to is in it, or the directory is refused.
+        Raises an error for a tensor in a file that cannot be read.
         """
-        found = find(path, report)
+        rank_files = find(path, report)
         with collector_paused():
             try:
-                flat = join_all(path, found, report)
+                flat = join_all(path, rank_files, report)
             except CkptError as error:
                 raise error.blame(path=path) from None
-            descriptions = (*((CONFIG,) if (path / CONFIG).exists() else ()), *sorted(found.names))
-            layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, found.world, descriptions)
+            descriptions = (*((CONFIG,) if (path / CONFIG).exists() else ()), *sorted(rank_files.names))
+            layout = Layout(path, self.name, flat.tensors, flat.blobs, flat.keys, rank_files.world, descriptions)
             layout = replace(layout, spares=flat.spares)
             check_cover(layout, report)
         return layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Return every entry of every rank's file: its storages, its pickle and what torch puts beside them."""
+        """Yield every entry of every rank's file: its storages, its pickle and torch's other entries."""
         return extents_of(layout, find(layout.root, report).names, report)
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
-        """Return the files of `options.world_size` ranks, called and spread as those that `wanted` lies in, if any."""
+        """Return the files of `options.world_size` ranks, named and sharded like the files of `wanted`, if any."""
         return tuple(arrange_files(wanted, example_of(wanted), options.world_size))
 
     def remarks(self, wanted: Layout) -> Iterator[str]:
-        """Return in words that DTensors will be what ShardedTensors were."""
+        """Yield a sentence that ShardedTensors become DTensors."""
         if example_of(wanted).was_sharded:
             yield "FSDP1's ShardedTensors become DTensors as torch 2.13 has them: a run with FSDP2 loads these files"
 
     repeats = True
 
     def seal(self, made: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
-        """Return the copies of what several ranks have alike, and the CRC-32 of each storage."""
-        found = find(made.root)
-        files = [read_files(made.root, found, kind, (kind,), refuse) for kind in found.files]
+        """Return the replicas that several ranks store, and the CRC-32 of each storage."""
+        rank_files = find(made.root)
+        files = [read_files(made.root, rank_files, kind, (kind,), refuse) for kind in rank_files.files]
         return seal_files(made.root, files, checksums)
 
 
-def holds_shards(path: Path) -> bool:
+def has_shards(path: Path) -> bool:
     """Return whether the pickle in a file of torch.save has shards of tensors."""
     try:
         return any(kind in read_pickle(path) for kind in SHARD_KINDS)
     except (Corrupt, Unsafe, Unsupported):
+        # not a readable file of this format; another format may claim it
         return False
 
 
 def find(path: Path, report: Report = refuse) -> RankFiles:
-    """Return the files of ranks in a directory; report those that are missing.
+    """Return the files of ranks in a directory; report missing files.
 
-    Raises `Corrupt` where they are not those of one checkpoint.
+    Raises `Corrupt` if they do not belong to one checkpoint.
     """
     try:
-        found = find_files(names_in(path), lambda problem: report(problem.blame(path=path)))
-        if found is None:
+        rank_files = find_files(names_in(path), lambda problem: report(problem.blame(path=path)))
+        if rank_files is None:
             raise Corrupt("no rank's file contains a model")
-        check_config(path, found)
+        check_config(path, rank_files)
     except CkptError as error:
         raise error.blame(path=path) from None
-    return found
+    return rank_files
 
 
-def check_config(path: Path, found: RankFiles) -> None:
-    """Raise `Corrupt` if the file that says how many ranks there were says another number."""
-    if "{world}" not in found.naming.templates.get(MODEL, "") or not (path / CONFIG).exists():
+def check_config(path: Path, rank_files: RankFiles) -> None:
+    """Raise `Corrupt` if the config file has another number of ranks."""
+    if "{world}" not in rank_files.naming.templates.get(MODEL, "") or not (path / CONFIG).exists():
         return
     config = parse_json(read_small(path / CONFIG, _CONFIG_LIMIT), path / CONFIG)
-    said = config.get("world_size") if isinstance(config, dict) else None
-    if type(said) is int and said != found.world:
-        message = f"expected {said} ranks, found files of {found.world}"
+    recorded = config.get("world_size") if isinstance(config, dict) else None
+    if type(recorded) is int and recorded != rank_files.world:
+        message = f"expected {recorded} ranks, found files of {rank_files.world}"
         raise Corrupt(message, path=path / CONFIG, hint="check that all files come from one run")
 
 
-def join_all(path: Path, found: RankFiles, report: Report) -> FlatState:
-    """Return model, optimizer and the rest of all ranks; report files that cannot be read, and leave them out."""
-    model = without_views(read_files(path, found, MODEL, () if found.naming is BARE else (MODEL,), report))
+def join_all(path: Path, rank_files: RankFiles, report: Report) -> FlatState:
+    """Return model, optimizer and other entries of all ranks; report files that cannot be read, and skip them."""
+    model = without_views(read_files(path, rank_files, MODEL, () if rank_files.naming is BARE else (MODEL,), report))
     if not model:
         raise Corrupt("no rank's file with a model can be read")
-    flats = [join_files(model, naming_files(path, found, MODEL, report))]
+    flats = [join_files(model, naming_files(path, rank_files, MODEL, report))]
     try:
-        files = read_files(path, found, OPTIMIZER, (OPTIMIZER,), report)
-        tell = naming_files(path, found, OPTIMIZER, report)
+        files = read_files(path, rank_files, OPTIMIZER, (OPTIMIZER,), report)
+        report_file = naming_files(path, rank_files, OPTIMIZER, report)
         flats += (
-            [join_optimizer(files, model, tell, found.world, is_in_order=found.naming.is_in_order)] if files else []
+            [join_optimizer(files, model, report_file, rank_files.world, is_in_order=rank_files.naming.is_in_order)]
+            if files
+            else []
         )
     except CkptError as error:
         report(error)
-    files = read_files(path, found, REST, (), report)
+    files = read_files(path, rank_files, REST, (), report)
     flats += [join_rest(files, (MODEL, OPTIMIZER))] if files else []
     whole = FlatState()
     for flat in flats:
@@ -252,17 +257,17 @@ def join_all(path: Path, found: RankFiles, report: Report) -> FlatState:
     return whole
 
 
-def naming_files(path: Path, found: RankFiles, kind: str, report: Report) -> Report:
-    """Return a report that blames the file of the rank that has a part of a tensor which is not there."""
+def naming_files(path: Path, rank_files: RankFiles, kind: str, report: Report) -> Report:
+    """Return a report that names the file of the rank whose shard of a tensor is missing."""
 
-    def tell(problem: CkptError) -> None:
+    def report_file(problem: CkptError) -> None:
         if isinstance(problem, Incomplete) and problem.ranks:
-            problem.blame(path=path / found.name_of(kind, problem.ranks[0]))
+            problem.blame(path=path / rank_files.name_of(kind, problem.ranks[0]))
         report(problem)
 
-    return report if report is refuse else tell
+    return report if report is refuse else report_file
 
 
-def read_files(path: Path, found: RankFiles, kind: str, above: tuple[str, ...], report: Report) -> list[RankFile]:
-    files = dict(sorted(found.files.get(kind, {}).items()))
+def read_files(path: Path, rank_files: RankFiles, kind: str, above: tuple[str, ...], report: Report) -> list[RankFile]:
+    files = dict(sorted(rank_files.files.get(kind, {}).items()))
     return list(read_each(path, files, lambda rank, name: read_rank_file(path, name, rank, above), report).values())

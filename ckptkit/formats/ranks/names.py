@@ -10,15 +10,15 @@ from functools import cached_property
 from ckptkit.errors import ELSEWHERE, SALVAGE, Corrupt, Incomplete, Report, Unsupported, refuse
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "rest"
-CONFIG = "fsdp_config.json"  # beside the files of which the name says how many ranks there are
+CONFIG = "fsdp_config.json"  # beside files whose names contain the number of ranks
 
 
 @dataclass(frozen=True)
 class Naming:
     """A way to name the files of ranks: a pattern for each kind of file, with groups `rank`, `set` and `world`.
 
-    What `set` matches is the same for all files of one checkpoint. `templates` are the names to be written. If it
-    `is_in_order`, the trainers with this naming give their optimizer the parameters in the model's order.
+    The text of `set` is the same in all files of one checkpoint. `templates` are the names to write. `is_in_order` says
+    that trainers with this naming pass the parameters to their optimizer in the model's order.
     """
 
     patterns: dict[str, str]
@@ -30,9 +30,9 @@ class Naming:
         return {kind: re.compile(pattern) for kind, pattern in self.patterns.items()}
 
     def match(self, name: str) -> tuple[str, re.Match[str]] | None:
-        """Return the kind of a file, and its name's parts; None for a file of no rank."""
-        found = ((kind, pattern.fullmatch(name)) for kind, pattern in self.compiled.items())
-        return next(((kind, match) for kind, match in found if match), None)
+        """Return the kind of a file, and the match of its name; None if it does not belong to a rank."""
+        matches = ((kind, pattern.fullmatch(name)) for kind, pattern in self.compiled.items())
+        return next(((kind, match) for kind, match in matches if match), None)
 
 
 _RANK = r"(?P<rank>[0-9]{1,7})"
@@ -55,12 +55,12 @@ WITHOUT_WORLD = Naming(
 )
 OTHER = Naming({MODEL: f"model{_ANY}", OPTIMIZER: f"(?:optim|optimizer){_ANY}"})
 NAMINGS = (WITH_WORLD, WITHOUT_WORLD, OTHER)
-BARE = Naming({MODEL: rf"(?P<set>)rank[_-]?{_RANK}\.(?:pt|pth|bin)"})  # all of a rank's state, if it has shards
+BARE = Naming({MODEL: rf"(?P<set>)rank[_-]?{_RANK}\.(?:pt|pth|bin)"})  # the complete state of a rank, if it has shards
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of one checkpoint, by kind and rank; `world` is the number of ranks, `label` what its names share."""
+    """The files of one checkpoint, by kind and rank; `world` is their number, `label` the common text of the names."""
 
     naming: Naming
     label: str
@@ -72,7 +72,7 @@ class RankFiles:
         return [name for by_rank in self.files.values() for name in by_rank.values()]
 
     def name_of(self, kind: str, rank: int) -> str:
-        """Return the name of the file of a kind that a rank has, whether it is there or not."""
+        """Return the name of the file of a kind and rank, whether it is there or not."""
         known = next(iter(self.files[kind].values()))
         match = self.naming.compiled[kind].fullmatch(known)
         assert match is not None
@@ -82,51 +82,51 @@ class RankFiles:
 
 
 def rank_in(name: str) -> int | None:
-    """Return the rank in the name of a file, None for a file of no rank."""
-    found = next((match for naming in (*NAMINGS, BARE) if (match := naming.match(name))), None)
-    return int(found[1]["rank"]) if found else None
+    """Return the rank in a file name, None for a file that does not belong to a rank."""
+    kind_and_match = next((match for naming in (*NAMINGS, BARE) if (match := naming.match(name))), None)
+    return int(kind_and_match[1]["rank"]) if kind_and_match else None
 
 
 def has_label(name: str) -> bool:
-    """Return whether the name of a rank's file says what is in it."""
+    """Return whether the name of a rank's file has the kind of its contents."""
     return any(naming.match(name) for naming in NAMINGS)
 
 
 def find_files(names: Iterable[str], report: Report = refuse) -> RankFiles | None:
-    """Return the files of ranks in a directory, None where none hold a model.
+    """Return the files of ranks in a directory, None if none of them has a model.
 
     Reports ranks whose files are missing. Raises `Corrupt` for files of several runs, `Unsupported` for several models.
     """
     names = sorted(names)
     for naming in (*NAMINGS, BARE):
-        found = [(name, *match) for name in names if (match := naming.match(name))]
-        if any(kind == MODEL for _, kind, _ in found) and (naming is not OTHER or len(found) > 1):
-            return gather(naming, found, report)
+        matches = [(name, *match) for name in names if (match := naming.match(name))]
+        if any(kind == MODEL for _, kind, _ in matches) and (naming is not OTHER or len(matches) > 1):
+            return gather(naming, matches, report)
     return None
 
 
 def is_there(names: Iterable[str]) -> bool:
-    """Return whether files of ranks that hold a model are in a directory."""
+    """Return whether a directory has files of ranks with a model."""
     kinds = [(naming, match[0]) for name in names for naming in NAMINGS if (match := naming.match(name))]
     models = [naming for naming, kind in kinds if kind == MODEL]
     return any(naming is not OTHER or models.count(OTHER) > 1 for naming in models)
 
 
-def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]], report: Report) -> RankFiles:
-    """Return the files as those of one checkpoint."""
-    worlds = sorted({int(match["world"]) for *_, match in found if "world" in match.re.groupindex})
+def gather(naming: Naming, matches: list[tuple[str, str, re.Match[str]]], report: Report) -> RankFiles:
+    """Return the matched files as one checkpoint."""
+    worlds = sorted({int(match["world"]) for *_, match in matches if "world" in match.re.groupindex})
     if len(worlds) > 1:
         message = f"expected files of one run, found files of runs with {' and '.join(map(str, worlds))} ranks"
         raise Corrupt(message, hint="move the files of the earlier run to another directory")
-    labels = sorted({match["set"] for _, kind, match in found if kind == MODEL})
+    labels = sorted({match["set"] for _, kind, match in matches if kind == MODEL})
     if len(labels) > 1:
-        names = ", ".join(next(name for name, _, match in found if match["set"] == label) for label in labels[:4])
+        names = ", ".join(next(name for name, _, match in matches if match["set"] == label) for label in labels[:4])
         raise Unsupported(
             f"expected files of one model, found {len(labels)}: {names}",
             hint="move each model to a directory of its own",
         )
     files: dict[str, dict[int, str]] = {}
-    for name, kind, match in found:
+    for name, kind, match in matches:
         if match["set"] == labels[0]:
             files.setdefault(kind, {})[int(match["rank"])] = name
     world = worlds[0] if worlds else 1 + max(files[MODEL])
@@ -135,18 +135,18 @@ def gather(naming: Naming, found: list[tuple[str, str, re.Match[str]]], report: 
     return gathered
 
 
-def check_ranks(found: RankFiles, report: Report) -> None:
-    """Report ranks without a file of each kind. Raises `Corrupt` for files of any besides."""
-    for kind, by_rank in found.files.items():
-        missing = [rank for rank in range(found.world) if rank not in by_rank]
+def check_ranks(files: RankFiles, report: Report) -> None:
+    """Report ranks without a file of each kind. Raises `Corrupt` for files of additional ranks."""
+    for kind, by_rank in files.files.items():
+        missing = [rank for rank in range(files.world) if rank not in by_rank]
         name = next(iter(by_rank.values()))
         if missing:
-            some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            message = f"{len(missing)} of {found.world} files like `{name}` are missing: of rank {some}"
-            names = [found.name_of(kind, rank) for rank in missing]
+            ranks_text = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            message = f"{len(missing)} of {files.world} files like `{name}` are missing: of rank {ranks_text}"
+            names = [files.name_of(kind, rank) for rank in missing]
             report(Incomplete(message, hint=f"{ELSEWHERE}, or {SALVAGE}", files=names, ranks=missing))
-        if len(by_rank) > found.world:
+        if len(by_rank) > files.world:
             message = (
-                f"expected files of {found.world} ranks, found one of rank {max(by_rank)}: `{by_rank[max(by_rank)]}`"
+                f"expected files of {files.world} ranks, found one of rank {max(by_rank)}: `{by_rank[max(by_rank)]}`"
             )
             raise Corrupt(message, hint="move the file away if it belongs to an earlier run")

@@ -1,8 +1,8 @@
-"""Name the states of an optimizer that numbers its parameters, where it is certain which parameter each number is.
+"""Name the states of an optimizer that numbers its parameters, where the parameter of each index is certain.
 
-Source: torch/optim/optimizer.py: parameters are numbered through all groups, in the order in which the training script
-passed them. Some trainers pass `model.parameters()`, so that their files have the model's order. For any other file,
-recorded names decide, or sizes that allow only one assignment. An uncertain number stays a number.
+Source: torch/optim/optimizer.py: indices count through all groups, in the order in which the training script passed the
+parameters. Some trainers pass `model.parameters()`, so their files have the model's order. For any other file, recorded
+names decide, or shapes that allow only one assignment. An uncertain index stays an index.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.layout.matching import is_counted_through, match_by_size_if_certain, match_if_certain
 from ckptkit.layout.wrappers import PARAM_NAMES, match_recorded, read_recorded
 
-_STEP = "step"  # a moment that is one number, whatever the parameter's shape
-AT = 2  # where in a key path the parameter is: `("optimizer", "state", "3", "exp_avg")`
+_STEP = "step"  # a state with one element, whatever the parameter's shape
+AT = 2  # position of the parameter in a key path: `("optimizer", "state", "3", "exp_avg")`
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the model."""
-
     name: str
     shape: Shape
 
 
 def parameters_of(model: RankFile) -> list[Parameter]:
-    """Return the model's parameters in order, as one rank's file has them: what is spread over ranks, each tensor once.
+    """Return the model's parameters in order, from one rank's file: the sharded tensors, tied ones once.
 
-    Where nothing is, all tensors: one rank alone has no need to tell buffers apart.
+    Returns all tensors if none is sharded, as with a single rank: then nothing distinguishes buffers from parameters.
     """
-    held = model.tensors
-    is_spread = any(one.spread is not None for one in held.values())
-    found: dict[object, Parameter] = {}
-    for name, one in held.items():
-        if one.spread is not None or not is_spread:
-            place = (one.chunks[0].path, one.chunks[0].offset) if one.chunks and one.spec.numel else name
-            has_bytes = bool(one.chunks) and one.chunks[0].box.numel > 0
-            found.setdefault(place if has_bytes else name, Parameter(str(model.flat.keys[name][-1]), one.spec.shape))
-    return list(found.values())
+    tensors = model.tensors
+    is_spread = any(tensor.spread is not None for tensor in tensors.values())
+    parameters: dict[object, Parameter] = {}
+    for name, tensor in tensors.items():
+        if tensor.spread is not None or not is_spread:
+            identity = (tensor.chunks[0].path, tensor.chunks[0].offset) if tensor.chunks and tensor.spec.numel else name
+            has_bytes = bool(tensor.chunks) and tensor.chunks[0].box.numel > 0
+            parameters.setdefault(
+                identity if has_bytes else name, Parameter(str(model.flat.keys[name][-1]), tensor.spec.shape)
+            )
+    return list(parameters.values())
 
 
 def match(
@@ -58,15 +58,15 @@ def match(
     *,
     is_in_order: bool,
 ) -> dict[int, Parameter] | None:
-    """Return the parameter behind each number, None if that is not certain.
+    """Return the parameter of each index, None if that is not certain.
 
-    `shapes` are those of the moments, or the number of their elements where they were flattened. Flattened moments may
-    be of FSDP1's flat parameters, which only sizes tell: with several groups, all sizes must be known. Names that the
-    optimizer has `recorded` decide alone. Without them, sizes must tell the parameters apart, unless each group
-    `is_in_order` of the model because the trainer's code says so.
+    `shapes` are the shapes of the states, or their number of elements if they were flattened. Flattened states may
+    belong to FSDP1's flat parameters, which only sizes reveal: with several groups, all sizes must be known. `recorded`
+    names decide alone. Without them, shapes must distinguish the parameters, unless each group `is_in_order` of the
+    model because the trainer's code says so.
     """
     flattened = any(isinstance(shape, int) for shape in shapes.values())
-    sizes = {one: prod(one.shape) if flattened else one.shape for one in parameters}
+    sizes = {parameter: prod(parameter.shape) if flattened else parameter.shape for parameter in parameters}
     if recorded:
         return match_names(recorded, shapes, sizes)
     unknown = flattened and len(groups) > 1 and len(shapes) < len(parameters)
@@ -78,33 +78,35 @@ def match(
 def match_names(
     recorded: Mapping[int, str], shapes: Mapping[int, Shape | int], sizes: Mapping[Parameter, Shape | int]
 ) -> dict[int, Parameter] | None:
-    """Return the parameter behind each number by its recorded name, None where names or sizes disagree."""
-    known = {one.name: one for one in sizes}
-    shown = {number: shape for number, shape in shapes.items() if shape != ()}  # not by moments of several shapes
+    """Return the parameter of each index by its recorded name, None where names or shapes disagree."""
+    known = {parameter.name: parameter for parameter in sizes}
+    shown = {number: shape for number, shape in shapes.items() if shape != ()}  # states of several shapes do not count
     try:
-        found = match_recorded(recorded, shown, {one.name: size for one, size in sizes.items()})
+        matched = match_recorded(recorded, shown, {parameter.name: size for parameter, size in sizes.items()})
     except Mismatch:
         return None
-    return {number: known[name] for number, name in found.items()}
+    return {number: known[name] for number, name in matched.items()}
 
 
 def read_names(value: Any, groups: Sequence[Sequence[int]]) -> dict[int, str] | None:
-    """Return the names that the optimizer in a file has recorded, {} for none; None for lists that do not fit."""
+    """Return the names that an optimizer recorded, {} for none; None for lists that do not fit."""
     try:
         return read_recorded(groups, lists_of(value, PARAM_NAMES) or [])
     except Unsupported:
         return None
 
 
-def is_moment(key: KeyPath, held: RankTensor) -> bool:
-    """Return whether a tensor at a key path is a moment with a number for each of the parameter's."""
-    return len(key) == AT + 2 and key[1] == "state" and key[-1] != _STEP and held.spec.shape != ()
+def is_moment(key: KeyPath, tensor: RankTensor) -> bool:
+    """Return whether a tensor is an elementwise state of a parameter, such as `exp_avg`."""
+    return len(key) == AT + 2 and key[1] == "state" and key[-1] != _STEP and tensor.spec.shape != ()
 
 
 def is_flattened(files: Sequence[RankFile], model: RankFile) -> bool:
-    """Return whether each rank has a piece of each moment, flattened: plain tensors where the model's are spread."""
-    moments = [held for file in files for name, held in file.tensors.items() if is_moment(file.flat.keys[name], held)]
-    is_spread = any(held.spread is not None for held in model.tensors.values())
+    """Return whether the states are flattened shards: plain 1-D tensors while the model's tensors are sharded."""
+    moments = [
+        tensor for file in files for name, tensor in file.tensors.items() if is_moment(file.flat.keys[name], tensor)
+    ]
+    is_spread = any(tensor.spread is not None for tensor in model.tensors.values())
     return is_spread and bool(moments) and all(h.spread is None and len(h.spec.shape) == 1 for h in moments)
 
 
@@ -116,63 +118,63 @@ def has_strays(files: Sequence[RankFile], groups: Sequence[Sequence[int]]) -> bo
 
 
 def shapes_of(files: Sequence[RankFile], *, flattened: bool) -> dict[int, Shape | int]:
-    """Return the shape of each number's moments, or how many elements all ranks have if they are flattened."""
-    found: dict[int, Shape | int] = {}
+    """Return the shape of each index's states, or the number of elements on all ranks if they are flattened."""
+    shapes: dict[int, Shape | int] = {}
     of_moment: dict[tuple[int, Any], int] = {}
     for file in files:
-        for name, held in file.tensors.items():
+        for name, tensor in file.tensors.items():
             key = file.flat.keys[name]
-            if not is_moment(key, held):
+            if not is_moment(key, tensor):
                 continue
             number = int(key[AT])
             if flattened:
-                of_moment[number, key[-1]] = of_moment.get((number, key[-1]), 0) + held.spec.numel
-            elif found.setdefault(number, held.spec.shape) != held.spec.shape:
-                found[number] = ()  # moments of several shapes: none of ours
+                of_moment[number, key[-1]] = of_moment.get((number, key[-1]), 0) + tensor.spec.numel
+            elif shapes.setdefault(number, tensor.spec.shape) != tensor.spec.shape:
+                shapes[number] = ()  # states of several shapes: not the parameter's shape
     for (number, what), count in of_moment.items():
-        if found.setdefault(number, count) != count:
+        if shapes.setdefault(number, count) != count:
             raise Corrupt(
-                f"expected {found[number]} numbers in the pieces of `{what}` of parameter {number}, found {count}"
+                f"expected {shapes[number]} numbers in the pieces of `{what}` of parameter {number}, found {count}"
             )
-    return found
+    return shapes
 
 
 def holders(model: Sequence[RankFile]) -> list[int]:
-    """Return the ranks that hold the model between them; others hold the same again."""
+    """Return the ranks that together have one full model; the other ranks have replicas."""
     return [
         file.rank
         for file in model
-        if not any(isinstance(one.spread, Placed) and one.spread.is_replica for one in file.tensors.values())
+        if not any(isinstance(tensor.spread, Placed) and tensor.spread.is_replica for tensor in file.tensors.values())
     ]
 
 
 def join_flattened(
-    files: Sequence[RankFile], found: Mapping[int, Parameter] | None
+    files: Sequence[RankFile], parameters: Mapping[int, Parameter] | None
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the moments of which the ranks, one after the other, have pieces.
+    """Yield the states whose flattened shards the ranks have, in rank order.
 
-    They have the shapes of their parameters, or one dimension if it is not known which these are.
+    They get the shapes of their parameters, or one dimension if the parameters are unknown.
     """
     names = dict.fromkeys(
-        name for file in files for name, held in file.tensors.items() if is_moment(file.flat.keys[name], held)
+        name for file in files for name, tensor in file.tensors.items() if is_moment(file.flat.keys[name], tensor)
     )
     for name in names:
-        there = [(file, file.tensors[name]) for file in files if name in file.tensors]
-        total = sum(held.spec.numel for _, held in there)
-        key = there[0][0].flat.keys[name]
-        shape = found[int(key[AT])].shape if found else (total,)
-        pieces = pieces_in_turn(piece_of(held) for _, held in there)
-        yield name, StoredTensor(replace(there[0][1].spec, shape=shape), tuple(cut_out(pieces, 0, shape)))
+        by_file = [(file, file.tensors[name]) for file in files if name in file.tensors]
+        total = sum(tensor.spec.numel for _, tensor in by_file)
+        key = by_file[0][0].flat.keys[name]
+        shape = parameters[int(key[AT])].shape if parameters else (total,)
+        pieces = pieces_in_turn(piece_of(tensor) for _, tensor in by_file)
+        yield name, StoredTensor(replace(by_file[0][1].spec, shape=shape), tuple(cut_out(pieces, 0, shape)))
 
 
 def piece_of(moment: RankTensor) -> tuple[Chunk, int]:
-    """Return the chunk of a flattened moment that one rank has, and how many elements are in it."""
+    """Return a rank's chunk of a flattened state, and its number of elements."""
     (chunk,) = moment.chunks
     return chunk, moment.spec.numel
 
 
-def named(key: KeyPath, found: Mapping[int, Parameter]) -> KeyPath:
-    """Return a key path with the name of the parameter in place of its number."""
+def named(key: KeyPath, parameters: Mapping[int, Parameter]) -> KeyPath:
+    """Return a key path with the name of the parameter in place of its index."""
     if len(key) > AT and key[1] == "state":
-        return (*key[:AT], found[int(key[AT])].name, *key[AT + 1 :])
+        return (*key[:AT], parameters[int(key[AT])].name, *key[AT + 1 :])
     return key

@@ -1,4 +1,4 @@
-"""Join the files of the ranks' optimizers, with the names of parameters where they had numbers."""
+"""Join the optimizer files of all ranks, and replace parameter indices by names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from ckptkit.layout.flat import cut_out, pieces_in_turn
 from ckptkit.layout.matching import is_counted_through, match_if_certain
 from ckptkit.layout.wrappers import PARAM_NAMES, is_flat_name, unwrapped
 
-# Name the states of an optimizer over FSDP1's flat parameters, one for each wrapped module.
+# FSDP1 with `use_orig_params=False` has one flat parameter per wrapped module (a unit).
 #
-# Source: torch/distributed/fsdp/_flat_param.py, with `use_orig_params=False`. The root's flat parameter comes first,
-# then those of the modules wrapped in it; in each the parameters follow one another as the model has them, and each
-# rank has an equal piece of it, padded at the end. Which modules were wrapped is in no file. It is certain if the
-# members of one list of layers fit, in number and sizes, and those of no other do.
+# Source: torch/distributed/fsdp/_flat_param.py. The root's flat parameter comes first, then those of the modules
+# wrapped in it. Each has its parameters in the model's order, and each rank has an equal shard of it, padded at the
+# end. No file says which modules were wrapped. It is certain if exactly one list of layers fits in number and sizes.
 _MEMBER = re.compile(r"((?:[^.]+\.)*?)([0-9]+)\.")  # `model.layers.3.`
-Unit = list[tuple[Parameter, int]]  # the parameters in a flat one, and where each begins
+Unit = list[tuple[Parameter, int]]  # the parameters in a flat parameter, each with its offset in elements
 
 
 def match_units(
@@ -36,10 +35,10 @@ def match_units(
     world: int,
     recorded: Mapping[int, str],
 ) -> list[Unit] | None:
-    """Return the units behind the numbers of an optimizer, None if it is not certain which they are.
+    """Return the units behind the indices of an optimizer, None if they are not certain.
 
-    `totals` are how many elements all of the `world` ranks have of each, padding included. The names that the optimizer
-    has `recorded` tell which modules were wrapped.
+    `totals` are the numbers of elements of each state on all `world` ranks, including padding. `recorded` names show
+    which modules were wrapped.
     """
     if len(groups) != 1 or not is_counted_through(groups):
         return None
@@ -52,9 +51,9 @@ def match_units(
 
 
 def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter]) -> list[Unit]:
-    """Return the units of flat parameters that were recorded by name, [] if these are not the whole model.
+    """Return the units of flat parameters with recorded names, [] if they do not cover the whole model.
 
-    Each has the parameters of its module, without those of the wrapped modules in it.
+    Each unit has the parameters of its module, except for wrapped modules inside it.
     """
     flat = [unwrapped(recorded[number]) for number in sorted(recorded)]
     prefixes = [name[: name.rfind(".") + 1] for name in flat]
@@ -69,7 +68,7 @@ def units_of_names(recorded: Mapping[int, str], parameters: Sequence[Parameter])
 
 
 def candidate_wrappings(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]:
-    """Yield the units that there would be if nothing had been wrapped but the root, or the members of a list too."""
+    """Yield the possible units: only the root was wrapped, or also the members of one list of layers."""
     yield [unit_of(parameters)]
     lists = dict.fromkeys(match[1] for p in parameters for match in [_MEMBER.match(p.name)] if match)
     for above in lists:
@@ -84,7 +83,7 @@ def candidate_wrappings(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]
 
 
 def unit_of(parameters: Sequence[Parameter]) -> Unit:
-    """Return the unit of parameters that follow one another."""
+    """Return the unit of consecutive parameters."""
     unit: Unit = []
     at = 0
     for parameter in parameters:
@@ -94,7 +93,7 @@ def unit_of(parameters: Sequence[Parameter]) -> Unit:
 
 
 def fits(units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping[int, int], world: int) -> bool:
-    """Return whether the numbers can be those of the units, of which every rank has as many elements."""
+    """Return whether the indices can belong to the units, which all ranks shard equally."""
     sizes = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
     padded = {index: -(-size // world) * world for index, size in enumerate(sizes)}
     return match_if_certain(groups, totals, padded) is not None
@@ -103,9 +102,9 @@ def fits(units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping
 def join_units(
     files: Sequence[RankFile], units: Sequence[Unit], rest: FlatState, order: Sequence[Parameter]
 ) -> FlatState:
-    """Return the optimizer by the names of parameters, in the model's order: moments cut out of units, and the rest.
+    """Return the optimizer by parameter names, in the model's order.
 
-    What a unit has once, such as its step, is that of each of its parameters.
+    The states are cut out of the units. A scalar state of a unit, such as its step, goes to each of its parameters.
     """
     tensors: dict[str, StoredTensor] = {}
     keys: dict[str, KeyPath] = {}
@@ -121,11 +120,11 @@ def join_units(
             if len(key) != AT + 2 or key[1] != "state" or key[AT] != str(number) or name not in files[0].tensors:
                 continue
             named = (*key[:AT], parameter.name, key[-1])
-            held = files[0].tensors[name]
-            if is_moment(key, held):
+            rank_tensor = files[0].tensors[name]
+            if is_moment(key, rank_tensor):
                 pieces = pieces_in_turn(piece_of(file.tensors[name]) for file in files)
                 chunks = tuple(cut_out(pieces, at, parameter.shape))
-                add(named, StoredTensor(replace(held.spec, shape=parameter.shape), chunks))
+                add(named, StoredTensor(replace(rank_tensor.spec, shape=parameter.shape), chunks))
             else:
                 add(named, rest.tensors[name])
     for name, key in rest.keys.items():
@@ -135,7 +134,7 @@ def join_units(
     return FlatState(tensors, blobs, keys | {name: rest.keys[name] for name in blobs})
 
 
-PARAMS = "params"  # the list of a group's parameters
+PARAMS = "params"  # the key of a group's list of parameters
 
 
 def join_optimizer(
@@ -146,12 +145,11 @@ def join_optimizer(
     *,
     is_in_order: bool,
 ) -> FlatState:
-    """Return the optimizer of all ranks, whose `model` tells what its parameters are called.
+    """Return the joined optimizer of all ranks, with parameter names from the files of the `model`.
 
-    `is_in_order` says that the trainer's code gives each group its parameters in the model's order. Where it is not
-    certain which parameter a number is, all keep their numbers, and flattened moments one dimension.
-    Raises `Corrupt` for flattened ones if a file of one of the `world` ranks is missing: nothing else says where its
-    pieces belong.
+    `is_in_order` says that the trainer's code passes each group its parameters in the model's order. If the parameter
+    of an index is not certain, all indices stay, and flattened states keep one dimension. Raises `Corrupt` for
+    flattened states if a file of one of the `world` ranks is missing: nothing else says where its shards belong.
     """
     groups = numbers_of(files[0].value)
     recorded = numbered.read_names(files[0].value, groups) if groups is not None else None
@@ -166,44 +164,44 @@ def join_optimizer(
     own = [file for file in files if file.rank in holding] if flattened else list(files)
     shapes = numbered.shapes_of(own, flattened=flattened)
     parameters = numbered.parameters_of(model[0])
-    found = numbered.match(groups, parameters, shapes, recorded, is_in_order=is_in_order)
+    parameter_of = numbered.match(groups, parameters, shapes, recorded, is_in_order=is_in_order)
     if flattened:
         rest = join_files([without_moments(file) for file in files])
         totals = {number: count for number, count in shapes.items() if isinstance(count, int)}
         units = (
             match_units(groups, parameters, totals, len(own), recorded)
-            if found is None and (is_in_order or recorded)
+            if parameter_of is None and (is_in_order or recorded)
             else None
         )
         if units is not None:
             return with_lists(join_units(own, units, rest, parameters), [parameters])
-        tensors = {**dict(numbered.join_flattened(own, found)), **rest.tensors}
+        tensors = {**dict(numbered.join_flattened(own, parameter_of)), **rest.tensors}
         keys = {name: key for file in reversed(own) for name, key in file.flat.keys.items()} | rest.keys
         joined = FlatState(tensors, rest.blobs, keys)
     else:
-        joined = join_files(files, report if found is None else naming_parameters(files, found, report))
-    return joined if found is None else with_names(joined, groups, found)
+        joined = join_files(files, report if parameter_of is None else naming_parameters(files, parameter_of, report))
+    return joined if parameter_of is None else with_names(joined, groups, parameter_of)
 
 
-def naming_parameters(files: Sequence[RankFile], found: Mapping[int, Parameter], report: Report) -> Report:
-    """Return a report that calls the states of an optimizer by the names of their parameters."""
+def naming_parameters(files: Sequence[RankFile], parameter_of: Mapping[int, Parameter], report: Report) -> Report:
+    """Return a report that names states by their parameters."""
     keys = {name: key for file in files for name, key in file.flat.keys.items()}
 
-    def tell(problem: CkptError) -> None:
+    def report_named(problem: CkptError) -> None:
         if problem.tensor in keys:
-            problem.tensor = ".".join(map(str, numbered.named(keys[problem.tensor], found)))
+            problem.tensor = ".".join(map(str, numbered.named(keys[problem.tensor], parameter_of)))
         report(problem)
 
-    return report if report is refuse else tell
+    return report if report is refuse else report_named
 
 
 def without_moments(file: RankFile) -> RankFile:
-    tensors = {name: held for name, held in file.tensors.items() if not is_moment(file.flat.keys[name], held)}
+    tensors = {name: tensor for name, tensor in file.tensors.items() if not is_moment(file.flat.keys[name], tensor)}
     return replace(file, flat=FlatState(dict[str, StoredTensor](tensors), file.flat.blobs, file.flat.keys))
 
 
 def with_lists(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> FlatState:
-    """Return an optimizer with the names of the parameters in the lists of its groups, recorded names too."""
+    """Return the optimizer with parameter names in the lists of its groups, including recorded names."""
     for name, blob in joined.blobs.items():
         key = joined.keys[name]
         if key[-3:-2] == ("param_groups",) and key[-1] in (PARAMS, PARAM_NAMES):
@@ -211,11 +209,11 @@ def with_lists(joined: FlatState, groups: Sequence[Sequence[Parameter]]) -> Flat
     return joined
 
 
-def with_names(joined: FlatState, groups: Sequence[Sequence[int]], found: Mapping[int, Parameter]) -> FlatState:
-    """Return an optimizer with the names of parameters in place of their numbers."""
+def with_names(joined: FlatState, groups: Sequence[Sequence[int]], parameter_of: Mapping[int, Parameter]) -> FlatState:
+    """Return the optimizer with parameter names in place of indices."""
     named = FlatState()
     for old, key in joined.keys.items():
-        new = numbered.named(key, found)
+        new = numbered.named(key, parameter_of)
         name = ".".join(map(str, new))
         if old in joined.spares:
             named.spares[name] = joined.spares[old]
@@ -223,4 +221,4 @@ def with_names(joined: FlatState, groups: Sequence[Sequence[int]], found: Mappin
             named.tensors[name], named.keys[name] = joined.tensors[old], new
         elif old in joined.blobs:
             named.blobs[name], named.keys[name] = joined.blobs[old], new
-    return with_lists(named, [[found[number] for number in group] for group in groups])
+    return with_lists(named, [[parameter_of[number] for number in group] for group in groups])

@@ -1,8 +1,8 @@
-"""Write the files of ranks: arrange each rank's part of every tensor, and seal the files after the data.
+"""Write the files of ranks: lay out each rank's shard of every tensor, and finalize the files after the data.
 
-Each rank's file has DTensors for what is spread, and whole copies of what is not. Of an optimizer that numbers its
-parameters they are numbered through its groups again. What several ranks have alike is filled in one file, and copied
-from it into the others.
+Each rank's file has DTensors for sharded tensors, and full copies of replicated ones. If the source's optimizer has
+parameter indices, the output gets indices that count through its groups. Data that several ranks store is written to
+one file, and copied to the others at the end.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ckptkit.layout.placements import Placement, Shard, place
 from ckptkit.layout.wrappers import PARAM_NAMES, is_record_of
 
 _GROUPS, _PARAMS = "param_groups", "params"
-_WORLD_SIZE = "world_size"  # of SkyRL's states
-_PIECE = 1 << 20  # bytes copied at once
+_WORLD_SIZE = "world_size"  # a key in SkyRL's states
+_PIECE = 1 << 20  # bytes per copy
 
 
 def arrange_files(wanted: Layout, example: Example, world: int) -> Iterator[NewFile]:
-    """Yield the files of `world` ranks, and the one that says how many there are if names do too."""
+    """Yield the files of `world` ranks, and the config file with the number of ranks if names contain it too."""
     writing = Writing(wanted, example, example.for_world(world))
     for kind, names in writing.kinds().items():
         template = example.naming.templates.get(kind)
@@ -57,7 +57,10 @@ def arrange_files(wanted: Layout, example: Example, world: int) -> Iterator[NewF
 
 @dataclass(frozen=True)
 class Writing:
-    """A checkpoint to be written for the ranks of a mesh. `numbers` are those of the optimizer's parameters by name."""
+    """A checkpoint to write for the ranks of a mesh.
+
+    `numbers` are the indices of the optimizer's parameters by name.
+    """
 
     wanted: Layout
     example: Example
@@ -65,19 +68,19 @@ class Writing:
     numbers: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Number the parameters if their names are not to be written."""
+        """Number the parameters if the naming implies indices."""
         if self.example.naming is WITH_WORLD:
             object.__setattr__(self, "numbers", number(self.wanted))
 
     def kinds(self) -> dict[str, list[str]]:
-        """Return the names of entries by the kind of file that they go in."""
+        """Return the names of entries by the kind of file that stores them."""
         kinds: dict[str, list[str]] = {}
         for name in self.wanted.names:
             top = self.wanted.key(name)[0]
             kind = str(top) if top in (MODEL, OPTIMIZER) else REST
             if top != OWN:
                 kinds.setdefault(kind, []).append(name)
-        unknown = next((name for name in kinds.get(OPTIMIZER, ()) if self.is_of_unknown(name)), None)
+        unknown = next((name for name in kinds.get(OPTIMIZER, ()) if self.has_unknown_parameter(name)), None)
         if unknown is not None:
             message = "ckptkit cannot tell which parameter this state belongs to, so it cannot split the state"
             raise Unsupported(message, tensor=unknown, hint="drop the optimizer with --exclude 'optimizer.*'")
@@ -87,22 +90,22 @@ class Writing:
             )
         return kinds
 
-    def is_of_unknown(self, name: str) -> bool:
-        """Return whether a tensor with many numbers is of a parameter that the model has not by this name."""
+    def has_unknown_parameter(self, name: str) -> bool:
+        """Return whether a state with a shape belongs to a parameter that the model does not have."""
         key, stored = self.wanted.key(name), self.wanted.tensors.get(name)
         is_state = len(key) == AT + 2 and key[1] == "state"
         return bool(is_state and stored and stored.spec.shape and self.parameter(str(key[AT])) is None)
 
     def file(self, name: str, names: list[str], rank: int) -> NewFile:
-        """Return the file of a rank with these entries, as far as they are its own."""
-        held = RankStorages(self, rank)
+        """Return the file of a rank with the entries that belong to this rank or to all ranks."""
+        storages = RankStorages(self, rank)
         mine = [entry for entry in names if owner(self.wanted.key(entry)) in (None, rank)]
-        value = unflatten(mine, self.key, held.value)
-        envelope = make_envelope(dump(value), held.contents)
+        value = unflatten(mine, self.key, storages.value)
+        envelope = make_envelope(dump(value), storages.contents)
         return NewFile(name, envelope.nbytes, envelope.parts)
 
     def key(self, name: str) -> KeyPath:
-        """Return the way to an entry in the file of a rank."""
+        """Return the key path of an entry in the file of a rank."""
         key = self.wanted.key(name)
         if key[0] == MODEL:
             return (".".join(map(str, key[1:])),)
@@ -112,7 +115,7 @@ class Writing:
         return key if owner(key) is None else (key[0], *key[2:])
 
     def placements(self, name: str) -> tuple[Placement, ...] | None:
-        """Return how a tensor is spread over the mesh, None if each rank has all of it."""
+        """Return the placements of a tensor on the mesh, None if it is replicated."""
         key = self.wanted.key(name)
         spec = self.wanted.tensors[name].spec
         if key[0] == OPTIMIZER and len(key) == AT + 2 and key[1] == "state":
@@ -127,27 +130,27 @@ class Writing:
         return rows if self.is_parameter(name) else None
 
     def is_parameter(self, name: str) -> bool:
-        """Return whether a tensor of the model is a parameter and no buffer, where no file tells.
+        """Return whether a tensor of the model is a parameter and not a buffer, if the example does not show it.
 
-        Those are of which an optimizer has moments, or that lie in several pieces; without either, all floats.
+        Parameters have an optimizer state or several chunks; if no tensor has either, all floats are parameters.
         """
-        if len(self.wanted.tensors[name].chunks) > 1 or name in self.optimized:
+        if len(self.wanted.tensors[name].chunks) > 1 or name in self.optimized_names:
             return True
-        some_are = bool(self.optimized) or any(len(tensor.chunks) > 1 for tensor in self.wanted.tensors.values())
+        some_are = bool(self.optimized_names) or any(len(tensor.chunks) > 1 for tensor in self.wanted.tensors.values())
         return not some_are and self.wanted.tensors[name].spec.dtype.kind == "float"
 
     @property
-    def optimized(self) -> frozenset[str]:
-        """Return the names of the model's tensors that an optimizer has."""
+    def optimized_names(self) -> frozenset[str]:
+        """Return the names of the model's tensors that the optimizer has."""
         return frozenset(f"{MODEL}.{name}" for name in self.numbers or number(self.wanted))
 
     def parameter(self, step: str) -> str | None:
-        """Return the model's tensor that a state of the optimizer is of, None if that is not known."""
+        """Return the model's tensor of an optimizer state, None if it is unknown."""
         return next((n for n in (f"{MODEL}.{step}",) if n in self.wanted.tensors), None)
 
 
 class RankStorages(Storages):
-    """The values in one rank's file, and the storages that they need."""
+    """The values in one rank's file, and their storages."""
 
     def __init__(self, writing: Writing, rank: int) -> None:
         super().__init__(writing.wanted)
@@ -158,14 +161,14 @@ class RankStorages(Storages):
         self._local: dict[object, str] = {}
 
     def value(self, name: str) -> Any:
-        """Return the rank's part of a tensor, or an entry that is none, as `write_pickle.dump` takes it."""
+        """Return the rank's shard of a tensor, or a non-tensor entry, as `write_pickle.dump` takes it."""
         key = self.wanted.key(name)
         if key == (_WORLD_SIZE,):
             return prod(self.writing.grid.shape)
         if key[:2] == (OPTIMIZER, _GROUPS) and key[-1] in (_PARAMS, PARAM_NAMES) and self.writing.numbers:
             names = names_in_group(self.wanted, key[:-1])
             if key[-1] == _PARAMS:
-                return [self.writing.numbers[one] for one in names]
+                return [self.writing.numbers[parameter] for parameter in names]
             recorded = load_value(self.wanted.root, self.wanted.blobs[name])
             return recorded if is_record_of(recorded, names) else names
         placements = self.writing.placements(name) if name in self.wanted.tensors else None
@@ -177,22 +180,22 @@ class RankStorages(Storages):
             raise error.blame(tensor=name) from None
 
     def dtensor(self, name: str, placements: tuple[Placement, ...]) -> Record:
-        """Return a DTensor with a storage of its own; tied ones share theirs."""
+        """Return a DTensor with its own storage; tied ones share theirs."""
         stored = self.wanted.tensors[name]
         grid = self.writing.grid
-        held, pieces = place(stored.spec.shape, grid.shape, self.where, placements)
+        local_shape, pieces = place(stored.spec.shape, grid.shape, self.where, placements)
         if len(pieces) > 1:
             raise Unsupported(f"expected one piece of the tensor on rank {self.rank}, found {len(pieces)}")
-        local = Spec(stored.spec.dtype, held)
+        local = Spec(stored.spec.dtype, local_shape)
         place_of = stored.chunks or name
         if place_of not in self._local:
             self._local[place_of] = self.add(local.nbytes)
         record = describe_tensor(local, self._local[place_of])
-        like = self.writing.example.calls.get(name) or self.like_parameter(name)
+        like = self.writing.example.calls.get(name) or self.parameter_dtensor(name)
         return describe_dtensor(stored.spec, placements, self.mesh(), record, "cpu", like)
 
-    def like_parameter(self, name: str) -> Record | None:
-        """Return the DTensor of the parameter that a moment is of."""
+    def parameter_dtensor(self, name: str) -> Record | None:
+        """Return the DTensor of a state's parameter in the example."""
         key = self.wanted.key(name)
         return self.writing.example.calls.get(f"{MODEL}.{key[AT]}") if key[0] == OPTIMIZER else None
 
@@ -205,22 +208,22 @@ class RankStorages(Storages):
 
 
 def owner(key: KeyPath) -> int | None:
-    """Return the rank whose own an entry is, None if it is all ranks'."""
+    """Return the rank whose per-rank state an entry is, None for shared entries."""
     step = str(key[1]) if len(key) > 1 and key[0] not in (MODEL, OPTIMIZER) else ""
     rank = step.removeprefix("rank_")
     return int(rank) if rank != step and rank.isdecimal() else None
 
 
 def number(wanted: Layout) -> dict[str, int]:
-    """Return the number of each parameter by name, as the optimizer's groups list them; {} if they are numbers."""
+    """Return the index of each parameter by name, as the optimizer's groups list them; {} if they list indices."""
     keys = map(wanted.key, wanted.blobs)
     groups = [key[AT] for key in keys if key[:2] == (OPTIMIZER, _GROUPS) and key[-1] == _PARAMS]
-    names = [one for group in sorted(groups, key=int) for one in names_in_group(wanted, (OPTIMIZER, _GROUPS, group))]
-    return {one: i for i, one in enumerate(names)} if all(isinstance(one, str) for one in names) else {}
+    names = [name for group in sorted(groups, key=int) for name in names_in_group(wanted, (OPTIMIZER, _GROUPS, group))]
+    return {name: i for i, name in enumerate(names)} if all(isinstance(name, str) for name in names) else {}
 
 
 def names_in_group(wanted: Layout, group: KeyPath) -> list[Any]:
-    """Return what the group at a key path lists."""
+    """Return the list of parameters of the group at a key path."""
     name = next(name for name in wanted.blobs if wanted.key(name) == (*group, _PARAMS))
     return list(load_value(wanted.root, wanted.blobs[name]))
 
@@ -228,21 +231,21 @@ def names_in_group(wanted: Layout, group: KeyPath) -> list[Any]:
 def seal_files(
     root: Path, files: list[list[RankFile]], checksums: Mapping[FileOffset, int]
 ) -> Iterator[tuple[str, Patch]]:
-    """Yield what is to be written, by file: copies, and the CRC-32 of each storage in both of its places.
+    """Yield the bytes to write, by file: replicas, and the CRC-32 of each storage at both of its offsets.
 
-    `files` are those of all ranks by kind, as they can be read now.
+    `files` are the files of all ranks by kind, as read back now.
     """
     with OpenFiles(root) as sources:
         for of_kind in files:
-            written = written_in(of_kind, checksums)
+            written = filled_chunks(of_kind, checksums)
             for file in of_kind:
                 entries = entries_in(root, file.name)
                 for name, chunk in chunks_in(file):
-                    yield from seal_chunk(chunk, written[name, chunk.box], checksums, entries, sources)
+                    yield from finalize_chunk(chunk, written[name, chunk.box], checksums, entries, sources)
 
 
-def written_in(files: list[RankFile], checksums: Mapping[FileOffset, int]) -> dict[tuple[str, Box], Chunk]:
-    """Return, by name and box, the chunks that were filled with data."""
+def filled_chunks(files: list[RankFile], checksums: Mapping[FileOffset, int]) -> dict[tuple[str, Box], Chunk]:
+    """Return the chunks that were filled with data, by name and box."""
     return {
         (name, chunk.box): chunk
         for file in files
@@ -252,7 +255,7 @@ def written_in(files: list[RankFile], checksums: Mapping[FileOffset, int]) -> di
 
 
 def chunks_in(file: RankFile) -> Iterator[tuple[str, Chunk]]:
-    """Yield the chunks with bytes that a rank holds, with their names in its file."""
+    """Yield the non-empty chunks of a rank, with their names in its file."""
     for name, tensor in file.flat.tensors.items():
         for chunk in tensor.chunks:
             if chunk.length:
@@ -264,14 +267,14 @@ def entries_in(root: Path, name: str) -> dict[int, ZipEntry]:
         return {entry.offset: entry for entry in entries_of(read, length).values() if entry.length}
 
 
-def seal_chunk(
+def finalize_chunk(
     chunk: Chunk,
     source: Chunk,
     checksums: Mapping[FileOffset, int],
     entries: Mapping[int, ZipEntry],
     sources: OpenFiles,
 ) -> Iterator[tuple[str, Patch]]:
-    """Yield the bytes of a chunk, if they are still missing, and its CRC-32."""
+    """Yield the bytes of a chunk, if it is a replica, and its CRC-32."""
     if chunk is not source and (chunk.path, chunk.offset) != (source.path, source.offset):
         for at in range(0, chunk.length, _PIECE):
             size = min(_PIECE, chunk.length - at)

@@ -1,10 +1,8 @@
-"""Read DTensors and device meshes as torch pickles them.
+"""Read DTensors and device meshes as torch pickles them: the local tensor of a rank, and its boxes of the full tensor.
 
-The tensor that a rank holds, and which boxes of the whole it is.
-
-Source: torch/distributed/tensor/{_api,_dtensor_spec,placement_types}.py; before torch 2.5 all of it lay in
-torch/distributed/_tensor. A DTensor is a call of `_rebuild_wrapper_subclass` with a state: the local tensor, and a spec
-of mesh, placements and the order of cuts.
+Source: torch/distributed/tensor/{_api,_dtensor_spec,placement_types}.py; before torch 2.5 in torch/distributed/_tensor.
+A DTensor is a call of `_rebuild_wrapper_subclass` with a state: the local tensor, and a spec of mesh, placements and
+shard order.
 """
 
 from __future__ import annotations
@@ -22,20 +20,18 @@ from ckptkit.layout import Chunk, Spec
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.placements import PlacedBox, Placement, Shard, place
 
-# Read device meshes as torch pickles them: which ranks stand where.
-#
-# Source: torch/distributed/device_mesh.py. Until torch 2.8 a mesh is an integer tensor of ranks, with the list of them
-# beside it; since then a layout, the shape and stride of each axis, over a map of ranks.
+# Source of meshes: torch/distributed/device_mesh.py. Until torch 2.8 a mesh is an integer tensor of ranks, with a list
+# of them beside it; since then a layout (shape and stride of each axis) over a map of ranks.
 DEVICE_MESH = Global("torch.distributed.device_mesh", "DeviceMesh")
 _MOST_RANKS = 1 << 20
 
-ReadIntegers = Callable[[Any], list[int]]  # the numbers in a pickled tensor of integers
+ReadIntegers = Callable[[Any], list[int]]  # returns the numbers in a pickled tensor of integers
 
 
 class Mesh(NamedTuple):
-    """A grid of ranks, as one of them sees it: those at `ranks`, row by row, of which it is at `coordinate`.
+    """A grid of ranks as one of them sees it: `ranks` row by row, and the `coordinate` of this rank.
 
-    `names` are those of the axes.
+    `names` are the names of the axes.
     """
 
     shape: Shape
@@ -46,9 +42,9 @@ class Mesh(NamedTuple):
 
 
 def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
-    """Return the mesh that a pickled value would have been, as `rank` sees it.
+    """Return the mesh of a pickled value, as `rank` sees it.
 
-    Raises `Corrupt` if that rank is not in it, `Unsupported` for what is no mesh that is known here.
+    Raises `Corrupt` if that rank is not in it, `Unsupported` for an unknown kind of mesh.
     """
     if not (isinstance(value, Record) and value.of == DEVICE_MESH):
         raise Unsupported("a tensor is on an unknown kind of mesh")
@@ -71,16 +67,17 @@ def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
         )
     recorded = state.get("_rank")
     if rank not in ranks or (type(recorded) is int and recorded != rank):
-        seen = f"that of rank {recorded}" if recorded is not None else f"that of ranks {abridge(ranks)}"
+        found_text = f"that of rank {recorded}" if recorded is not None else f"that of ranks {abridge(ranks)}"
         raise Corrupt(
-            f"expected the mesh of rank {rank} (file name), found {seen}", hint="check whether the file was renamed"
+            f"expected the mesh of rank {rank} (file name), found {found_text}",
+            hint="check whether the file was renamed",
         )
     where = unravel(ranks.index(rank), shape)
     return Mesh(shape, ranks, where, tuple(map(str, names)) if names else None, device)
 
 
 def spread(layout: Record, every: tuple[int, ...], rank: int) -> tuple[Shape, tuple[int, ...]]:
-    """Return shape and ranks of the mesh that a layout makes of a map of ranks, the one with `rank` in it."""
+    """Return shape and ranks of the mesh that a layout forms from a map of ranks; of several, the one with `rank`."""
     if len(every) > _MOST_RANKS:
         raise ValueError("ranks")
     axes = axes_of(layout.attributes())
@@ -90,16 +87,16 @@ def spread(layout: Record, every: tuple[int, ...], rank: int) -> tuple[Shape, tu
         raise ValueError("layout")
     at = every.index(rank)
     base = at - sum(at // step % size * step for size, step in steps if step)
-    places = [base]
+    indices = [base]
     for size, step in steps:
-        places = [place + i * step for place in places for i in range(size)]
-    if not 0 <= min(places) <= max(places) < len(every):
+        indices = [index + i * step for index in indices for i in range(size)]
+    if not 0 <= min(indices) <= max(indices) < len(every):
         raise ValueError("layout")
-    return shape, tuple(every[place] for place in places)
+    return shape, tuple(every[index] for index in indices)
 
 
 def axes_of(state: dict[str, Any]) -> list[list[tuple[int, int]]]:
-    """Return sizes and strides of each axis of a layout; torch 2.9 has all shapes and all strides in one tuple each."""
+    """Return sizes and strides of each axis of a layout; torch 2.9 stores all shapes in one tuple, all strides too."""
     if "axes" in state:
         return [axis_of(axis) for axis in state["axes"]]
     shape, stride = (one if isinstance(one, tuple) else (one,) for one in (state["shape"], state["stride"]))
@@ -108,18 +105,18 @@ def axes_of(state: dict[str, Any]) -> list[list[tuple[int, int]]]:
 
 
 def axis_of(axis: Any) -> list[tuple[int, int]]:
-    """Return sizes and strides of an axis: several of one that others were flattened into, none of one of size 1."""
+    """Return sizes and strides of an axis: several for a flattened axis, none for an axis of size 1."""
     state = axis.attributes()
     return list(zip(as_shape(state["shape"]), as_shape(state["stride"]), strict=True))
 
 
 def unravel(index: int, shape: Shape) -> Shape:
-    """Return the coordinate of an element of a tensor of `shape` by its number, row by row."""
-    found = []
+    """Return the coordinate of an element of a tensor of `shape` by its row-major index."""
+    coordinate = []
     for extent in reversed(shape):
-        found.append(index % extent)
+        coordinate.append(index % extent)
         index //= extent
-    return tuple(reversed(found))
+    return tuple(reversed(coordinate))
 
 
 def abridge(ranks: tuple[int, ...]) -> str:
@@ -129,11 +126,11 @@ def abridge(ranks: tuple[int, ...]) -> str:
 _REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 _ROOMS = ("torch.distributed.tensor", "torch.distributed._tensor")
-_MOST_PIECES = 4096  # of what one rank holds of one tensor
+_MOST_PIECES = 4096  # boxes of one tensor on one rank
 
 
 class Placed(NamedTuple):
-    """A tensor that is spread over a mesh, as one rank has it: `held` is its own part."""
+    """A DTensor, as one rank has it. The field `held` is its local tensor."""
 
     spec: Spec
     mesh: Mesh
@@ -143,17 +140,17 @@ class Placed(NamedTuple):
 
     @property
     def is_replica(self) -> bool:
-        """Return whether another rank, earlier along an axis, holds the same."""
+        """Return whether a rank at a lower coordinate of a replicated axis has the same data."""
         return any(shard is None and i for shard, i in zip(self.placements, self.mesh.coordinate, strict=True))
 
     @property
     def pieces(self) -> list[PlacedBox]:
-        """Return the boxes that this rank holds. Raises `Corrupt` if its tensor has another shape."""
-        found, pieces = place(self.spec.shape, self.mesh.shape, self.mesh.coordinate, self.placements, self.order)
-        if self.held.shape != found:
+        """Return the boxes of this rank. Raises `Corrupt` if its local tensor has another shape."""
+        local_shape, pieces = place(self.spec.shape, self.mesh.shape, self.mesh.coordinate, self.placements, self.order)
+        if self.held.shape != local_shape:
             where = ", ".join(map(str, self.mesh.coordinate))
             raise Corrupt(
-                f"expected {list(found)} of shape {list(self.spec.shape)} on the rank at ({where}) of a mesh of "
+                f"expected {list(local_shape)} of shape {list(self.spec.shape)} on the rank at ({where}) of a mesh of "
                 f"{list(self.mesh.shape)}, found {list(self.held.shape)}"
             )
         if len(pieces) > _MOST_PIECES:
@@ -161,14 +158,14 @@ class Placed(NamedTuple):
         return pieces
 
     def of_rank(self, rank: int) -> Placed:
-        """Return it as another rank of the mesh must have it."""
+        """Return the tensor as another rank of the mesh must have it."""
         mesh = self.mesh._replace(coordinate=unravel(self.mesh.ranks.index(rank), self.mesh.shape))
         shape, _ = place(self.spec.shape, mesh.shape, mesh.coordinate, self.placements, self.order)
         return self._replace(mesh=mesh, held=replace(self.held, shape=shape))
 
 
 def is_dtensor(value: Any) -> bool:
-    """Return True for a pickled DTensor, of torch old or new."""
+    """Return True for a pickled DTensor, of old or new torch."""
     match value:
         case Record(of=of, args=(_, Global() as kind, *_)) if of == _REBUILD:
             return kind.name == "DTensor" and kind.module.startswith(_ROOMS)
@@ -177,7 +174,7 @@ def is_dtensor(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """The meshes and placements in the file of one `rank`, each parsed once however many tensors have it."""
+    """The meshes and placements in the file of one `rank`, each parsed once and shared by the tensors."""
 
     rank: int
     read_integers: ReadIntegers
@@ -185,13 +182,13 @@ class Specs:
     placements: dict[int, tuple[Placement, ...]]
 
     def open(self, value: Record) -> Placed:
-        """Return the tensor that a pickled DTensor would have been. Raises `Unsupported` for a partial sum."""
+        """Return the tensor of a pickled DTensor. Raises `Unsupported` for a partial sum."""
         try:
             function, _, (_, _, size, *_), state = value.args
             if function != _WRAPPER:
                 raise Unsupported("the pickle builds the DTensor in an unknown way")
             attributes = state[-1] if isinstance(state, tuple) else state
-            held = as_tensor(attributes["_local_tensor"])
+            local = as_tensor(attributes["_local_tensor"])
             spec = attributes["_spec"].attributes()
             mesh = self.mesh(spec["mesh"])
             placements = self.placed(spec["placements"], mesh)
@@ -203,27 +200,27 @@ class Specs:
             raise Unsupported("the pickle describes the DTensor in an unknown way") from error
         if any(shard is not None and shard.dim >= len(shape) for shard in placements):
             raise Corrupt(f"a placement shards a dimension that shape {list(shape)} does not have")
-        return Placed(Spec(held.dtype, shape), mesh, placements, order, held)
+        return Placed(Spec(local.dtype, shape), mesh, placements, order, local)
 
     def mesh(self, value: Any) -> Mesh:
-        """Return a mesh, of which many tensors share one."""
+        """Return a mesh, which many tensors share."""
         known = self.meshes.get(id(value))
         if known is None:
             known = self.meshes[id(value)] = read_mesh(value, self.rank, self.read_integers)
         return known
 
     def placed(self, value: Any, mesh: Mesh) -> tuple[Placement, ...]:
-        """Return placements, of which there is one for each axis of the mesh."""
+        """Return the placements, one per axis of the mesh."""
         known = self.placements.get(id(value))
         if known is None:
-            known = self.placements[id(value)] = tuple(read_placement(one, mesh) for one in value)
+            known = self.placements[id(value)] = tuple(read_placement(placement, mesh) for placement in value)
         if len(known) != len(mesh.shape):
             raise Corrupt(f"expected {len(mesh.shape)} placements (axes of the mesh), found {len(known)}")
         return known
 
 
 def read_placement(value: Record, mesh: Mesh) -> Placement:
-    """Return one placement. Raises `Unsupported` for a partial one, and for a class that is not known."""
+    """Return one placement. Raises `Unsupported` for a partial or unknown one."""
     of = value.of
     if not (isinstance(of, Global) and of.module.startswith(_ROOMS)):
         raise Unsupported(f"a placement of class `{of}`")
@@ -241,19 +238,19 @@ def read_placement(value: Record, mesh: Mesh) -> Placement:
 
 
 def attributes_of(value: Record) -> Mapping[str, Any]:
-    """Return the state of an object, which may come with its slots, or be the names' own call."""
+    """Return the state of an object: also of one with slots, or of a call with positional arguments."""
     state = value.state
     if isinstance(state, tuple):
-        return {name: one for part in state if isinstance(part, dict) for name, one in part.items()}
+        return {name: value_ for slots in state if isinstance(slots, dict) for name, value_ in slots.items()}
     if state is None:
         return dict(zip(("dim", "split_factor"), value.args, strict=False))
     return value.attributes()
 
 
 def read_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
-    """Return the order of the axes by which a tensor is cut, None for the mesh's own.
+    """Return the order of the mesh axes that shard a tensor, None for the mesh's own order.
 
-    It is recorded by dimension: the axes that cut it, in turn.
+    It is recorded per dimension: the axes that shard it, in turn.
     """
     if not value:
         return None
@@ -267,18 +264,18 @@ def read_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...]
 
 
 def check_meta(value: Any, shape: Shape) -> None:
-    """Raise `Corrupt` if the shape in a spec is not that of the tensor."""
+    """Raise `Corrupt` if a spec has another shape than its tensor."""
     if value is not None and as_shape(value.args[0]) != shape:
         raise Corrupt(f"expected shape {list(as_shape(value.args[0]))} (spec), found {list(shape)}")
 
 
 def chunks_of(placed: Placed, entries: Mapping[str, ZipEntry], path: str) -> list[Chunk]:
-    """Return where each piece lies that a rank holds, in file `path` with these entries."""
+    """Return the location of each box of a rank, in file `path` with these entries."""
     return [chunk_of(placed.held, piece.box, piece.at, entries, path) for piece in placed.pieces]
 
 
-def chunk_of(held: TensorRecord, box: Box, at: Shape, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
-    """Return the place of a box that lies at index `at` of the tensor that a rank holds."""
-    start = held.offset + sum(i * stride for i, stride in zip(at, held.strides, strict=True))
-    record = TensorRecord(held.key, held.dtype, start, box.size, held.strides)
+def chunk_of(local: TensorRecord, box: Box, at: Shape, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
+    """Return the location of a box that begins at index `at` of the local tensor."""
+    start = local.offset + sum(i * stride for i, stride in zip(at, local.strides, strict=True))
+    record = TensorRecord(local.key, local.dtype, start, box.size, local.strides)
     return place_tensor(record, entries).chunk(box, path)

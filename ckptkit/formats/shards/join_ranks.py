@@ -1,7 +1,7 @@
-"""Join tensors that tensor-parallel ranks saved in files of their own, by a rule for each name. No bytes move.
+"""Join tensors that tensor-parallel ranks saved in separate files, by a rule for each name. Reads no data.
 
-Nothing in such files says how a tensor was split: a layer that is parallel by columns has rows of its weight on each
-rank, one parallel by rows has columns, a norm is there in full on every rank. So each name needs a rule.
+Such files do not say how a tensor was sharded: a column-parallel layer has rows of its weight on each rank, a
+row-parallel layer has columns, a norm is replicated. So each name needs a rule.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ckptkit.layout.axes import concatenate, cut, replace_at
 
 @dataclass(frozen=True, slots=True)
 class JoinRule:
-    """A way in which ranks share a tensor: cut along `axis`, None for a copy on each.
+    """How ranks share a tensor: sharded along `axis`, or replicated if `axis` is None.
 
-    With `sections` each rank's part is so many equal ones one after another along the axis, such as a gate and what it
-    gates, and those of all ranks that belong together follow one another in the whole. With `extents` they are so long.
+    With `sections` each shard consists of equal sections along the axis, such as gate and up projection, and the full
+    tensor has all shards of the first section, then all of the second. `extents` gives sections of different lengths.
     """
 
     axis: int | None
@@ -35,11 +35,11 @@ BY_ROWS = JoinRule(0)
 BY_COLUMNS = JoinRule(1)
 BY_HALVES = JoinRule(0, sections=2)
 
-JoinRules = Sequence[tuple[str, JoinRule]]  # patterns of whole names, the first that matches counts
+JoinRules = Sequence[tuple[str, JoinRule]]  # patterns of full names; the first match counts
 
 
 def find_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
-    """Return the rule for a tensor. Raises `Unsupported` where there is none: nothing is guessed."""
+    """Return the rule for a tensor. Raises `Unsupported` without a rule: ckptkit does not guess."""
     found = next((rule for pattern, rule in rules if re.fullmatch(pattern, name)), None)
     if found is None:
         hint = "report the tensor's name; to open one rank's file, rename a copy of it"
@@ -48,38 +48,41 @@ def find_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
 
 
 def join_ranks(parts: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
-    """Return the tensor of which each rank in turn has a part. Raises `Corrupt` where the parts do not add up."""
+    """Return the tensor from the shards of the ranks in order.
+
+    Raises `Corrupt` where the shards do not fit together.
+    """
     if rule.axis is None:
         return join_copies(parts)
     first = parts[0].spec
     rest = replace_at(first.shape, rule.axis, 1, ())
-    for part in parts[1:]:
-        if part.spec.dtype != first.dtype or replace_at(part.spec.shape, rule.axis, 1, ()) != rest:
-            raise Corrupt(f"expected a tensor that fits {first} of another rank, found {part.spec}")
+    for shard in parts[1:]:
+        if shard.spec.dtype != first.dtype or replace_at(shard.spec.shape, rule.axis, 1, ()) != rest:
+            raise Corrupt(f"expected a tensor that fits {first} of another rank, found {shard.spec}")
     if len(first.shape) <= rule.axis:
         raise Corrupt(f"expected a tensor that ranks split along axis {rule.axis}, found {first}")
-    sections = zip(*(cut_in(part, rule.axis, rule) for part in parts), strict=True)
+    sections = zip(*(split_sections(shard, rule.axis, rule) for shard in parts), strict=True)
     joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
 
 
 def join_copies(parts: Sequence[StoredTensor]) -> StoredTensor:
-    """Return the copy of the first rank whose file can be read. Raises `Corrupt` if another's is of another kind."""
-    for part in parts[1:]:
-        if part.spec != parts[0].spec:
-            raise Corrupt(f"expected {parts[0].spec} as on another rank, found {part.spec}")
-    return next((part for part in parts if not part.is_unreadable), parts[0])
+    """Return the copy of the first rank whose file can be read. Raises `Corrupt` if dtype or shape differ."""
+    for copy in parts[1:]:
+        if copy.spec != parts[0].spec:
+            raise Corrupt(f"expected {parts[0].spec} as on another rank, found {copy.spec}")
+    return next((copy for copy in parts if not copy.is_unreadable), parts[0])
 
 
 def spares_of(tensor: StoredTensor, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
-    """Return the chunks of the other copies, if a joined tensor is one of the ranks' parts; none if it is not."""
-    if not any(tensor is part for part in parts):
+    """Return the chunks of the other replicas if a joined tensor is one of the ranks' copies, else ()."""
+    if not any(tensor is copy for copy in parts):
         return ()
-    return tuple(chunk for part in parts if part is not tensor for chunk in part.chunks)
+    return tuple(chunk for copy in parts if copy is not tensor for chunk in copy.chunks)
 
 
 def as_lost(flat: FlatState, path: str) -> FlatState:
-    """Return what a rank's file that cannot be read must have held of tensors, by what that of another rank holds."""
+    """Return the tensors that a rank's unreadable file must have had, derived from another rank's file."""
     lost = {
         name: replace(tensor, chunks=tuple(Chunk.unreadable(chunk.box, path, chunk.dtype) for chunk in tensor.chunks))
         for name, tensor in flat.tensors.items()
@@ -87,8 +90,8 @@ def as_lost(flat: FlatState, path: str) -> FlatState:
     return FlatState(lost, {}, flat.keys)
 
 
-def cut_in(tensor: StoredTensor, axis: int, rule: JoinRule) -> list[StoredTensor]:
-    """Return the sections of a rank's part, one after another along an axis."""
+def split_sections(tensor: StoredTensor, axis: int, rule: JoinRule) -> list[StoredTensor]:
+    """Return the sections of a rank's shard along an axis."""
     extents = rule.extents or (tensor.spec.shape[axis] // rule.sections,) * rule.sections
     if sum(extents) != tensor.spec.shape[axis]:
         parts = f"parts of {', '.join(map(str, rule.extents))}" if rule.extents else f"{rule.sections} equal parts"

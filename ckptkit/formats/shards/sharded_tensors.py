@@ -1,6 +1,4 @@
-"""Read the tensors in one rank's file.
-
-Plain ones, and the shards that a rank holds of ShardedTensors, as torch pickles them.
+"""Read the tensors in one rank's file: plain tensors, DTensors, and ShardedTensors as torch pickles them.
 
 Source: torch/distributed/_shard/{sharded_tensor/api,sharded_tensor/shard,metadata}.py, `ShardedTensor.__getstate__`:
 the local shards, the metadata of all shards, the process group's state, the sharding spec, and a flag.
@@ -25,12 +23,12 @@ from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Chunk, KeyPath, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
 
-_MOST_INTEGERS = 1 << 20  # in the tensor that a mesh is
+_MOST_INTEGERS = 1 << 20  # bytes of a mesh's tensor of ranks
 
 
 @dataclass(frozen=True, slots=True)
 class RankTensor(StoredTensor):
-    """A tensor as one rank has it: the chunks in its file, and how it is spread over ranks; None if it is not."""
+    """A tensor as one rank has it: the chunks in its file, and how it is sharded over ranks; None if it is not."""
 
     spread: Placed | ShardedTensor | None = None
 
@@ -46,11 +44,11 @@ class RankFile:
 
     @property
     def tensors(self) -> Mapping[str, RankTensor]:
-        return {name: held for name, held in self.flat.tensors.items() if isinstance(held, RankTensor)}
+        return {name: tensor for name, tensor in self.flat.tensors.items() if isinstance(tensor, RankTensor)}
 
 
-class _Holding(Flattening):
-    """The entries of one rank's file as they are gathered."""
+class _RankFlattening(Flattening):
+    """Collects the entries of one rank's file."""
 
     def __init__(self, root: Path, rank: int, entries: Mapping[str, ZipEntry], path: str) -> None:
         super().__init__(entries, path)
@@ -58,7 +56,7 @@ class _Holding(Flattening):
         self.specs = Specs(rank, self.read_integers, {}, {})
 
     def stored(self, value: Any) -> StoredTensor:
-        """Return a tensor with the chunks that this rank holds of it."""
+        """Return a tensor with the chunks of this rank."""
         if is_dtensor(value):
             placed = self.specs.open(value)
             return RankTensor(placed.spec, tuple(chunks_of(placed, self.entries, self.path)), spread=placed)
@@ -70,23 +68,23 @@ class _Holding(Flattening):
 
     def read_integers(self, value: Any) -> list[int]:
         """Return the numbers in a small tensor of integers, row by row."""
-        found = place_tensor(as_tensor(value), self.entries)
-        size = found.tensor.dtype.itemsize
-        if found.strides is not None or found.length > _MOST_INTEGERS or found.tensor.dtype.kind != "int":
+        located = place_tensor(as_tensor(value), self.entries)
+        size = located.tensor.dtype.itemsize
+        if located.strides is not None or located.length > _MOST_INTEGERS or located.tensor.dtype.kind != "int":
             raise ValueError("mesh")
         with opening(self.root / self.path) as file:
-            data = read_at(file, found.length, found.offset)
+            data = read_at(file, located.length, located.offset)
         return [int.from_bytes(data[at : at + size], "little", signed=True) for at in range(0, len(data), size)]
 
 
 def read_rank_file(root: Path, name: str, rank: int, above: KeyPath, *, is_dict: bool = True) -> RankFile:
-    """Return what is in the file of a rank, with key paths that begin with `above`. Every error names the file.
+    """Return the contents of a rank's file, with key paths that begin with `above`. Every error names the file.
 
-    That must be a dict, unless `is_dict` is false: then it may be one entry, at `above` itself.
+    The file must contain a dict, unless `is_dict` is false: then it may be a single entry, at `above` itself.
     """
     state = read_state_file(root, name)
     try:
-        holding = _Holding(root, rank, state.entries, name)
+        holding = _RankFlattening(root, rank, state.entries, name)
         if pairs_of(state.value) != []:
             children = holding.children(state.value)
             if children is None and is_dict:
@@ -101,13 +99,13 @@ def read_rank_file(root: Path, name: str, rank: int, above: KeyPath, *, is_dict:
 
 
 def lost_file(like: RankFile, rank: int, name: str) -> RankFile:
-    """Return what a rank's file that cannot be read must have held of DTensors, by that of another rank."""
+    """Return the DTensors that a rank's unreadable file must have had, derived from another rank's file."""
     tensors: dict[str, StoredTensor] = {}
-    for own, held in like.tensors.items():
-        if isinstance(held.spread, Placed) and rank in held.spread.mesh.ranks:
-            placed = held.spread.of_rank(rank)
-            chunks = (Chunk.unreadable(box, name, held.spec.dtype) for box, _ in placed.pieces)
-            tensors[own] = RankTensor(held.spec, tuple(chunks), spread=placed)
+    for own, tensor in like.tensors.items():
+        if isinstance(tensor.spread, Placed) and rank in tensor.spread.mesh.ranks:
+            placed = tensor.spread.of_rank(rank)
+            chunks = (Chunk.unreadable(box, name, tensor.spec.dtype) for box, _ in placed.pieces)
+            tensors[own] = RankTensor(tensor.spec, tuple(chunks), spread=placed)
     return RankFile(rank, name, FlatState(tensors, {}, like.flat.keys), None)
 
 
@@ -116,7 +114,7 @@ _ROOM = "torch.distributed._shard"
 
 
 class ShardedTensor(NamedTuple):
-    """A tensor of which each rank holds shards: its own, and the box of each rank's, in the order of `ranks`."""
+    """A tensor sharded over ranks: this rank's shards, and the box of each rank's shard, in the order of `ranks`."""
 
     spec: Spec
     held: tuple[tuple[Box, TensorRecord], ...]
@@ -133,37 +131,39 @@ def is_sharded_tensor(value: Any) -> bool:
 
 
 def open_sharded(value: Record) -> ShardedTensor:
-    """Return the tensor that a pickled ShardedTensor would have been."""
+    """Return the tensor of a pickled ShardedTensor."""
     try:
         shards, metadata, *_ = value.args[3]
         described = attributes_of(metadata)
         shape = as_shape(described["size"])
         every = [box_and_rank(one) for one in described["shards_metadata"]]
-        held = tuple(open_shard(attributes_of(shard)) for shard in shards)
-        dtype = held[0][1].dtype if held else as_tensor_dtype(value)
+        own_shards = tuple(open_shard(attributes_of(shard)) for shard in shards)
+        dtype = own_shards[0][1].dtype if own_shards else as_tensor_dtype(value)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise Unsupported("the pickle describes a ShardedTensor in an unknown way") from error
-    return ShardedTensor(Spec(dtype, shape), held, tuple(box for box, _ in every), tuple(rank for _, rank in every))
+    return ShardedTensor(
+        Spec(dtype, shape), own_shards, tuple(box for box, _ in every), tuple(rank for _, rank in every)
+    )
 
 
 def as_tensor_dtype(value: Record) -> Any:
-    """Return the dtype in the call that makes a tensor of which this rank has no shard."""
+    """Return the dtype of a ShardedTensor without a shard on this rank."""
     from ckptkit.layout.dtypes import DTYPES
 
     return DTYPES[value.args[2][1].name]
 
 
 def open_shard(shard: Mapping[str, Any]) -> tuple[Box, TensorRecord]:
-    """Return the box of a shard, and the tensor that it is."""
+    """Return the box of a shard, and its tensor."""
     box, _ = box_and_rank(shard["metadata"])
-    held = as_tensor(shard["tensor"])
-    if prod(held.shape) != box.numel or (held.shape != box.size and box.numel):
-        raise Corrupt(f"expected a shard of shape {list(box.size)}, found {list(held.shape)}")
-    return box, held
+    tensor = as_tensor(shard["tensor"])
+    if prod(tensor.shape) != box.numel or (tensor.shape != box.size and box.numel):
+        raise Corrupt(f"expected a shard of shape {list(box.size)}, found {list(tensor.shape)}")
+    return box, tensor
 
 
 def box_and_rank(metadata: Record) -> tuple[Box, int | None]:
-    """Return the box of a shard, and the rank that holds it if that is said."""
+    """Return the box of a shard, and its rank if it is recorded."""
     state = attributes_of(metadata)
     box = Box(as_shape(state["shard_offsets"]), as_shape(state["shard_sizes"]))
     if len(box.start) != len(box.size):
@@ -174,15 +174,15 @@ def box_and_rank(metadata: Record) -> tuple[Box, int | None]:
 
 
 def chunks_of_shards(sharded: ShardedTensor, entries: Mapping[str, ZipEntry], path: str) -> list[Chunk]:
-    """Return where each shard lies that a rank holds, in file `path` with these entries."""
-    return [shard_chunk(box, held, entries, path) for box, held in sharded.held]
+    """Return the location of each shard of a rank, in file `path` with these entries."""
+    return [shard_chunk(box, tensor, entries, path) for box, tensor in sharded.held]
 
 
-def shard_chunk(box: Box, held: TensorRecord, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
+def shard_chunk(box: Box, tensor: TensorRecord, entries: Mapping[str, ZipEntry], path: str) -> Chunk:
     zeros: Shape = (0,) * len(box.size)
-    return chunk_of(held if held.shape == box.size else empty_like(held, box), box, zeros, entries, path)
+    return chunk_of(tensor if tensor.shape == box.size else empty_like(tensor, box), box, zeros, entries, path)
 
 
-def empty_like(held: TensorRecord, box: Box) -> TensorRecord:
-    """Return a tensor without elements in the shape of its box: torch may have given it another."""
-    return TensorRecord(held.key, held.dtype, held.offset, box.size, (1,) * len(box.size))
+def empty_like(tensor: TensorRecord, box: Box) -> TensorRecord:
+    """Return an empty tensor in the shape of its box: torch may have given it another shape."""
+    return TensorRecord(tensor.key, tensor.dtype, tensor.offset, box.size, (1,) * len(box.size))

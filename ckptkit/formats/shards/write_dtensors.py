@@ -1,7 +1,7 @@
-"""Write DTensors as torch pickles them, of any torch: from one that was read, or as torch 2.13 does.
+"""Write DTensors as torch pickles them: imitate one that was read, of any torch version, or write as torch 2.13 does.
 
-What a mesh remembers of the process that pickled it goes: process groups, and hashes of strings, which are others in
-each process. Source: torch/distributed/device_mesh.py, torch/distributed/tensor/{_api,_dtensor_spec}.py.
+Drops what a mesh remembers of the process that pickled it: process groups, and hashes of strings, which differ between
+processes. Source: torch/distributed/device_mesh.py, torch/distributed/tensor/{_api,_dtensor_spec}.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WHOLE_WORLD = ["0"]  # the name of the process group of all ranks
 
 
 class RankMesh(NamedTuple):
-    """A mesh of all ranks to be written: its shape, the names of its axes, its device; and one to take after."""
+    """A mesh of all ranks to write: shape, names of the axes, device; and a mesh to imitate, `like`."""
 
     shape: Shape
     names: tuple[str, ...] | None = ("fsdp",)
@@ -37,29 +37,29 @@ class RankMesh(NamedTuple):
     like: Record | None = None
 
 
-def made(of: Global, state: dict[str, Any]) -> Record:
-    """Return an object as a pickle makes one without a call."""
+def new_object(of: Global, state: dict[str, Any]) -> Record:
+    """Return an object as a pickle creates one without calling `__init__`."""
     record = Record(of, (), is_new=True)
     record.state = state
     return record
 
 
 def describe_mesh(grid: RankMesh, rank: int, ranks: Record) -> Record:
-    """Return the mesh as `rank` sees it; `ranks` is the tensor of all ranks, in the shape that `rank_map` gives."""
+    """Return the mesh as `rank` sees it. `ranks` is the tensor of all ranks, in the shape of `rank_map`."""
     world = ranks_of(grid)
     where = unravel(rank, grid.shape)
     old = grid.like.attributes() if grid.like is not None else None
     if old is not None and "_layout" not in old:
         kept = {name: value for name, value in old.items() if name not in _OF_PROCESS}
         changes: dict[str, Any] = {"mesh": ranks, "_flatten_mesh_list": world, "_coordinate_on_dim": list(where)}
-        return made(DEVICE_MESH, {name: changes.get(name, value) for name, value in kept.items()})
+        return new_object(DEVICE_MESH, {name: changes.get(name, value) for name, value in kept.items()})
     changes = {
         "_device_type": grid.device,
         "_layout": describe_layout(grid, old["_layout"] if old else None),
         "_rank_map": ranks,
         "_mesh_dim_names": grid.names,
         "_root_mesh": None,
-        "_preserve_rank_order": False,  # torch 2.15 asks for it when it compares meshes
+        "_preserve_rank_order": False,  # torch 2.15 reads it when it compares meshes
         "_flatten_rank_map": world,
         "_thread_id": None,
         "_flatten_mapping": {},
@@ -68,7 +68,7 @@ def describe_mesh(grid: RankMesh, rank: int, ranks: Record) -> Record:
     }
     if len(grid.shape) == 1:
         changes["_dim_group_names"] = list(_WHOLE_WORLD)
-    return made(DEVICE_MESH, changes)
+    return new_object(DEVICE_MESH, changes)
 
 
 def ranks_of(grid: RankMesh) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def ranks_of(grid: RankMesh) -> tuple[int, ...]:
 
 
 def rank_map(grid: RankMesh) -> tuple[Spec, bytes]:
-    """Return the tensor of all ranks that a mesh has: in one dimension, or until torch 2.8 in the mesh's shape."""
+    """Return spec and bytes of a mesh's tensor of ranks: in one dimension, or until torch 2.8 in the mesh's shape."""
     world = ranks_of(grid)
     is_old = grid.like is not None and "_layout" not in grid.like.attributes()
     shape = grid.shape if is_old else (len(world),)
@@ -88,20 +88,20 @@ def rank_map(grid: RankMesh) -> tuple[Spec, bytes]:
 
 
 def describe_layout(grid: RankMesh, like: Record | None) -> Record:
-    """Return the shape and stride of each axis; those of size 1 are written as nothing, as torch does."""
+    """Return the shape and stride of each axis. As in torch, an axis of size 1 has empty ones."""
     strides = row_major(grid.shape)
     if like is not None and "axes" not in like.attributes():
-        is_bare = isinstance(like.attributes()["shape"], int)  # as it was, or torch 2.10 takes it for another mesh
+        is_bare = isinstance(like.attributes()["shape"], int)  # keep its form, or torch 2.10 considers it another mesh
         shape, stride = (grid.shape[0], strides[0]) if is_bare else (grid.shape, strides)
-        return made(like.of if isinstance(like.of, Global) else _LAYOUT, {"shape": shape, "stride": stride})
+        return new_object(like.of if isinstance(like.of, Global) else _LAYOUT, {"shape": shape, "stride": stride})
     axes = [((n,), (step,)) if n > 1 else ((), ()) for n, step in zip(grid.shape, strides, strict=True)]
-    return made(_LAYOUT, {"axes": tuple(made(_AXIS, {"shape": n, "stride": step}) for n, step in axes)})
+    return new_object(_LAYOUT, {"axes": tuple(new_object(_AXIS, {"shape": n, "stride": step}) for n, step in axes)})
 
 
 def describe_dtensor(
     spec: Spec, placements: Sequence[Placement], mesh: Record, local: Record, device: str, like: Record | None
 ) -> Record:
-    """Return the call by which torch makes a DTensor of the tensor that a rank holds."""
+    """Return torch's call that rebuilds a DTensor from the local tensor of a rank."""
     dtype = Global("torch", spec.dtype.name)
     strides = row_major(spec.shape)
     of = like.args[1] if like is not None else _DTENSOR
@@ -115,7 +115,7 @@ def describe_dtensor(
 
 
 def describe_spec(spec: Spec, placements: Sequence[Placement], mesh: Record, like: Record | None) -> Record:
-    """Return the spec of a DTensor: that of one which was read, on another mesh, or a new one."""
+    """Return the spec of a DTensor: the spec of `like` on another mesh, or a new one."""
     dtype = Global("torch", spec.dtype.name)
     size = Record(Global("torch", "Size"), (spec.shape,))
     if like is not None:
@@ -124,12 +124,14 @@ def describe_spec(spec: Spec, placements: Sequence[Placement], mesh: Record, lik
         kind = meta.of if isinstance(meta, Record) else _META
         fresh = Record(kind, (size, row_major(spec.shape), dtype), is_new=True)
         changes = {"mesh": mesh, "tensor_meta": fresh, "_hash": None}
-        return made(like.of if isinstance(like.of, Global) else _SPEC, {n: changes.get(n, v) for n, v in old.items()})
+        return new_object(
+            like.of if isinstance(like.of, Global) else _SPEC, {n: changes.get(n, v) for n, v in old.items()}
+        )
     order = [
         Record(_ORDER, (dim, tuple(axis for axis, p in enumerate(placements) if p and p.dim == dim)), is_new=True)
         for dim in sorted({p.dim for p in placements if p})
     ]
-    return made(
+    return new_object(
         _SPEC,
         {
             "mesh": mesh,
@@ -145,5 +147,5 @@ def describe_spec(spec: Spec, placements: Sequence[Placement], mesh: Record, lik
 def describe_placement(placement: Placement) -> Record:
     """Return a placement without a stride."""
     if placement is None:
-        return made(Global(_PLACEMENTS, "Replicate"), {})
-    return made(Global(_PLACEMENTS, "Shard"), {"dim": placement.dim})
+        return new_object(Global(_PLACEMENTS, "Replicate"), {})
+    return new_object(Global(_PLACEMENTS, "Shard"), {"dim": placement.dim})
