@@ -1,7 +1,7 @@
-"""Put models with experts together: what experts' files have, and without ZeRO the optimizers of ranks of experts.
+"""Assemble models with experts: expert files, and the optimizers of expert-parallel ranks in runs without ZeRO.
 
-Source: `_save_moe_checkpoint` in deepspeed/runtime/engine.py. Without ZeRO each rank of expert parallelism saves an
-optimizer, with numbers for its parameters: of all that ranks have in common, and then of its own experts.
+Source: `_save_moe_checkpoint` in deepspeed/runtime/engine.py. Without ZeRO each expert-parallel rank saves one
+optimizer with parameter indices: first the parameters that all ranks share, then the experts of this rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ APART = "optimizer_expp_rank_"  # the key of one rank's optimizer, where the ord
 
 
 def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str, StoredTensor], root: Path) -> None:
-    """Put what experts' files have: beside a master its rounded copy, by itself what was not trained."""
+    """Put the tensors of the expert files: as the low-precision copy of a master weight, or as an untrained tensor."""
     for fused, tensor in experts.fused.items():
         if fused in masters:
             put_stored_copy(gathering, fused, tensor, masters[fused])
@@ -62,19 +62,20 @@ def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str
 def put_unpartitioned_experts(
     gathering: Gathering, root: Path, files: DeepSpeedFiles, model: ModelStates, experts: ExpertFiles
 ) -> None:
-    """Put a model and the optimizers of the ranks of experts: as one by name if the order of parameters is certain.
+    """Put a model and the optimizers of its expert-parallel ranks.
 
-    Otherwise each rank's lies under a key of its own, with its numbers.
+    The optimizers become one optimizer by name if the parameter order is certain. Otherwise the optimizer of each rank
+    stays under its own key, with parameter indices.
     """
     optimizers = read_optimizers(root, files)
     if not optimizers and model.optimizer is not None:
         path = root / "expp_rank_0_mp_rank_00_optim_states.pt"
         raise Incomplete("the file with the optimizer state of one rank's experts is missing", path=path)
     shared = trained(model)
-    own_shapes = shares(experts, model, len(optimizers)) if optimizers else []
+    own_shapes = expert_shapes_by_rank(experts, model, len(optimizers)) if optimizers else []
     names = [
         # moe/utils.py, `split_params_into_different_moe_groups_for_optimizer`, splits one list of parameters
-        names_in_order(one, one_order(one), {**shared, **own}, is_in_order=True)
+        names_in_order(one, indices_if_ordered(one), {**shared, **own}, is_in_order=True)
         for one, own in zip(optimizers, own_shapes, strict=True)
     ]
     masters: dict[str, StoredTensor] = {}
@@ -107,26 +108,26 @@ def put_joined(
     *,
     has_masters: bool,
 ) -> None:
-    """Put optimizers of several ranks as one, of which the first `shared` parameters are the same in all."""
-    by_number = [dict(enumerate(found)) for found in names]
+    """Put the optimizers of several ranks as one; the first `shared` parameters are the same on all ranks."""
+    by_number = [dict(enumerate(names_of_rank)) for names_of_rank in names]
     put_states(gathering, optimizers[0], by_number[0], range(shared))
     own: list[FlatState] = []
-    for one, found in zip(optimizers, by_number, strict=True):
-        of_rank = Gathering()
-        put_states(of_rank, one, found, range(shared, len(found)))
-        own.append(of_rank.flat)
+    for one, names_of_rank in zip(optimizers, by_number, strict=True):
+        rank_gathering = Gathering()
+        put_states(rank_gathering, one, names_of_rank, range(shared, len(names_of_rank)))
+        own.append(rank_gathering.flat)
     for flat in join_ranks(own) if experts.fused else own:
         for name, stored in (flat.tensors | flat.blobs).items():
             gathering.put(flat.keys[name], stored)
     params: list[dict[str | int, None]] = [{} for _ in optimizers[0].groups]
-    for one, found in zip(optimizers, by_number, strict=True):
+    for one, names_of_rank in zip(optimizers, by_number, strict=True):
         for listed, numbers in zip(params, one.numbers, strict=True):
-            listed.update(dict.fromkeys(found[number] for number in numbers))
+            listed.update(dict.fromkeys(names_of_rank[number] for number in numbers))
     put_groups(gathering, optimizers[0], list(map(list, params)), has_masters=has_masters)
 
 
 def join_ranks(own: Sequence[FlatState]) -> list[FlatState]:
-    """Return the states of AutoEP's tensors as one: what has axes follows one another, of the rest the first is it."""
+    """Return the optimizer states of AutoEP tensors as one state: tensors concatenated, scalars from rank 0."""
     first = own[0]
     if any(flat.tensors.keys() != first.tensors.keys() for flat in own):
         raise Corrupt("the ranks of experts do not have the same optimizer states", hint=_HINT)
@@ -138,38 +139,41 @@ def join_ranks(own: Sequence[FlatState]) -> list[FlatState]:
 
 
 def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[Numbered]:
-    """Return the optimizers of the ranks of experts. Raises `Corrupt` if one is missing, or of another run."""
-    found: dict[int, Numbered] = {}
+    """Return the optimizers of the expert-parallel ranks.
+
+    Raises `Incomplete` if a file is missing, `Corrupt` if a file comes from another run.
+    """
+    optimizers: dict[int, Numbered] = {}
     for rank, name in sorted(files.expert_optimizers.items()):
         file = read_state_file(root, name)
         try:
             value = as_dict(file.value, name).get("optimizer")
-            found[rank] = one = read_numbered(Flattening(file.entries, name), value)
-            ranks = max((expert_ranks(group) for group in one.groups if group.get("moe")), default=1)
+            optimizers[rank] = optimizer = read_numbered(Flattening(file.entries, name), value)
+            ranks = max((expert_ranks(group) for group in optimizer.groups if group.get("moe")), default=1)
             check_ranks(files.expert_optimizers, ranks, root, name)
-            if list(map(len, one.numbers)) != list(map(len, found[0].numbers)):
+            if list(map(len, optimizer.numbers)) != list(map(len, optimizers[0].numbers)):
                 raise Corrupt(
                     "the parameter groups differ from those of rank 0", hint="check that all files come from one run"
                 )
         except CkptError as error:
             raise error.blame(path=root / name) from None
-    return list(found.values())
+    return list(optimizers.values())
 
 
-def one_order(optimizer: Numbered) -> list[Any]:
-    """Return the numbers of an optimizer with a group that is not of experts and then those of experts; else []."""
+def indices_if_ordered(optimizer: Numbered) -> list[Any]:
+    """Return the parameter indices in order if the first group has no experts and all other groups do; else []."""
     kinds = [bool(group.get("moe")) for group in optimizer.groups]
     is_known = kinds == [False] + [True] * (len(kinds) - 1)
     return [number for numbers in optimizer.numbers for number in numbers] if is_known else []
 
 
-def shares(experts: ExpertFiles, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
-    """Return for each of `ranks` the shapes of what its experts may train, in the model's order."""
+def expert_shapes_by_rank(experts: ExpertFiles, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
+    """Return the shapes of the trainable expert tensors of each of `ranks` ranks, in the model's order."""
     buffers = {without_number(name) for name in model.buffers} - {None}
-    parts = {name: experts.auto_layers[name].share(tensor.spec.shape) for name, tensor in experts.fused.items()}
-    found: list[dict[str, Shape]] = [dict(parts) for _ in range(ranks)]
+    fused_shapes = {name: experts.auto_layers[name].share(tensor.spec.shape) for name, tensor in experts.fused.items()}
+    by_rank: list[dict[str, Shape]] = [dict(fused_shapes) for _ in range(ranks)]
     for file in experts.files:
         for name, value in as_dict(file.value, file.name).items():
             if is_tensor(value) and without_number(str(name)) not in buffers:
-                found[experts.rank_of(str(name), ranks)][str(name)] = as_tensor(value).shape
-    return found
+                by_rank[experts.rank_of(str(name), ranks)][str(name)] = as_tensor(value).shape
+    return by_rank

@@ -81,7 +81,7 @@ def delta(
 
 
 def show_files(done: WrittenDelta) -> None:
-    """Print the result, and the files that were written."""
+    """Print the summary and the table of written files."""
     first, *others = done.summary()
     say(first)
     if done.files:
@@ -91,7 +91,7 @@ def show_files(done: WrittenDelta) -> None:
 
 
 def to_json(done: WrittenDelta) -> dict[str, Any]:
-    """Return the result under the keys that scripts rely on."""
+    """Return the result under the JSON keys that scripts rely on."""
     names = ("base", "new", "output", "density", "nbytes", "checked_bytes", "seconds", "notes")
     files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
     record = done.record
@@ -108,7 +108,7 @@ def to_json(done: WrittenDelta) -> dict[str, Any]:
 
 
 def report(done: WrittenDelta) -> None:
-    """Print the result for a reader."""
+    """Print the result as text."""
     show_files(done)
     for text in done.notes:
         note(f"note: {text}")

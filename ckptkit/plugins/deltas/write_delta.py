@@ -1,4 +1,4 @@
-"""Write a delta in ckptkit's own format: safetensors with what changed, `delta.json` and a manifest."""
+"""Write a delta in ckptkit's own format: safetensors with the changes, `delta.json` and a manifest."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from ckptkit.plugins.deltas.spool import Spool
 
 Fill = Callable[[Layout, Mapping[str, str]], dict[FileOffset, int]]
 
-_FILE_BYTES = 5 * 10**9  # of tensors in a file, unless a single one is larger
+_FILE_BYTES = 5 * 10**9  # tensor data per file, unless a single tensor is larger
 
 
 @dataclass(frozen=True, slots=True)
 class FoundChanges:
-    """What a delta is made of: the tensors, their sums before and after, and the elements that changed.
+    """The input of a delta: the tensors, their checksums before and after, and the changed elements.
 
-    `fill` fills tensors of a layout, which the delta holds whole, and returns the CRC-32 of each; it gets their names.
+    `fill` writes the data of full tensors into a layout and returns the CRC-32 of each; its second argument maps each
+    key to the tensor name.
     """
 
     specs: Mapping[str, Spec]
@@ -40,7 +41,7 @@ class FoundChanges:
 
     @property
     def payload(self) -> dict[str, dict[str, Spec]]:
-        """Return what the delta will hold of each tensor that changed."""
+        """Return the tensors that the delta stores for each changed tensor."""
         specs, changed = self.specs, self.spool.changed
         return {name: payload_specs(name, specs[name], changed[name]) for name in specs if changed[name]}
 
@@ -50,7 +51,7 @@ class FoundChanges:
         return sum(spec.nbytes for held in self.payload.values() for spec in held.values())
 
     def record(self, files: Mapping[str, str]) -> DeltaRecord:
-        """Return what the delta says of itself, with its tensors in these files."""
+        """Return the record of the delta; `files` maps each changed tensor to its file."""
         specs = self.specs
         tensors = {
             name: DeltaTensor(
@@ -69,14 +70,14 @@ class FoundChanges:
 
 
 def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] | None = None) -> DeltaRecord:
-    """Write a delta into the directory `root`, which is there, and return what it says of itself."""
-    held = difference.payload
-    for specs in held.values():
+    """Write a delta into the existing directory `root`, and return its record."""
+    payload = difference.payload
+    for specs in payload.values():
         for key, spec in specs.items():
             check_writable(key, spec)
-    files = split_into_files(held)
+    files = split_into_files(payload)
     check_room(root, difference.payload_bytes)
-    create_files(root, [new_file(file, [held[name] for name in names]) for file, names in files.items()], anew=True)
+    create_files(root, [new_file(file, [payload[name] for name in names]) for file, names in files.items()], anew=True)
     made = read_files(root, files)
     sums = write_changes(made, difference) | fill_whole(made, difference.fill)
     for file in files:
@@ -88,17 +89,17 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
 
 
 def split_into_files(held: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file; what is held of a tensor is in one file."""
-    shares: list[list[str]] = []
+    """Return the names of the changed tensors by file; all data of one tensor is in the same file."""
+    files: list[list[str]] = []
     room = 0
     for name, specs in held.items():
         nbytes = sum(spec.nbytes for spec in specs.values())
         if nbytes > room:
-            shares.append([])
+            files.append([])
             room = max(_FILE_BYTES, nbytes)
-        shares[-1].append(name)
+        files[-1].append(name)
         room -= nbytes
-    return {f"delta-{i:05d}-of-{len(shares):05d}.safetensors": names for i, names in enumerate(shares, 1)}
+    return {f"delta-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
 
 def new_file(name: str, held: Iterable[Mapping[str, Spec]]) -> NewFile:
@@ -108,40 +109,40 @@ def new_file(name: str, held: Iterable[Mapping[str, Spec]]) -> NewFile:
 
 
 def read_files(root: Path, files: Iterable[str]) -> Layout:
-    """Return where the tensors of a delta lie in its files, as their headers say."""
+    """Return the layout of the tensors in the files of a delta, from their headers."""
     chunks = {key: chunk for file in files for key, chunk in read_header(root / file).items()}
     tensors = {key: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for key, chunk in chunks.items()}
     return Layout(root, "hf", tensors)
 
 
 def write_changes(made: Layout, difference: FoundChanges) -> dict[FileOffset, int]:
-    """Write positions and values of the tensors that are not held whole, and return the CRC-32 of each."""
-    found: dict[FileOffset, int] = {}
+    """Write positions and values, and return the CRC-32 of each; skips full tensors."""
+    sums_by_offset: dict[FileOffset, int] = {}
     specs, spool = difference.specs, difference.spool
     with OpenFiles(made.root, writable=True) as files:
         for name in difference.payload:
             if is_whole(specs[name], spool.changed[name]):
                 continue
-            places = [made.tensors[name + suffix].chunks[0] for suffix in (INDICES, VALUES)]
-            at, sums = [0, 0], [0, 0]
+            chunks = [made.tensors[name + suffix].chunks[0] for suffix in (INDICES, VALUES)]
+            written, sums = [0, 0], [0, 0]
             for piece in spool.read(name):
-                for i, (data, chunk) in enumerate(zip(piece, places, strict=True)):
-                    files[chunk.path].write_at(memoryview(data), chunk.offset + at[i])
-                    at[i], sums[i] = at[i] + len(data), crc32(data, sums[i])
-            found |= {(chunk.path, chunk.offset): crc for chunk, crc in zip(places, sums, strict=True)}
-    return found
+                for i, (data, chunk) in enumerate(zip(piece, chunks, strict=True)):
+                    files[chunk.path].write_at(memoryview(data), chunk.offset + written[i])
+                    written[i], sums[i] = written[i] + len(data), crc32(data, sums[i])
+            sums_by_offset |= {(chunk.path, chunk.offset): crc for chunk, crc in zip(chunks, sums, strict=True)}
+    return sums_by_offset
 
 
 def fill_whole(made: Layout, fill: Fill) -> dict[FileOffset, int]:
-    """Fill the tensors that are held whole, and return the CRC-32 of each."""
+    """Fill the full tensors, and return the CRC-32 of each."""
     names = {key: key.removesuffix(WHOLE) for key in made.tensors if key.endswith(WHOLE)}
     if not names:
         return {}
     return fill(replace(made, tensors={key: made.tensors[key] for key in names}), names)
 
 
-def copying_from(after: Layout, jobs: int | None) -> Fill:
-    """Return what fills tensors with those of a layout."""
+def fill_from(after: Layout, jobs: int | None) -> Fill:
+    """Return a function that fills tensors with the data of `after`."""
 
     def fill(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
         source = replace(after, tensors={key: after.tensors[name] for key, name in names.items()}, blobs={}, keys={})

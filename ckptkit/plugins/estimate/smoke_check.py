@@ -1,4 +1,4 @@
-"""Hold what a smoke run needed in memory against the estimate."""
+"""Compare the memory of a smoke run with the estimate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ckptkit.training.smoke.runs import Failed, SmokeRuns
 
 
 def holds_what_was_estimated(runs: SmokeRuns) -> str:
-    """Check that the rank with most holds as many bytes of parameters and optimizer as `ckptkit estimate` says."""
+    """Check that the largest rank has as many bytes of parameters and optimizer state as `ckptkit estimate` says."""
     held = runs.first
     precision = "bfloat16" if held[0].computes_in == "bfloat16" else "float32"
     size = runs.config.sequence_length, -(-runs.config.batch_size // runs.nproc)
