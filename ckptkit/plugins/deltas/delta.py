@@ -163,11 +163,11 @@ class ComparedPair:
     def find(self, spool: Spool) -> tuple[FoundChanges, int]:
         """Compare all elements. Returns the changes, and the number of source bytes with a verified checksum."""
         from ckptkit.plugins.deltas.changes import find_changes
-        from ckptkit.plugins.deltas.write_delta import FoundChanges, copying_from
+        from ckptkit.plugins.deltas.write_delta import FoundChanges, fill_from
 
         before, after = (side.layout for side in self.sides)
         sums = find_changes(before, after, spool.add, jobs=self.jobs, progress=self.told)
-        changes = FoundChanges(after.specs, sums.before, sums.after, spool, copying_from(after, self.jobs))
+        changes = FoundChanges(after.specs, sums.before, sums.after, spool, fill_from(after, self.jobs))
         return changes, sums.checked_bytes
 
     def compare_configs(self) -> Iterator[str]:

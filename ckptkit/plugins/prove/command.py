@@ -1,4 +1,4 @@
-"""Run `ckptkit prove`."""
+"""Run `ckptkit prove`, which checks that an export computes the same as its source."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def prove(
 
 
 def report(found: Proved) -> None:
-    """Print what was compared, what it came to, and the verdict last."""
+    """Print notes, the comparison of tensors and logits, and the verdict last."""
     for text in dict.fromkeys([*found.notes, *(text for diff in found.tensors for text in diff.notes)]):
         note(f"note: {text}")
     for diff in found.tensors:
@@ -107,7 +107,7 @@ def report(found: Proved) -> None:
 
 
 def describe(logits: Logits) -> str:
-    """Return in a line what the logits came to."""
+    """Return a line that summarizes the comparison of logits."""
     tokens = count(logits.tokens, "token")
     if logits.max_abs == 0:
         return f"the logits of {tokens} are the same"
