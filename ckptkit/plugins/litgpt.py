@@ -43,7 +43,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         modules[_OWN + "mlp.gate"] = LAYER + hub.router
         modules |= feed_forward("mlp.experts.{expert}", *(LAYER + name for name in (hub.gate, hub.up, hub.down)))
     return (
-        *(rule for own, there in modules.items() for rule in with_bias(own, there)),
+        *(rule for own_name, hub_name in modules.items() for rule in with_bias(own_name, hub_name)),
         *(fused_attention() if model == _FUSED else separate_attention()),
     )
 
@@ -75,15 +75,15 @@ def attention(hub: str | tuple[str, ...], step: TensorStep | None, older: Tensor
 
 def separate_attention() -> tuple[Rule, ...]:
     """Return the attention rules for types with separate query, key and value tensors on the Hub."""
-    return attention(tuple(f"{LAYER}self_attn.{one}_proj" for one in "qkv"), _QKV, Grouped())
+    return attention(tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv"), _QKV, Grouped())
 
 
 def fused_attention() -> tuple[Rule, ...]:
     """Return the rules for types that also fuse these tensors on the Hub, as well as the gate and up projections."""
-    two = tuple(f"{_OWN}mlp.{name}.weight" for name in ("fc_1", "fc_2"))
+    gate_and_up = tuple(f"{_OWN}mlp.{name}.weight" for name in ("fc_1", "fc_2"))
     return (
         *attention(LAYER + "self_attn.qkv_proj", None, Chain((Grouped(), Reversed(_QKV)))),
-        Rule.of(two, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
+        Rule.of(gate_and_up, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
         Rule.of(_OWN + "mlp.proj.weight", LAYER + "mlp.down_proj.weight"),
     )
 
@@ -102,7 +102,7 @@ def neox_rules() -> tuple[Rule, ...]:
         _OWN + "mlp.proj": layer + "mlp.dense_4h_to_h",
     }
     return (
-        *(rule for own, hub in modules.items() for rule in with_bias(own, hub)),
+        *(rule for own_name, hub_name in modules.items() for rule in with_bias(own_name, hub_name)),
         *attention(layer + "attention.query_key_value", Chain((_QKV, Reversed(Grouped()))), None),
     )
 

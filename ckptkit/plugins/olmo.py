@@ -47,12 +47,12 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 def mixture() -> tuple[Rule, ...]:
     """Return the rules for a mixture of experts."""
     hub, own = experts_of("flex_olmo"), _OWN + "feed_forward_moe."
-    of_all = {"w1": hub.gate, "w3": hub.up, "w2": hub.down}
+    projections = {"w1": hub.gate, "w3": hub.up, "w2": hub.down}
     return (
         Rule.of(own + "router.weight", f"{LAYER}{hub.router}.weight", FlatFront("experts")),
         *(
-            Rule.of(f"{own}experts.mlp.{one}", f"{LAYER}{other}.weight", SwappedAxes(), flat="experts")
-            for one, other in of_all.items()
+            Rule.of(f"{own}experts.mlp.{own_name}", f"{LAYER}{hub_name}.weight", SwappedAxes(), flat="experts")
+            for own_name, hub_name in projections.items()
         ),
     )
 

@@ -59,12 +59,12 @@ def separate_projections(*, is_in_pairs: bool) -> tuple[Rule, ...]:
 
 def fused_projections() -> tuple[Rule, ...]:
     """Return the rules for projections that are one matrix on the Hub."""
-    three = tuple(f"{_OWN}attn.{own}_proj.weight" for own in "qkv")
-    two = tuple(f"{_OWN}mlp.{own}.weight" for own in ("w1", "w3"))
+    query_key_value = tuple(f"{_OWN}attn.{own}_proj.weight" for own in "qkv")
+    gate_and_up = tuple(f"{_OWN}mlp.{own}.weight" for own in ("w1", "w3"))
     parts = Concatenated(3, extents=("heads", "key_heads", "key_heads"))
     return (
-        Rule.of(three, LAYER + "self_attn.qkv_proj.weight", Reversed(parts)),
-        Rule.of(two, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
+        Rule.of(query_key_value, LAYER + "self_attn.qkv_proj.weight", Reversed(parts)),
+        Rule.of(gate_and_up, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
     )
 
 

@@ -129,15 +129,15 @@ def put_part(
     try:
         if model.shapes is None:
             raise Corrupt("`param_shapes` is missing: it lists the parameters that ZeRO partitioned, with their shapes")
-        own: dict[str, StoredTensor] = {}
+        of_part: dict[str, StoredTensor] = {}
         for parameter in parameters_of(model.shapes, part.partitions, experts, root):
-            if parameter.name in own:
+            if parameter.name in of_part:
                 raise Corrupt("two parameter groups contain this parameter", tensor=parameter.name)
-            own[parameter.name] = parameter.master
+            of_part[parameter.name] = parameter.master
             names[parameter.settings].append(parameter.name)
             if parameter.name not in masters:  # tied ones are in several stages of a pipeline
                 put_parameter(gathering, parameter)
-        masters |= own
+        masters |= of_part
         put_module(gathering, part, masters, root, report)
     except CkptError as error:
         raise error.blame(path=root / model.path) from None
@@ -156,7 +156,10 @@ def put_slices(
     names: list[list[str]] = [[] for _ in parts[0].partitions[0].settings]
     try:
         by_rank = [
-            {one.name: one for one in parameters_of(part.models[0].shapes or (), part.partitions, None, root)}
+            {
+                parameter.name: parameter
+                for parameter in parameters_of(part.models[0].shapes or (), part.partitions, None, root)
+            }
             for part in parts
         ]
         for name, first in by_rank[0].items():
@@ -164,11 +167,11 @@ def put_slices(
             slices_of_ranks = [on_rank[name] for on_rank in by_rank if name in on_rank]
             if len(slices_of_ranks) < len(parts):
                 raise Corrupt("expected the parameter on all ranks of tensor parallelism", tensor=name)
-            whole = join_slices(slices_of_ranks, sliced)
+            joined = join_slices(slices_of_ranks, sliced)
             names[first.settings].append(name)
-            put_parameter(gathering, whole)
-            masters[name] = whole.master
-            if copies := sliced.copies([one.master for one in slices_of_ranks]):
+            put_parameter(gathering, joined)
+            masters[name] = joined.master
+            if copies := sliced.copies([parameter.master for parameter in slices_of_ranks]):
                 gathering.flat.spares[f"{MODEL}.{name}"] = copies
         put_modules_in_slices(gathering, [part.models[0] for part in parts], slices, masters)
     except CkptError as error:

@@ -56,7 +56,7 @@ def read_auto_layers(saved: Mapping[str | int, Any]) -> dict[str, AutoLayer]:
     Raises `Unsupported` for experts saved with ZeRO 3, and for experts that are not placed in order.
     """
     listed = saved.get(LAYERS) or saved.get(_EARLIER) or []
-    layers = [read_layer(as_dict(one, LAYERS)) for one in as_kind(listed, list, LAYERS)]
+    layers = [read_layer(as_dict(description, LAYERS)) for description in as_kind(listed, list, LAYERS)]
     return {name: layer for layer in layers for name in layer.names}
 
 
@@ -73,11 +73,11 @@ def read_layer(layer: Mapping[str | int, Any]) -> AutoLayer:
         message = f"expected {experts} experts on {ranks} ranks, found {per_rank} on each rank"
         raise Corrupt(message, tensor=prefix)
     placement = dict_or_none(layer.get("expert_placement"), "expert_placement")
-    placed_ranks = [as_dict(one, "ranks") for one in as_kind(placement.get("ranks", []), list, "ranks")]
+    placed_ranks = [as_dict(placed_rank, "ranks") for placed_rank in as_kind(placement.get("ranks", []), list, "ranks")]
     expected = [(rank, list(range(rank * per_rank, (rank + 1) * per_rank))) for rank in range(ranks)]
-    found = [(place.get("rank"), place.get("experts")) for place in placed_ranks]
-    if placement and found != expected:
-        message = f"AutoEP placed experts {found[0][1] if found else []} on the first rank, out of their order"
+    placed = [(place.get("rank"), place.get("experts")) for place in placed_ranks]
+    if placement and placed != expected:
+        message = f"AutoEP placed experts {placed[0][1] if placed else []} on the first rank, out of their order"
         raise Unsupported(message, tensor=prefix, hint="load it with DeepSpeed and save it with the default placement")
     return AutoLayer(prefix, experts, ranks)
 
@@ -104,10 +104,10 @@ def tensors_in(file: StateFile, layer: AutoLayer, expert: int) -> Iterator[tuple
     saved = as_dict(file.value, file.name)
     flattening = Flattening(file.entries, file.name)
     for name in layer.names:
-        own = f"{name}.{expert}"
-        value = saved.pop(own, None)
+        expert_name = f"{name}.{expert}"
+        value = saved.pop(expert_name, None)
         if not is_tensor(value):
-            raise Corrupt("the file does not contain the tensor of its expert", tensor=own, hint=_HINT)
+            raise Corrupt("the file does not contain the tensor of its expert", tensor=expert_name, hint=_HINT)
         yield name, flattening.stored(value)
     if saved:
         raise Corrupt(f"the tensor does not belong to expert {expert}", tensor=str(next(iter(saved))), hint=_HINT)

@@ -75,12 +75,15 @@ def put_unpartitioned_experts(
     own_shapes = expert_shapes_by_rank(experts, model, len(optimizers)) if optimizers else []
     names = [
         # moe/utils.py, `split_params_into_different_moe_groups_for_optimizer`, splits one list of parameters
-        names_in_order(one, indices_if_ordered(one), {**shared, **own}, is_in_order=True)
-        for one, own in zip(optimizers, own_shapes, strict=True)
+        names_in_order(optimizer, indices_if_ordered(optimizer), {**shared, **expert_shapes}, is_in_order=True)
+        for optimizer, expert_shapes in zip(optimizers, own_shapes, strict=True)
     ]
     masters: dict[str, StoredTensor] = {}
     if all(names):
-        of_ranks = [masters_of(one, dict(enumerate(found))) for one, found in zip(optimizers, names, strict=True)]
+        of_ranks = [
+            masters_of(optimizer, dict(enumerate(rank_names)))
+            for optimizer, rank_names in zip(optimizers, names, strict=True)
+        ]
         masters = {name: master for of_rank in reversed(of_ranks) for name, master in of_rank.items()}
         masters |= {
             name: concatenate([of_rank[name] for of_rank in of_ranks], 0) for name in experts.fused if name in masters
@@ -91,12 +94,16 @@ def put_unpartitioned_experts(
         if name not in shared:
             gathering.put((MODEL, name), master)
     put_experts(gathering, experts, masters, root)
-    if optimizers and all(found and set(found[: len(shared)]) == shared.keys() for found in names):
+    if optimizers and all(rank_names and set(rank_names[: len(shared)]) == shared.keys() for rank_names in names):
         put_joined(gathering, optimizers, names, len(shared), experts, has_masters=bool(masters))
     else:
-        for rank, one in enumerate(optimizers):
-            for key, value in (("state", one.states), ("param_groups", list(one.groups)), *one.others.items()):
-                gathering.flatten(one.flattening, value, (f"{APART}{rank}", key))
+        for rank, optimizer in enumerate(optimizers):
+            for key, value in (
+                ("state", optimizer.states),
+                ("param_groups", list(optimizer.groups)),
+                *optimizer.others.items(),
+            ):
+                gathering.flatten(optimizer.flattening, value, (f"{APART}{rank}", key))
 
 
 def put_joined(
@@ -111,17 +118,17 @@ def put_joined(
     """Put the optimizers of several ranks as one; the first `shared` parameters are the same on all ranks."""
     by_number = [dict(enumerate(names_of_rank)) for names_of_rank in names]
     put_states(gathering, optimizers[0], by_number[0], range(shared))
-    own: list[FlatState] = []
-    for one, names_of_rank in zip(optimizers, by_number, strict=True):
+    rank_states: list[FlatState] = []
+    for optimizer, names_of_rank in zip(optimizers, by_number, strict=True):
         rank_gathering = Gathering()
-        put_states(rank_gathering, one, names_of_rank, range(shared, len(names_of_rank)))
-        own.append(rank_gathering.flat)
-    for flat in join_ranks(own) if experts.fused else own:
+        put_states(rank_gathering, optimizer, names_of_rank, range(shared, len(names_of_rank)))
+        rank_states.append(rank_gathering.flat)
+    for flat in join_ranks(rank_states) if experts.fused else rank_states:
         for name, stored in (flat.tensors | flat.blobs).items():
             gathering.put(flat.keys[name], stored)
     params: list[dict[str | int, None]] = [{} for _ in optimizers[0].groups]
-    for one, names_of_rank in zip(optimizers, by_number, strict=True):
-        for listed, numbers in zip(params, one.numbers, strict=True):
+    for optimizer, names_of_rank in zip(optimizers, by_number, strict=True):
+        for listed, numbers in zip(params, optimizer.numbers, strict=True):
             listed.update(dict.fromkeys(names_of_rank[number] for number in numbers))
     put_groups(gathering, optimizers[0], list(map(list, params)), has_masters=has_masters)
 

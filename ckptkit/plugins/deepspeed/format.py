@@ -60,8 +60,8 @@ class DeepSpeed(FormatReader):
             except CkptError as error:
                 report(error.blame(path=path / name))
         for part in files.parts:
-            found = read_part(path, files, part)
-            if read_experts(path, files, found.models[0]) is not None and not found.partitions:
+            states = read_part(path, files, part)
+            if read_experts(path, files, states.models[0]) is not None and not states.partitions:
                 read_optimizers(path, files)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:

@@ -140,7 +140,7 @@ def counts_of(value: Any, count: int) -> list[int]:
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
         raise Corrupt(f"`partition_count`: expected {count} groups, found {len(values)}")
-    return [as_count(one, "partition_count") for one in values]
+    return [as_count(number, "partition_count") for number in values]
 
 
 def paddings_of(value: Any, count: int) -> list[tuple[int, ...]]:
@@ -151,6 +151,9 @@ def paddings_of(value: Any, count: int) -> list[tuple[int, ...]]:
     if len(lists) != count:
         raise Corrupt(f"`param_alignment_paddings`: expected {count} groups, found {len(lists)}")
     return [
-        tuple(as_count(one, "param_alignment_paddings") for one in as_kind(group, list, "param_alignment_paddings"))
+        tuple(
+            as_count(padding, "param_alignment_paddings")
+            for padding in as_kind(group, list, "param_alignment_paddings")
+        )
         for group in lists
     ]

@@ -74,15 +74,15 @@ def read_all(
 
     Raises the last error if no file can be read.
     """
-    found: dict[int, ReadResult] = {}
+    results: dict[int, ReadResult] = {}
     for rank, name in names.items():
         try:
-            found[rank] = blame(root, name, read)
+            results[rank] = blame(root, name, read)
         except CkptError as error:
-            if not found and rank == max(names):
+            if not results and rank == max(names):
                 raise
             report(error)
-    return found
+    return results
 
 
 def blame(root: Path, name: str, read: Callable[[StateFile], ReadResult]) -> ReadResult:
@@ -128,9 +128,12 @@ def lost(
         raise Unsupported(f"expected {len(shapes)} groups of parameters (`param_shapes`), found {len(like.groups)}")
     groups = []
     for number, group in enumerate(like.groups):
-        sizes = {of_rank: one.groups[number].masters.box.numel for of_rank, one in partitions.items()}
+        sizes = {of_rank: partition.groups[number].masters.box.numel for of_rank, partition in partitions.items()}
         size = sizes[min(sizes)] if like.cuts_each else size_in_row(sizes, rank, count, shapes[number], group)
-        moments = {what: Chunk.unreadable(whole((size,)), name, chunk.dtype) for what, chunk in group.moments.items()}
+        moments = {
+            state_name: Chunk.unreadable(whole((size,)), name, chunk.dtype)
+            for state_name, chunk in group.moments.items()
+        }
         masters = Chunk.unreadable(whole((size,)), name, group.masters.dtype)
         groups.append(replace(group, masters=masters, moments=moments))
     return replace(like, path=name, groups=tuple(groups))
@@ -142,9 +145,11 @@ def size_in_row(
     """Return how many elements of the flat buffer of a group this rank has."""
     total = sum(map(prod, named.values())) + sum(group.paddings[:-1])
     last = count - 1
-    size = next((numel for one, numel in known.items() if one != last), -(-total // (_ALIGNMENT * count)) * _ALIGNMENT)
+    size = next(
+        (numel for of_rank, numel in known.items() if of_rank != last), -(-total // (_ALIGNMENT * count)) * _ALIGNMENT
+    )
     last_size = total - last * size
-    fits = all(numel == size for one, numel in known.items() if one != last)
+    fits = all(numel == size for of_rank, numel in known.items() if of_rank != last)
     if last_size < 0 or not fits or not last_size <= known.get(last, last_size) < last_size + _ALIGNMENT * count:
         parts = ", ".join(map(str, sorted(known.values())))
         raise Unsupported(f"ranks have {parts} of {total} elements, and no file says how many the other ranks had")

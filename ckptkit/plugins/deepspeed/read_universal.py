@@ -115,31 +115,33 @@ def missing_file(path: Path) -> Incomplete:
     return Incomplete("the file is missing", path=path, hint="copy the missing file here")
 
 
-def put_file(gathering: Gathering, root: Path, path: str, name: str, what: str, shape: Shape, report: Report) -> None:
+def put_file(
+    gathering: Gathering, root: Path, path: str, name: str, state_name: str, shape: Shape, report: Report
+) -> None:
     """Put the only tensor of a file: master weight, optimizer state or step.
 
     Reports a file that cannot be read, and puts unreadable chunks instead. A step has no known shape and is left out.
     """
-    key_path = (MODEL, name) if what == MASTER else (*STATE, name, what)
+    key_path = (MODEL, name) if state_name == MASTER else (*STATE, name, state_name)
     try:
         if not is_there(root / path):
             raise missing_file(root / path)
-        gathering.put(key_path, read_value(root, path, what, shape))
+        gathering.put(key_path, read_value(root, path, state_name, shape))
     except CkptError as error:
-        if what == STEP:
+        if state_name == STEP:
             report(error.blame(tensor=".".join(key_path)))
             return
         report(error.blame(path=root / path))
         gathering.put(key_path, StoredTensor(Spec(_KEPT, shape), (Chunk.unreadable(whole(shape), path, _KEPT),)))
 
 
-def read_value(root: Path, path: str, what: str, shape: Shape) -> StoredTensor | Blob:
+def read_value(root: Path, path: str, state_name: str, shape: Shape) -> StoredTensor | Blob:
     """Return the tensor or the non-tensor entry in a file of a parameter."""
     file = read_state_file(root, path)
     flattening = Flattening(file.entries, path)
     value = as_dict(file.value, path).get("param") if pairs_of(file.value) is not None else file.value
     return (
-        with_known_shape(flattening.stored(value), shape, is_free=what == STEP)
+        with_known_shape(flattening.stored(value), shape, is_free=state_name == STEP)
         if is_tensor(value)
         else flattening.blob(value)
     )
@@ -180,8 +182,8 @@ def put_untrained(
     for folder in folders(root / tag / ZERO):
         if folder.name in trained or f"{MODEL}.{folder.name}" in gathering.flat.keys:
             continue
-        for what, path in files_of(root, tag, folder.name):
-            if what != MASTER:
+        for state_name, path in files_of(root, tag, folder.name):
+            if state_name != MASTER:
                 continue
             try:
                 file = read_state_file(root, path)

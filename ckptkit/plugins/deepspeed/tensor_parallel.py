@@ -81,7 +81,7 @@ class SliceMap:
         ranks = as_dict(entry.get("ranks"), "ranks")
         if {str(rank) for rank in ranks} != set(map(str, range(self.ranks))):
             raise Corrupt(f"expected slices of {self.ranks} ranks, found {len(ranks)}", tensor=name)
-        by_rank = {int(rank): as_dict(said, "ranks") for rank, said in ranks.items()}
+        by_rank = {int(rank): as_dict(entry_of_rank, "ranks") for rank, entry_of_rank in ranks.items()}
         slices = tuple(read_slice(by_rank[rank], rank, shape, name) for rank in range(self.ranks))
         boxes = [piece.in_whole for _, pieces in slices for piece in pieces if piece.is_first]
         covered = sum(box.numel for box in boxes)
@@ -113,7 +113,7 @@ def read_slice(
     saved: Mapping[str | int, Any], rank: int, shape: Shape, name: str
 ) -> tuple[Shape, tuple[SlicePiece, ...]]:
     """Return the shape of a slice, and its pieces."""
-    own = shape_in(saved.get("shard_shape"))
+    slice_shape = shape_in(saved.get("shard_shape"))
     pieces = []
     for entry in as_kind(saved.get("pieces"), list, "pieces"):
         piece = as_dict(entry, "pieces")
@@ -121,10 +121,12 @@ def read_slice(
             message = f"a rank's slice is the parameter times {piece['scale']}"
             raise Unsupported(message, tensor=name, hint=_HINT)
         size = shape_in(piece.get("shape"))
-        holders = [as_count(one, "locations") for one in as_kind(piece.get("locations"), list, "locations")]
-        in_whole, in_slice = (box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", own)))
+        holders = [as_count(holder, "locations") for holder in as_kind(piece.get("locations"), list, "locations")]
+        in_whole, in_slice = (
+            box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", slice_shape))
+        )
         pieces.append(SlicePiece(in_whole, in_slice, is_first=rank == min(holders, default=rank)))
-    return own, tuple(pieces)
+    return slice_shape, tuple(pieces)
 
 
 def box_at(place: Any, size: Shape, shape: Shape, name: str) -> Box:
@@ -163,4 +165,4 @@ def chunks_of(part: StoredTensor, piece: SlicePiece) -> list[Chunk]:
 
 
 def shape_in(value: Any) -> Shape:
-    return tuple(as_count(one, _MAP) for one in as_kind(value, list, _MAP))
+    return tuple(as_count(extent, _MAP) for extent in as_kind(value, list, _MAP))

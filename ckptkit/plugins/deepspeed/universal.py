@@ -94,7 +94,7 @@ class UniversalEntries:
         stored_weights = {
             name: stored_weight(wanted, entry) for name, entry in self.weights.items() if name not in self.states
         }
-        return {name: trained[place] for name, place in stored_weights.items() if place in trained}
+        return {name: trained[stored] for name, stored in stored_weights.items() if stored in trained}
 
 
 def stored_weight(wanted: Layout, entry: str) -> StoredTensor | None:
@@ -123,8 +123,10 @@ def files_for(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]:
     for parameter, states in entries.states.items():
         if "/" in parameter or "\0" in parameter or parameter in ("", ".", ".."):
             raise Unsafe("a directory cannot have this name", path=wanted.root, tensor=parameter)
-        for what, entry in {MASTER: entries.weights[parameter], **states}.items():
-            yield parameter_file(wanted, join(tag, ZERO, parameter, f"{what}.pt"), entry, is_bare=what == STEP)
+        for state_name, entry in {MASTER: entries.weights[parameter], **states}.items():
+            yield parameter_file(
+                wanted, join(tag, ZERO, parameter, f"{state_name}.pt"), entry, is_bare=state_name == STEP
+            )
     yield model_states(wanted, entries, join(tag, _MODEL_STATES), options.world_size, with_module=True)
     yield model_states(wanted, entries, join(tag, _MODEL_STATES_3), options.world_size, with_module=False)
     yield optimizer_states(wanted, entries, join(tag, ZERO, OPTIMIZER))
@@ -275,7 +277,7 @@ class Universal(FormatWriter):
 
     def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
         """Return both byte ranges of the CRC-32 of each storage."""
-        return places_in(made, sorted({chunk.path for one in made.tensors.values() for chunk in one.chunks}))
+        return places_in(made, sorted({chunk.path for tensor in made.tensors.values() for chunk in tensor.chunks}))
 
 
 def tag_of(path: Path) -> str | None:

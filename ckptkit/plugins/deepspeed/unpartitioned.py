@@ -140,9 +140,9 @@ def put_states(gathering: Gathering, optimizer: Numbered, names: Names, among: r
     """Put the optimizer states of all parameters, or only of the parameter indices in `among`."""
     for number, state in optimizer.states.items():
         if among is None or as_count(number, "state") in among:
-            for what, value in as_dict(state, "state").items():
+            for state_name, value in as_dict(state, "state").items():
                 name = names.get(int(number), str(number))
-                gathering.flatten(optimizer.flattening, value, (*STATE, name, what))
+                gathering.flatten(optimizer.flattening, value, (*STATE, name, state_name))
 
 
 def put_groups(
@@ -153,11 +153,11 @@ def put_groups(
     Leaves out the master weights if they were put before.
     """
     for i, (group, listed) in enumerate(zip(optimizer.groups, params, strict=True)):
-        is_recorded = PARAM_NAMES in group and all(isinstance(one, str) for one in listed)
-        own: dict[str | int, Any] = {**group, "params": list(listed)}
+        is_recorded = PARAM_NAMES in group and all(isinstance(name, str) for name in listed)
+        entries: dict[str | int, Any] = {**group, "params": list(listed)}
         if is_recorded:
-            own[PARAM_NAMES] = list(listed)
-        for key, value in own.items():
+            entries[PARAM_NAMES] = list(listed)
+        for key, value in entries.items():
             gathering.flatten(optimizer.flattening, value, (*GROUPS, i, key))
     for key, value in optimizer.others.items():
         if not (has_masters and key == _MASTERS):

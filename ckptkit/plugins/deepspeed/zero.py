@@ -112,16 +112,18 @@ def parameters_of(
         for group_of_ranks in partition_groups(number, named, partitions, experts):
             groups = [partition.groups[number] for partition in group_of_ranks.partitions]
             check_alike(groups, group_of_ranks.partitions, root)
-            for one in (parameters_of_sub_group if first.cuts_each else parameters_of_group)(
+            for parameter_part in (parameters_of_sub_group if first.cuts_each else parameters_of_group)(
                 group_of_ranks.named, groups, root
             ):
-                by_name.setdefault(one.name, []).append(one)
+                by_name.setdefault(parameter_part.name, []).append(parameter_part)
         yield from map(join_ranks, by_name.values())
 
 
 def join_ranks(parts: Sequence[ZeroParameter]) -> ZeroParameter:
     """Return a parameter with the experts of all ranks, concatenated along axis 0."""
-    moments = {what: concatenate([part.moments[what] for part in parts], 0) for what in parts[0].moments}
+    moments = {
+        state_name: concatenate([part.moments[state_name] for part in parts], 0) for state_name in parts[0].moments
+    }
     return replace(parts[0], master=concatenate([part.master for part in parts], 0), moments=moments)
 
 
@@ -130,7 +132,7 @@ def join_slices(parts: Sequence[ZeroParameter], sliced: SlicedParameter) -> Zero
     first = parts[0]
     if any(part.moments.keys() != first.moments.keys() or part.settings != first.settings for part in parts):
         raise Corrupt("the ranks of tensor parallelism have different states of it", tensor=first.name)
-    moments = {what: sliced.join([part.moments[what] for part in parts]) for what in first.moments}
+    moments = {state_name: sliced.join([part.moments[state_name] for part in parts]) for state_name in first.moments}
     return replace(first, master=sliced.join([part.master for part in parts]), moments=moments)
 
 

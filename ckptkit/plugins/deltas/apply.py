@@ -53,12 +53,12 @@ def apply(
         raise Usage("expected at least one delta to apply, found none", hint="run `ckptkit apply BASE DELTA OUT`")
     output = to_destination(out)
     check_free(output, overwrite=overwrite, is_file=False)
-    asked: Keywords = {"overwrite": overwrite, "dry_run": dry_run, "jobs": jobs, "sync": sync, "progress": progress}
+    options: Keywords = {"overwrite": overwrite, "dry_run": dry_run, "jobs": jobs, "sync": sync, "progress": progress}
     if dtype:
-        asked["dtype"] = dtype
-    opened = as_consolidated(base, asked, output)
+        options["dtype"] = dtype
+    opened = as_consolidated(base, options, output)
     require_separate_destination(opened.checkpoint, output, opened.draft.writer)
-    chain = open_chain([to_path(one) for one in given])
+    chain = open_chain([to_path(path) for path in given])
     conversion = draft_apply(opened, chain, jobs)
     prospect = report(conversion, time.perf_counter() - began)
     if dry_run:
@@ -119,10 +119,10 @@ def shards_of(base: ConsolidatedView) -> Mapping[str, str] | None:
     layout = base.draft.wanted
     if layout.format != base.draft.writer.name or layout.world_size is not None or not base.path.is_dir():
         return None
-    places = {name: tensor.chunks[0].path for name, tensor in layout.tensors.items()}
+    file_of_tensor = {name: tensor.chunks[0].path for name, tensor in layout.tensors.items()}
     written_files = {file.name for file in base.draft.files}
-    files = set(places.values())
-    return places if len(files) > 1 or files <= written_files else None
+    files = set(file_of_tensor.values())
+    return file_of_tensor if len(files) > 1 or files <= written_files else None
 
 
 def recipes_of(chain: DeltaChain, base: Layout) -> dict[str, Patched]:

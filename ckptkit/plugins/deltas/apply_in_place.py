@@ -88,9 +88,9 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
 
 def open_plain(path: Path) -> Layout:
     """Return the layout of a Hugging Face model in which every tensor is contiguous in one file."""
-    part = Checkpoint.open(path).model_component
-    layout = replace(locate(part.layout), blobs={}, twins={}, keys={})
-    if layout.format != "hf" or layout.world_size is not None or part.path != path:
+    component = Checkpoint.open(path).model_component
+    layout = replace(locate(component.layout), blobs={}, twins={}, keys={})
+    if layout.format != "hf" or layout.world_size is not None or component.path != path:
         hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"
         raise Unsupported("expected a Hugging Face model to change in place", path=path, hint=hint)
     return layout
@@ -103,7 +103,7 @@ def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
     if is_delta(root) or is_unfinished(root):
         return update_by_deltas(model, sums, [root], root)
     candidates = [root / name for name in sorted(names_in(root))]
-    delta_paths = [place for place in candidates if is_delta(place)]
+    delta_paths = [path for path in candidates if is_delta(path)]
     if not delta_paths:
         raise NotACheckpoint("expected deltas, found none", path=root, hint="`ckptkit delta BASE NEW OUT` writes one")
     unfinished = tuple(filter(is_unfinished, candidates))

@@ -81,11 +81,13 @@ class DeltaChain:
     @classmethod
     def of(cls, deltas: Sequence[Delta]) -> DeltaChain:
         """Return the chain of deltas. Raises `Mismatch` if a delta does not continue from the one before it."""
-        for one, two in pairwise(deltas):
-            if two.record.base != one.record.new:
-                message = f"expected a delta of base {short(one.record.new)}, found one of {short(two.record.base)}"
-                hint = f"a delta is missing between {one.path} and this one, or the deltas are in the wrong order"
-                raise Mismatch(message, path=two.path, hint=hint)
+        for earlier, later in pairwise(deltas):
+            if later.record.base != earlier.record.new:
+                message = (
+                    f"expected a delta of base {short(earlier.record.new)}, found one of {short(later.record.base)}"
+                )
+                hint = f"a delta is missing between {earlier.path} and this one, or the deltas are in the wrong order"
+                raise Mismatch(message, path=later.path, hint=hint)
         return cls(tuple(deltas))
 
     @property
@@ -119,13 +121,13 @@ class DeltaChain:
         Raises `Mismatch` for another model, and `Corrupt` if a delta does not produce the model that it names.
         """
         self.check_specs(base)
-        first, found = self.deltas[0].record, identify(base.specs, sums)
-        if found == first.base:
+        first, identity = self.deltas[0].record, identify(base.specs, sums)
+        if identity == first.base:
             self._check_results(base, sums)
             return
-        message = f"expected base {short(first.base)}, found {short(found)}{self._why(sums)}"
+        message = f"expected base {short(first.base)}, found {short(identity)}{self._why(sums)}"
         hint = f"pass the checkpoint that {self.deltas[0].path} was made from"
-        if found == self.deltas[-1].record.new:
+        if identity == self.deltas[-1].record.new:
             message, hint = (
                 "the delta is applied already: this checkpoint is its result",
                 "pass the checkpoint that the delta was made from",
@@ -136,8 +138,8 @@ class DeltaChain:
         after = dict(sums)
         for delta in self.deltas:
             after |= {name: tensor.crc32_new for name, tensor in delta.record.tensors.items()}
-            if (found := identify(base.specs, after)) != delta.record.new:
-                message = f"expected weights {short(delta.record.new)} after the delta, found {short(found)}"
+            if (identity := identify(base.specs, after)) != delta.record.new:
+                message = f"expected weights {short(delta.record.new)} after the delta, found {short(identity)}"
                 raise Corrupt(message, path=delta.path / RECORD, hint=WRITE_AGAIN)
 
     def _describe_mismatch(self, sums: Mapping[str, int]) -> str:
@@ -150,16 +152,16 @@ class DeltaChain:
     def check_specs(self, base: Layout) -> None:
         """Raise `Mismatch` unless the model has all changed tensors with the same dtypes and shapes."""
         for name, spec in self.specs.items():
-            found = base.tensors.get(name)
-            if found is None:
+            tensor = base.tensors.get(name)
+            if tensor is None:
                 raise Mismatch("the delta changes this tensor, but the base lacks it", path=base.root, tensor=name)
-            if found.spec != spec:
+            if tensor.spec != spec:
                 hint = (
                     f"`ckptkit apply --dtype {spec.dtype}` casts the base first"
-                    if found.spec.dtype.can_become(spec.dtype)
+                    if tensor.spec.dtype.can_become(spec.dtype)
                     else None
                 )
-                message = f"expected {spec} as in the delta, found {found.spec}"
+                message = f"expected {spec} as in the delta, found {tensor.spec}"
                 raise Mismatch(message, path=base.root, tensor=name, hint=hint)
 
 

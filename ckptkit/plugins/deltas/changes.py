@@ -62,11 +62,11 @@ def merge_changes(found: Sequence[Changes]) -> Changes:
     """Return the changes of several deltas to one tensor as one; later deltas win."""
     if len(found) == 1:
         return found[0]
-    positions = np.concatenate([one.positions for one in found])
+    positions = np.concatenate([changes.positions for changes in found])
     order = np.argsort(positions, kind="stable")
     positions = positions[order]
     is_last = np.append(positions[1:] != positions[:-1], np.ones(1, np.bool_))
-    values = np.concatenate([one.values for one in found])[order]
+    values = np.concatenate([changes.values for changes in found])[order]
     return Changes(positions[is_last], values[is_last])
 
 
@@ -134,8 +134,8 @@ def find_changes(
     def record_block(block: Block, seen: tuple[int, int, Changes | None], pieces: Pieces) -> None:
         sources.note(pieces)
         name, changes = block.target.name, seen[2]
-        for each, crc in zip(sums, seen[:2], strict=True):
-            each.add(name, block.start, block.nbytes, crc)
+        for checksums, crc in zip(sums, seen[:2], strict=True):
+            checksums.add(name, block.start, block.nbytes, crc)
         if changes is not None:
             take(name, block.start // block.target.chunk.dtype.itemsize, changes)
         if progress:
@@ -144,8 +144,10 @@ def find_changes(
     visit(plan, compare_block, record_block, jobs, sums=sources.compares)
     scrub(sources, jobs)
     specs = before.specs
-    one, two = ({name: each.whole(name, spec.nbytes) or 0 for name, spec in specs.items()} for each in sums)
-    return SumsOfBoth(one, two, sources.checked_bytes)
+    before_sums, after_sums = (
+        {name: checksums.whole(name, spec.nbytes) or 0 for name, spec in specs.items()} for checksums in sums
+    )
+    return SumsOfBoth(before_sums, after_sums, sources.checked_bytes)
 
 
 def targets_of(before: Layout, after: Layout) -> Iterator[Target]:

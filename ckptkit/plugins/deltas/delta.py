@@ -101,14 +101,14 @@ def delta(
         require_separate_destination(side.checkpoint, output, side.draft.writer)
     pair = ComparedPair(sides, jobs, report_progress(progress, 2 * sides[0].layout.nbytes))
     if dry_run:
-        made = pair.measure(output)
+        written = pair.measure(output)
         if not force:
-            require_small(made)
+            require_small(written)
     elif is_remote(output):
-        made = pair.send(output, force=force)
+        written = pair.send(output, force=force)
     else:
-        made = pair.write(output, output, force=force, sync=sync)
-    return replace(made, seconds=time.perf_counter() - began)
+        written = pair.write(output, output, force=force, sync=sync)
+    return replace(written, seconds=time.perf_counter() - began)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +131,9 @@ class ComparedPair:
         from ckptkit.hub.cp import cp
 
         with TemporaryDirectory(prefix="ckptkit-") as temporary:
-            made = self.write(output, Path(temporary, "delta"), force=force, sync=False)
+            written = self.write(output, Path(temporary, "delta"), force=force, sync=False)
             cp(Path(temporary, "delta"), output, jobs=self.jobs)
-        return made
+        return written
 
     def write(self, output: Path, place: Path, *, force: bool, sync: bool) -> WrittenDelta:
         """Write the delta to `output` by way of directory `place`. The result is atomic."""
@@ -147,9 +147,9 @@ class ComparedPair:
             make_folder(stage.work)
             with Spool(stage.work / "changes", self.sides[0].layout.specs) as spool:
                 changes, checked = self.find(spool)
-                made = self.report(output, changes, checked)
+                written = self.report(output, changes, checked)
                 if not force:
-                    require_small(made)
+                    require_small(written)
                 record = write_delta(stage.path, changes, source_of(self.sides[1].layout))
             for origin in origins:
                 origin.check()
@@ -158,7 +158,7 @@ class ComparedPair:
         except BaseException:
             stage.discard()
             raise
-        return replace(made, record=record, files=files, dry_run=False)
+        return replace(written, record=record, files=files, dry_run=False)
 
     def find(self, spool: Spool) -> tuple[FoundChanges, int]:
         """Compare all elements. Returns the changes, and the number of source bytes with a verified checksum."""
@@ -173,8 +173,8 @@ class ComparedPair:
     def compare_configs(self) -> Iterator[str]:
         """Yield a note if the two config.json files compute different models; a delta does not contain the config."""
         before, after = (side.checkpoint.companions.config for side in self.sides)
-        if before is not None and after is not None and (found := find_differences(before, after)):
-            differences = describe_differences(found, str(self.sides[1].path))
+        if before is not None and after is not None and (config_differences := find_differences(before, after)):
+            differences = describe_differences(config_differences, str(self.sides[1].path))
             yield f"a delta does not contain {CONFIG}, and the new one differs: {differences}; copy it too"
 
     def report(self, output: Path, found: FoundChanges, checked: int) -> WrittenDelta:
@@ -204,11 +204,11 @@ def require_absent(output: Path) -> None:
             raise Occupied("the destination exists", path=output, hint="choose another directory")
 
 
-def require_small(made: WrittenDelta) -> None:
+def require_small(written: WrittenDelta) -> None:
     """Raise `Unsupported` for a delta that is not much smaller than the model."""
-    if made.share > LARGEST:
+    if written.share > LARGEST:
         message = (
-            f"expected a delta of at most {LARGEST:.0%} of the model, found {per_cent(made.share)} "
-            f"({format_bytes(made.nbytes)}): {per_cent(made.density)} of the elements changed"
+            f"expected a delta of at most {LARGEST:.0%} of the model, found {per_cent(written.share)} "
+            f"({format_bytes(written.nbytes)}): {per_cent(written.density)} of the elements changed"
         )
-        raise Unsupported(message, path=made.output, hint="copy the checkpoint instead, or pass --force")
+        raise Unsupported(message, path=written.output, hint="copy the checkpoint instead, or pass --force")

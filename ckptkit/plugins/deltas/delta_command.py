@@ -82,11 +82,11 @@ def delta(
 
 def show_files(done: WrittenDelta) -> None:
     """Print the summary and the table of written files."""
-    first, *others = done.summary()
+    first, *further_lines = done.summary()
     say(first)
     if done.files:
         print_table([(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()], ("  file", "size"))
-    for line in others:
+    for line in further_lines:
         say(line)
 
 

@@ -44,5 +44,5 @@ def sums_of(layout: Layout, *, jobs: int | None = None) -> dict[str, int]:
     """Return the CRC-32 of each tensor of a located layout. Reads only tensors without a recorded checksum."""
     known = {name: recorded_sum(tensor) for name, tensor in layout.tensors.items()}
     unknown = {name for name, crc in known.items() if crc is None}
-    found = fingerprints(locate(edits.select(layout, unknown.__contains__)), jobs=jobs) if unknown else {}
-    return {name: found[name] if crc is None else crc for name, crc in known.items()}
+    computed = fingerprints(locate(edits.select(layout, unknown.__contains__)), jobs=jobs) if unknown else {}
+    return {name: computed[name] if crc is None else crc for name, crc in known.items()}

@@ -58,7 +58,7 @@ def write_log(root: Path, base: Layout, sums: Mapping[str, int], successor: Succ
             after[name] = new
 
         def fill_tensors(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
-            return {place: crc for key, name in names.items() for place, crc in fill_tensor(wanted, key, name)}
+            return {offset: crc for key, name in names.items() for offset, crc in fill_tensor(wanted, key, name)}
 
         def fill_tensor(wanted: Layout, key: str, name: str) -> Iterator[tuple[FileOffset, int]]:
             chunk = wanted.tensors[key].chunks[0]
@@ -175,10 +175,10 @@ def changed_ranges(log: Delta, name: str, chunk: Chunk, files: OpenFiles) -> Ite
 
 def check_result(local: Path, layout: Layout, record: DeltaRecord) -> None:
     """Raise `Corrupt` unless each changed tensor has the expected CRC-32."""
-    found = fingerprints(edits.select(layout, record.tensors.__contains__))
+    sums = fingerprints(edits.select(layout, record.tensors.__contains__))
     for name, tensor in record.tensors.items():
-        if found[name] != tensor.crc32_new:
-            message = f"expected CRC-32 {tensor.crc32_new:08x} after the change, found {found[name]:08x}"
+        if sums[name] != tensor.crc32_new:
+            message = f"expected CRC-32 {tensor.crc32_new:08x} after the change, found {sums[name]:08x}"
             hint = "something else wrote this model: copy it from its source again"
             raise Corrupt(message, path=local, tensor=name, hint=hint)
 
@@ -198,5 +198,7 @@ def renew_manifest(local: Path, layout: Layout, record: DeltaRecord, files: list
     renewed = {}
     for file in files:
         size = file_size(local / file)
-        renewed[file] = FileSum(size, sum_file(local, file, size, [one for one in extents if one.path == file]))
+        renewed[file] = FileSum(
+            size, sum_file(local, file, size, [extent for extent in extents if extent.path == file])
+        )
     replace_manifest(local, replace(manifest, files={**manifest.files, **renewed}, tensors=sums))

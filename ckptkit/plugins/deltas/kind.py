@@ -34,7 +34,7 @@ def list_files(path: Path) -> Contents:
     manifest = read_manifest(path)
     names = [*sorted(delta.layout.files), *([MANIFEST] if manifest else []), RECORD]
     sizes = {name: file_size(path / name) for name in names}
-    sums = {} if manifest is None else {name: one for name, one in manifest.files.items() if name in sizes}
+    sums = {} if manifest is None else {name: file_sum for name, file_sum in manifest.files.items() if name in sizes}
     return Contents(path, FORMAT, (), sizes, (RECORD,), sums=sums)
 
 

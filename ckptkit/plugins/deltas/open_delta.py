@@ -90,8 +90,8 @@ def check_payload(path: Path, record: DeltaRecord, tensors: Mapping[str, StoredT
         stored = {suffix: tensors[name + suffix] for suffix in (WHOLE, INDICES, VALUES) if name + suffix in tensors}
         known |= {name + suffix for suffix in stored}
         if stored.keys() not in ({WHOLE}, {INDICES, VALUES}):
-            found = ", ".join(sorted(stored)) or "nothing"
-            message = f"expected {INDICES} and {VALUES}, or {WHOLE}, found {found}"
+            suffixes = ", ".join(sorted(stored)) or "nothing"
+            message = f"expected {INDICES} and {VALUES}, or {WHOLE}, found {suffixes}"
             raise Corrupt(message, path=path / tensor.file, tensor=name)
         for suffix, payload in stored.items():
             check_spec(path, name, suffix, tensor, payload)

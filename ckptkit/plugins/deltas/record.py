@@ -117,7 +117,7 @@ def read_record(root: Path) -> DeltaRecord:
         hint = "use a newer ckptkit"
         raise Unsupported(f"expected version {VERSION}, found {value.get('version')!r}", path=path, hint=hint)
     try:
-        tensors = {name: read_tensor(name, found) for name, found in value["tensors"].items()}
+        tensors = {name: read_tensor(name, described) for name, described in value["tensors"].items()}
         numbers = (int(value[key]) for key in ("unchanged", "elements", "nbytes"))
         record = DeltaRecord(read_identity(value["base"]), read_identity(value["new"]), tensors, *numbers)
     except CkptError as error:

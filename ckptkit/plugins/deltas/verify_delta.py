@@ -64,9 +64,9 @@ def check_tensor(delta: Delta, name: str) -> int:
     if not delta.holds_whole(name):
         return count_nan(load_changes(delta, name).values, tensor.spec.dtype.name)
     key = name + WHOLE
-    found = sums_of(edits.select(delta.layout, key.__eq__))[key]
-    if found != tensor.crc32_new:
-        message = f"expected CRC-32 {tensor.crc32_new:08x} of the whole tensor, found {found:08x}"
+    crc = sums_of(edits.select(delta.layout, key.__eq__))[key]
+    if crc != tensor.crc32_new:
+        message = f"expected CRC-32 {tensor.crc32_new:08x} of the whole tensor, found {crc:08x}"
         raise Corrupt(message)
     return count_nan(view(read_all(delta, key), tensor.spec.dtype.itemsize), tensor.spec.dtype.name)
 
@@ -132,8 +132,8 @@ def check_blocks(successor: Successor, problems: Problems) -> None:
 def compare_with_manifest(root: Path, manifest: Manifest, files: Iterable[str], problems: Problems) -> None:
     """Add the files that differ from the manifest to `problems`, unless the file already has a problem."""
     known = {name: manifest.files[name] for name in sorted(files) if name in manifest.files}
-    found = sum_files(root, known, ())
+    sums = sum_files(root, known, ())
     for name, wanted in known.items():
-        if found[name] != wanted and not problems.are_in(root / name):
-            message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {found[name].crc32:08x}"
+        if sums[name] != wanted and not problems.are_in(root / name):
+            message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {sums[name].crc32:08x}"
             problems.add(Corrupt(message, path=root / name, hint=RESTORE))

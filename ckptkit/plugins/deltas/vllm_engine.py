@@ -106,7 +106,7 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
         if self.model_config.quantization is not None:
             message = f"vLLM cannot patch weights that it quantized ({self.model_config.quantization})"
             raise Unsupported(message, hint="write the whole model by `ckptkit apply`, then call `reload_weights`")
-        packed = next((name for name, one in self.model.named_parameters() if not one.numel()), None)
+        packed = next((name for name, parameter in self.model.named_parameters() if not parameter.numel()), None)
         if packed is not None:
             message = "vLLM has packed this weight for its kernels: it cannot be patched in place"
             hint = "write the whole model by `ckptkit apply`, then call `reload_weights`"
@@ -131,7 +131,7 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
         except BaseException as error:
             forget(self.model)
             raise Corrupt(f"the engine's weights are damaged: {error!r}", hint="call `reload_weights`") from error
-        if wrong := [name for name, one in self.model.named_parameters() if torch.isnan(one).any()]:
+        if wrong := [name for name, parameter in self.model.named_parameters() if torch.isnan(parameter).any()]:
             forget(self.model)
             raise Corrupt("the engine's weight has NaN after the patch", tensor=wrong[0], hint="call `reload_weights`")
 

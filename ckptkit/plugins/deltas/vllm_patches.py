@@ -24,7 +24,7 @@ def check_chain(places: Sequence[str | Path], weights: LoadedWeights) -> tuple[D
     Raises `Mismatch` if `weights` are not the base or a delta is missing in between; `Corrupt` for damaged bytes, wrong
     positions, or a wrong result; `Unsupported` for NaN values and for dtypes that cannot be patched.
     """
-    chain = DeltaChain.of([open_delta(to_path(place)) for place in places])
+    chain = DeltaChain.of([open_delta(to_path(path)) for path in places])
     chain.check_base(weights.layout, weights.sums)
     for delta in chain.deltas:
         for name in delta.record.tensors:
@@ -39,7 +39,7 @@ def check_patchable(delta: Delta, name: str) -> None:
     try:
         if dtype not in FLOATS:
             raise Unsupported(f"expected one of {', '.join(FLOATS)} to patch in place, found {dtype}")
-        if any(one is not None and one.chunks[0].crc32 is None for one in payload):
+        if any(tensor is not None and tensor.chunks[0].crc32 is None for tensor in payload):
             hint = "write the delta again with `ckptkit delta`, or copy it together with that file"
             raise Unsupported("expected a CRC-32 in `ckptkit.json`, found none", hint=hint)
         if number := check_tensor(delta, name):

@@ -48,7 +48,7 @@ class FoundChanges:
     @property
     def payload_bytes(self) -> int:
         """Return the bytes of all tensors in the delta."""
-        return sum(spec.nbytes for held in self.payload.values() for spec in held.values())
+        return sum(spec.nbytes for tensor_specs in self.payload.values() for spec in tensor_specs.values())
 
     def record(self, files: Mapping[str, str]) -> DeltaRecord:
         """Return the record of the delta; `files` maps each changed tensor to its file."""
@@ -78,21 +78,21 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
     files = split_into_files(payload)
     check_room(root, difference.payload_bytes)
     create_files(root, [new_file(file, [payload[name] for name in names]) for file, names in files.items()], anew=True)
-    made = read_files(root, files)
-    sums = write_changes(made, difference) | fill_whole(made, difference.fill)
+    layout = read_files(root, files)
+    sums = write_changes(layout, difference) | fill_whole(layout, difference.fill)
     for file in files:
-        check_readable(root / file, {key: t.chunks[0] for key, t in made.tensors.items() if t.chunks[0].path == file})
+        check_readable(root / file, {key: t.chunks[0] for key, t in layout.tensors.items() if t.chunks[0].path == file})
     record = difference.record({name: file for file, names in files.items() for name in names})
     write_file(root / RECORD, record.to_bytes(difference.payload_bytes))
-    write_manifest(made, sums, [*files, RECORD], anew=True, source=source)
+    write_manifest(layout, sums, [*files, RECORD], anew=True, source=source)
     return record
 
 
-def split_into_files(held: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
+def split_into_files(payload: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
     """Return the names of the changed tensors by file; all data of one tensor is in the same file."""
     files: list[list[str]] = []
     room = 0
-    for name, specs in held.items():
+    for name, specs in payload.items():
         nbytes = sum(spec.nbytes for spec in specs.values())
         if nbytes > room:
             files.append([])
@@ -103,7 +103,7 @@ def split_into_files(held: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[s
 
 
 def new_file(name: str, held: Iterable[Mapping[str, Spec]]) -> NewFile:
-    specs = {key: spec for each in held for key, spec in each.items()}
+    specs = {key: spec for tensor_specs in held for key, spec in tensor_specs.items()}
     header = make_header(specs)
     return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
 
@@ -115,15 +115,15 @@ def read_files(root: Path, files: Iterable[str]) -> Layout:
     return Layout(root, "hf", tensors)
 
 
-def write_changes(made: Layout, difference: FoundChanges) -> dict[FileOffset, int]:
+def write_changes(layout: Layout, difference: FoundChanges) -> dict[FileOffset, int]:
     """Write positions and values, and return the CRC-32 of each; skips full tensors."""
     sums_by_offset: dict[FileOffset, int] = {}
     specs, spool = difference.specs, difference.spool
-    with OpenFiles(made.root, writable=True) as files:
+    with OpenFiles(layout.root, writable=True) as files:
         for name in difference.payload:
             if is_whole(specs[name], spool.changed[name]):
                 continue
-            chunks = [made.tensors[name + suffix].chunks[0] for suffix in (INDICES, VALUES)]
+            chunks = [layout.tensors[name + suffix].chunks[0] for suffix in (INDICES, VALUES)]
             written, sums = [0, 0], [0, 0]
             for piece in spool.read(name):
                 for i, (data, chunk) in enumerate(zip(piece, chunks, strict=True)):
@@ -133,12 +133,12 @@ def write_changes(made: Layout, difference: FoundChanges) -> dict[FileOffset, in
     return sums_by_offset
 
 
-def fill_whole(made: Layout, fill: Fill) -> dict[FileOffset, int]:
+def fill_whole(layout: Layout, fill: Fill) -> dict[FileOffset, int]:
     """Fill the full tensors, and return the CRC-32 of each."""
-    names = {key: key.removesuffix(WHOLE) for key in made.tensors if key.endswith(WHOLE)}
+    names = {key: key.removesuffix(WHOLE) for key in layout.tensors if key.endswith(WHOLE)}
     if not names:
         return {}
-    return fill(replace(made, tensors={key: made.tensors[key] for key in names}), names)
+    return fill(replace(layout, tensors={key: layout.tensors[key] for key in names}), names)
 
 
 def fill_from(after: Layout, jobs: int | None) -> Fill:

@@ -69,8 +69,8 @@ class Architecture:
     def _blocks(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for name, shape in self.parameters.items():
-            if found := _UNIT.match(name):
-                sizes[found[0]] = sizes.get(found[0], 0) + prod(shape)
+            if match := _UNIT.match(name):
+                sizes[match[0]] = sizes.get(match[0], 0) + prod(shape)
         return sizes
 
 

@@ -92,7 +92,7 @@ def estimate(
     """
     from ckptkit.plugins.estimate.estimate import estimate as count_bytes
 
-    found = count_bytes(
+    estimated = count_bytes(
         model,
         world_size=world_size,
         vocab_size=vocab_size,
@@ -109,10 +109,10 @@ def estimate(
         gpu_memory=gpu_memory,
     )
     if json:
-        print_json(to_json(found))
+        print_json(to_json(estimated))
     else:
-        report(found, in_detail=strategy is not None)
-    if gpu_memory is not None and not any(map(found.fits, found.budgets)):
+        report(estimated, in_detail=strategy is not None)
+    if gpu_memory is not None and not any(map(estimated.fits, estimated.budgets)):
         raise typer.Exit(1)
 
 
@@ -164,8 +164,8 @@ def row(budget: Budget) -> tuple[str, ...]:
     """Return the row of one strategy, at its peak."""
     parts = budget.parts
     sizes = (
-        sum(parts[part] for part in STATES),
-        sum(parts[part] for part in UNITS),
+        sum(parts[component] for component in STATES),
+        sum(parts[component] for component in UNITS),
         parts["activations"],
         parts["logits"],
         budget.peak,
@@ -184,9 +184,13 @@ def print_detail(budget: Budget) -> None:
     say(f"{label(budget.setup)}, at each moment of a step; the bars show `{budget.tightest}`")
     moments = budget.moments
     rows: list[Sequence[str]] = [
-        (part, *(format_bytes(parts[part]) for parts in moments.values()), bar(budget.parts[part], budget.peak))
-        for part in budget.parts
-        if any(parts[part] for parts in moments.values())
+        (
+            component,
+            *(format_bytes(parts[component]) for parts in moments.values()),
+            bar(budget.parts[component], budget.peak),
+        )
+        for component in budget.parts
+        if any(parts[component] for parts in moments.values())
     ]
     totals = [format_bytes(sum(parts.values())) for parts in moments.values()]
     print_table([*rows, ("in all", *totals, "")], ("", *moments, ""))

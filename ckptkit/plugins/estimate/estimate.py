@@ -98,8 +98,8 @@ def estimate(
         sized = ModelConfig.sized(str(model), tied=not untied, vocab_size=vocab_size)
         config: Mapping[str, Any] = json.loads(sized.to_json())
         tied = "tied" if sized.tie_word_embeddings else "untied"
-        what = f"counted `{model}` with a vocabulary of {sized.vocab_size}, {tied}"
-        asked = (f"{what}: change this with --vocab-size and --untied",)
+        counted = f"counted `{model}` with a vocabulary of {sized.vocab_size}, {tied}"
+        asked = (f"{counted}: change this with --vocab-size and --untied",)
     elif vocab_size is not None or untied:
         raise Usage("`--vocab-size` and `--untied` are for sizes", hint=f"those are {', '.join(SIZES)}")
     else:
@@ -118,7 +118,7 @@ def estimate(
     setups = vary(setup, strategy, replicas)
     return Estimated(
         architecture,
-        tuple(make_budget(architecture, each) for each in setups),
+        tuple(make_budget(architecture, variant) for variant in setups),
         disk_bytes(architecture, setup),
         None if gpu_memory is None else parse_bytes(gpu_memory),
         (*asked, *notes_on(architecture, setup)),

@@ -163,10 +163,10 @@ class HubBucketDestination(XetDestination):
 
     def _show_mark(self, name: str) -> None:
         self._show_others()
-        found = describe_paths(self._id, [self._place.claim_key, self._place.key(name)])
-        if found.get(self._place.claim_key) != expected_entry(self._claim):
+        listed = describe_paths(self._id, [self._place.claim_key, self._place.key(name)])
+        if listed.get(self._place.claim_key) != expected_entry(self._claim):
             raise self._place.was_lost()
-        if found.get(self._place.key(name), expected_entry(self._files.sent[name])) != expected_entry(
+        if listed.get(self._place.key(name), expected_entry(self._files.sent[name])) != expected_entry(
             self._files.sent[name]
         ):
             hint = "delete this file, then run the same command again"
@@ -185,10 +185,12 @@ class HubBucketDestination(XetDestination):
         self._shown.update(names)
         listed = self._list()
         for name in self._shown:
-            sent, found = expected_entry(self._files.sent[name]), listed.get(name)
-            if found != sent:
-                what = f"found {found.nbytes} bytes, hash {found.xet_hash}" if found else "found no such file"
-                message = f"the bucket has other bytes: expected {sent.nbytes} bytes, hash {sent.xet_hash}; {what}"
+            sent, entry = expected_entry(self._files.sent[name]), listed.get(name)
+            if entry != sent:
+                found_text = f"found {entry.nbytes} bytes, hash {entry.xet_hash}" if entry else "found no such file"
+                message = (
+                    f"the bucket has other bytes: expected {sent.nbytes} bytes, hash {sent.xet_hash}; {found_text}"
+                )
                 raise IOFailure(message, path=self.path / name, hint=AGAIN)
 
     def _read_claim(self) -> StoreClaim | None:
@@ -211,8 +213,8 @@ class HubBucketDestination(XetDestination):
         """Return the files in the bucket by name, without the claim."""
         if self.is_file:
             (name,) = self.sizes
-            found = describe_paths(self._id, [self.path.key])
-            return {name: found[self.path.key]} if found else {}
+            described = describe_paths(self._id, [self.path.key])
+            return {name: described[self.path.key]} if described else {}
         listed = list_bucket(self._id, self.path.key)
         listed.pop(CLAIM, None)
         return listed

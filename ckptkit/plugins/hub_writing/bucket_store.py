@@ -41,8 +41,8 @@ class HubBucketStore:
             tree = list(self._api.list_bucket_tree(self._id, prefix=key or None, recursive=False))
         except BucketNotFoundError as error:
             raise NotACheckpoint("the Hub shows us no such bucket", hint=self.hint) from error
-        found = {(entry := entry_of(item)).name: entry for item in tree if is_in(item.path, base)}
-        return list(found.values())
+        by_name = {(entry := entry_of(item)).name: entry for item in tree if is_in(item.path, base)}
+        return list(by_name.values())
 
     def open(self, key: str, entry: StoreEntry) -> Read:
         """Return a function that reads from the file at `key`."""

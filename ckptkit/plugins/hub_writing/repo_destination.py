@@ -74,19 +74,19 @@ class HubRepoDestination(XetDestination):
             quiet.enter_context(silent())
             require_token()
             find_session()
-            found = look_at(self.path)
+            prospect = look_at(self.path)
             if self.is_file and not self.path.key:
                 hint = f"name a file in the repository, like {self.path}/{next(iter(self.sizes))}"
                 raise Usage("a repository is a directory, and this format is one file", path=self.path, hint=hint)
             self._overwrite = overwrite
-            self._replaced = self._find_replaced(found, check)
-            self._require_free([*self.sizes, *self.marks], found)
-            if found.basis is None:
-                basis = create_repository(found.repo_id, private=True)
-                head = basis if found.revision == MAIN else None
-                found = Prospect(found.repo_id, found.revision, head, basis)
-            self._repository = found
-            self._files = XetFiles(self.path, ask_access(MODEL, found.repo_id, self._branch))
+            self._replaced = self._find_replaced(prospect, check)
+            self._require_free([*self.sizes, *self.marks], prospect)
+            if prospect.basis is None:
+                basis = create_repository(prospect.repo_id, private=True)
+                head = basis if prospect.revision == MAIN else None
+                prospect = Prospect(prospect.repo_id, prospect.revision, head, basis)
+            self._repository = prospect
+            self._files = XetFiles(self.path, ask_access(MODEL, prospect.repo_id, self._branch))
             self._quiet = quiet.pop_all()
 
     def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002
@@ -112,16 +112,16 @@ class HubRepoDestination(XetDestination):
 
         Raises `Occupied` if the branch changed since `claim`, and `Corrupt` if a file differs on the Hub.
         """
-        there = self._repository
-        basis = there.basis
+        repository = self._repository
+        basis = repository.basis
         assert basis is not None
-        self._require_free(self._names, there)
+        self._require_free(self._names, repository)
         lines = list(self._operations(basis))
         with self._quiet:
-            if there.head is None:
-                create_branch(there.repo_id, there.revision, basis.commit)
-            self.made = self._commit(there, basis, lines) if lines else ""
-            self._require_same(look_up(there.repo_id, self.made or basis.commit))
+            if repository.head is None:
+                create_branch(repository.repo_id, repository.revision, basis.commit)
+            self.made = self._commit(repository, basis, lines) if lines else ""
+            self._require_same(look_up(repository.repo_id, self.made or basis.commit))
 
     def remarks(self) -> list[str]:
         """Return the commit that contains the files."""
@@ -139,24 +139,24 @@ class HubRepoDestination(XetDestination):
         """Return an existing branch for requests to the Hub: the target branch, or main."""
         return self._repository.revision if self._repository.head else MAIN
 
-    def _find_replaced(self, there: Prospect, check: Check) -> frozenset[str]:
+    def _find_replaced(self, prospect: Prospect, check: Check) -> frozenset[str]:
         """Return the files that the commit deletes unless it replaces them.
 
         A new branch starts with all files of main. Raises `Occupied` if a checkpoint exists and `overwrite` was not
         passed.
         """
-        if there.head is None:
+        if prospect.head is None:
             base = "" if self.is_file else self._key("")
-            keys = there.basis.files if there.basis and not self.is_file else {}
+            keys = prospect.basis.files if prospect.basis and not self.is_file else {}
             return frozenset(key.removeprefix(base) for key in keys if key.startswith(base) and key not in _OF_GIT)
-        found = frozenset(check())
-        if found and not self._overwrite:
+        names = frozenset(check())
+        if names and not self._overwrite:
             raise destination_exists(self.path)
-        return found
+        return names
 
-    def _require_free(self, names: Iterable[str], there: Prospect) -> None:
+    def _require_free(self, names: Iterable[str], prospect: Prospect) -> None:
         """Raise `Occupied` if files of these names exist and must not be replaced."""
-        files = there.head.files if there.head else {}
+        files = prospect.head.files if prospect.head else {}
         keys = {self._key(name): name for name in names}
         above = {str(folder) for key in keys for folder in PurePosixPath(key).parents}
         below = tuple(f"{key}/" for key in keys)
@@ -184,37 +184,37 @@ class HubRepoDestination(XetDestination):
             if self._key(name) in basis.files:
                 yield deletion_line(self._key(name))
 
-    def _commit(self, there: Prospect, basis: HubRepository, lines: Sequence[Line]) -> str:
+    def _commit(self, prospect: Prospect, basis: HubRepository, lines: Sequence[Line]) -> str:
         """Make the commit and return its id. If the response was lost, check whether the commit was made."""
-        subject = self.path.key.rpartition("/")[2] or there.repo_id.partition("/")[2]
+        subject = self.path.key.rpartition("/")[2] or prospect.repo_id.partition("/")[2]
         message = f"Upload {subject} with ckptkit {__version__}"
         try:
-            return commit_files(there.repo_id, there.revision, message, basis.commit, lines)
+            return commit_files(prospect.repo_id, prospect.revision, message, basis.commit, lines)
         except Occupied as error:
-            message = f"somebody else pushed to {there.revision} of `{there.repo_id}` since {basis.commit[:8]}"
+            message = f"somebody else pushed to {prospect.revision} of `{prospect.repo_id}` since {basis.commit[:8]}"
             raise Occupied(message, path=self.path, hint="run the same command again") from error
         except IOFailure:
-            head = find(there.repo_id, there.revision)
+            head = find(prospect.repo_id, prospect.revision)
             if head is None or head.commit == basis.commit or self._differences(head):
                 raise
             return head.commit
 
-    def _require_same(self, there: HubRepository) -> None:
+    def _require_same(self, repository: HubRepository) -> None:
         """Raise `Corrupt` unless the Hub lists every file with its size and checksum."""
-        for name, words in self._differences(there).items():
+        for name, words in self._differences(repository).items():
             hint = "run the same command again with --overwrite"
             raise Corrupt(f"the Hub has other bytes: {words}", path=self.path / name, hint=hint)
 
-    def _differences(self, there: HubRepository) -> dict[str, str]:
+    def _differences(self, repository: HubRepository) -> dict[str, str]:
         """Return, by name, a description of each file that the Hub lists differently than it was sent."""
-        found = {}
+        differences = {}
         for name in self._names:
-            listed, sent = there.files.get(self._key(name)), self._files.sent.get(name)
+            listed, sent = repository.files.get(self._key(name)), self._files.sent.get(name)
             is_same = is_same_data(sent, listed) if sent else is_same_text(self._inline[name], listed)
             if not is_same:
                 expected = f"{sent.nbytes} bytes, SHA-256 {sent.sha256}" if sent else describe_text(self._inline[name])
-                found[name] = f"expected {expected}; found {describe(listed)}"
-        return found
+                differences[name] = f"expected {expected}; found {describe(listed)}"
+        return differences
 
     def _key(self, name: str) -> str:
         return UploadTarget(self.path, self.is_file).key(name)

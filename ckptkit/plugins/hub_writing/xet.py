@@ -135,10 +135,10 @@ class XetFiles:
 
     def require_same(self, name: str, crc: int) -> None:
         """Raise `Corrupt` unless the file was sent and has this CRC-32."""
-        found = self.sent.get(name)
-        if found is None or found.crc32 != crc:
-            there = "no such file" if found is None else f"{found.crc32:08x}"
-            message = f"other bytes were sent than were read: expected CRC-32 {crc:08x}, found {there}"
+        sent = self.sent.get(name)
+        if sent is None or sent.crc32 != crc:
+            found = "no such file" if sent is None else f"{sent.crc32:08x}"
+            message = f"other bytes were sent than were read: expected CRC-32 {crc:08x}, found {found}"
             raise Corrupt(message, path=self.path / name, hint="run the same command again")
 
     def stop(self, error: BaseException) -> None:
@@ -176,14 +176,14 @@ class XetFiles:
 
     def _end(self, name: str, upload: XetUpload) -> None:
         """Complete an upload. The file then stays in the storage, also for a later attempt."""
-        found = upload.stream.finish().xet_info
+        stored = upload.stream.finish().xet_info
         report = upload.group.wait_to_finish()
-        if found.file_size != upload.nbytes:
-            message = f"expected {upload.nbytes} bytes in the Hub's storage, found {found.file_size}"
+        if stored.file_size != upload.nbytes:
+            message = f"expected {upload.nbytes} bytes in the Hub's storage, found {stored.file_size}"
             raise Corrupt(message, path=self.path / name, hint=AGAIN)
         with self._lock:
             self._open.pop(name, None)
-            self.sent[name] = XetFile(upload.nbytes, upload.crc32, found.hash, found.sha256)
+            self.sent[name] = XetFile(upload.nbytes, upload.crc32, stored.hash, stored.sha256)
             self.sent_bytes += report.dedup_metrics.new_bytes
 
     @contextmanager

@@ -83,7 +83,7 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
         first = next(name for name in layout.tensors if read_matrix(name))
         raise Usage(message, path=path, tensor=first, hint="pass --base MODEL")
     pairs = pairs_in(layout)
-    full_modules = {name: own for name in layout.tensors if (own := read_full_module(name)) is not None}
+    full_modules = {name: own_name for name in layout.tensors if (own_name := read_full_module(name)) is not None}
     used = {name for names in pairs.values() for name in names.values()} | full_modules.keys()
     unpacked = locate(unpack(edits.select(layout, used.__contains__)))
     named = [*hub_matrices(unpacked, pairs, Sizes(config)), *hub_full_modules(unpacked, full_modules, Sizes(config))]
@@ -98,11 +98,11 @@ def pairs_in(layout: Layout) -> dict[tuple[str, str], dict[str, str]]:
     """Return the matrix names by (module, part), then by "A" and "B". Raises `Mismatch` if one of a pair is missing."""
     pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for name in layout.tensors:
-        if (found := read_matrix(name)) is not None:
-            pairs[found.module, found.part][found.kind] = name
-    alone = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
-    if alone is not None:
-        raise Mismatch("the other of the two matrices is missing", path=layout.path, tensor=alone)
+        if (matrix := read_matrix(name)) is not None:
+            pairs[matrix.module, matrix.part][matrix.kind] = name
+    unpaired = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
+    if unpaired is not None:
+        raise Mismatch("the other of the two matrices is missing", path=layout.path, tensor=unpaired)
     return pairs
 
 
@@ -123,8 +123,8 @@ def hub_matrices(
 
 def hub_full_modules(found: Layout, wholes: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[str, StoredTensor, str]]:
     """Yield the tensors of fully trained modules, without padding, as (new name, tensor, old name)."""
-    for name, own in wholes.items():
-        for new, tensor in MEGATRON.to_hub({own: found.tensors[name]}, sizes).tensors.items():
+    for name, own_name in wholes.items():
+        for new, tensor in MEGATRON.to_hub({own_name: found.tensors[name]}, sizes).tensors.items():
             module, _, leaf = new.rpartition(".")
             yield f"{module}.modules_to_save.{DEFAULT}.{leaf}", tensor, name
 
@@ -134,16 +134,16 @@ def check_known(layout: Layout) -> None:
     adapters = set()
     for name in layout.tensors:
         match = _SWIFT.fullmatch(name)
-        whole = _WHOLE.fullmatch(name)
-        adapters |= {match[4]} if match else {whole[2]} if whole else set()
-        found = read_matrix(name)
+        full_module = _WHOLE.fullmatch(name)
+        adapters |= {match[4]} if match else {full_module[2]} if full_module else set()
+        matrix = read_matrix(name)
         hint = "merge the adapter with the trainer that wrote it, and convert the model"
-        if found is not None and ".experts." in name:
+        if matrix is not None and ".experts." in name:
             raise Unsupported("an adapter of experts under Megatron's names", path=layout.path, tensor=name, hint=hint)
-        if found is None and ".adapter." in name and not name.endswith("_extra_state"):
+        if matrix is None and ".adapter." in name and not name.endswith("_extra_state"):
             message = "expected linear_in and linear_out of LoRA in an adapter of Megatron-Bridge, found another tensor"
             raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
-        if found is None and whole is None and _OF_PEFT.fullmatch(name):
+        if matrix is None and full_module is None and _OF_PEFT.fullmatch(name):
             message = "expected LoRA of linear layers in an adapter of ms-swift, found another tensor"
             raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
     if len(adapters) > 1:

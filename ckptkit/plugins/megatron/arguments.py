@@ -195,9 +195,9 @@ def read_args(checkpoint: Layout) -> Mapping[str, Any]:
 def read_common(checkpoint: Layout, inside: Blob | None) -> object:
     """Return the dict that all ranks share, from its entry `inside` or from `common.pt`; None without either."""
     if inside is not None:
-        found = load_value(checkpoint.root, inside)
-        if not (isinstance(found, list) and len(found) == 1):
+        saved = load_value(checkpoint.root, inside)
+        if not (isinstance(saved, list) and len(saved) == 1):
             raise Corrupt("expected a list of one dict, found something else", path=checkpoint.root, tensor=_INSIDE)
-        return found[0]
+        return saved[0]
     is_beside = is_there(checkpoint.root / COMMON)
     return read_state_file(checkpoint.root, COMMON).value if is_beside else None

@@ -59,16 +59,20 @@ class Result:
             self.put((_MODEL, name), joined.tensor, joined.spares)
         for i, saved in enumerate(self.job.ranks.values()):
             for run, flat in saved.models.items():
-                own: dict[str, StoredTensor | Blob] = {**flat.blobs}
-                own |= {name: tensor for name, tensor in flat.tensors.items() if is_own_state(name)}
-                for name, entry in own.items():
+                rank_entries: dict[str, StoredTensor | Blob] = {**flat.blobs}
+                rank_entries |= {name: tensor for name, tensor in flat.tensors.items() if is_own_state(name)}
+                for name, entry in rank_entries.items():
                     self.put((_RANKS, i, f"{_MODEL}{run or ''}", name), entry)
 
     def add_optimizer(self, report: Report) -> None:
         """Add the optimizer by parameter name if the names are certain on every rank, or else unchanged per rank."""
         ranks = {rank: name_states(saved) for rank, saved in self.job.ranks.items()}
         first = ranks[Rank(0, 0, 0)]
-        named = {rank: alike for rank, one in ranks.items() if one and first and (alike := one.in_order_of(first))}
+        named = {
+            rank: alike
+            for rank, optimizer in ranks.items()
+            if optimizer and first and (alike := optimizer.in_order_of(first))
+        }
         if len(named) == len(ranks):
             self.add_named(named)
         else:
@@ -89,22 +93,22 @@ class Result:
     def add_named(self, named: Mapping[Rank, Named]) -> None:
         """Add the optimizer states, joined like the parameters, and the parameter groups with all names."""
         first = named[Rank(0, 0, 0)]
-        for moment in dict.fromkeys(moment for one in named.values() for moment in one.tensors):
-            by_rank = {rank: one.tensors.get(moment, {}) for rank, one in named.items()}
+        for moment in dict.fromkeys(moment for optimizer in named.values() for moment in optimizer.tensors):
+            by_rank = {rank: optimizer.tensors.get(moment, {}) for rank, optimizer in named.items()}
             for name, joined in self.job.join(by_rank).items():
                 self.put((OPTIMIZER, "state", name, moment), joined.tensor, joined.spares)
         names: list[dict[str, None]] = [{} for _ in first.groups]
-        for rank, one in named.items():
-            for group, members in zip(names, one.groups, strict=True):
+        for rank, optimizer in named.items():
+            for group, members in zip(names, optimizer.groups, strict=True):
                 group.update({self.global_name(name, run, rank): None for run, name, _ in members})
-            for (run, name, moment), blob in one.blobs.items():
+            for (run, name, moment), blob in optimizer.blobs.items():
                 self.put((OPTIMIZER, "state", self.global_name(name, run, rank), moment), blob)
         saved = self.job.sound
         for i, (group, settings) in enumerate(zip(names, first.settings, strict=True)):
             lists = {key: list(group) for key in ("params", *(settings.keys() & {PARAM_NAMES}))}
             self.put_all((OPTIMIZER, "param_groups", i), saved.flatten({**settings, **lists}))
         for key in first.others:
-            self.add_common((OPTIMIZER,), key, {rank: one.others.get(key) for rank, one in named.items()})
+            self.add_common((OPTIMIZER,), key, {rank: optimizer.others.get(key) for rank, optimizer in named.items()})
 
     def global_name(self, name: str, run: int, rank: Rank) -> str:
         """Return the name in the full model of a parameter on one rank."""
@@ -155,7 +159,7 @@ class Result:
 
     def layout(self, format_name: str, files: tuple[str, ...]) -> Layout:
         """Return the layout; `files` are the rank files that could be read."""
-        ranks, spares = len(self.job.ranks), {name: found for name, found in self.spares.items() if found}
+        ranks, spares = len(self.job.ranks), {name: replicas for name, replicas in self.spares.items() if replicas}
         return Layout(self.job.root, format_name, self.tensors, self.blobs, self.keys, ranks, files, spares=spares)
 
 
@@ -174,13 +178,15 @@ class Megatron(FormatReader):
         return bool(find_directories([name]))
 
     def rank_of(self, name: str) -> int | None:
-        found = find_directories([name])
-        return int("".join(f"{number:04d}" for number in found[0].numbers)) if found else None
+        directories = find_directories([name])
+        return int("".join(f"{number:04d}" for number in directories[0].numbers)) if directories else None
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory with rank directories, for a rank directory, and for the file in it."""
         if path.is_dir():
-            return any(has_rank(path / found.name) for found in find_directories(names_in(path))) or has_rank(path)
+            return any(has_rank(path / directory.name) for directory in find_directories(names_in(path))) or has_rank(
+                path
+            )
         return path.name in FILES and is_there(path)
 
     def check_names(self, path: Path, report: Report) -> None:
@@ -212,7 +218,7 @@ class Megatron(FormatReader):
         result.add_model()
         result.add_optimizer(report)
         result.add_rest()
-        return result.layout(self.name, tuple(one.path for one in saved.values()))
+        return result.layout(self.name, tuple(rank.path for rank in saved.values()))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every zip entry of the files: storages, pickles and torch's own records."""
@@ -226,12 +232,14 @@ def find_files(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
     other ranks.
     """
     if path.is_dir() and not has_rank(path):
-        return path, {found.name: file_in(path, found.name, report) for found in find_directories(names_in(path))}
+        return path, {
+            directory.name: file_in(path, directory.name, report) for directory in find_directories(names_in(path))
+        }
     folder = path if path.is_dir() else path.parent
-    others = len(find_directories(names_in(folder.parent))) if find_directories([folder.name]) else 1
+    rank_count = len(find_directories(names_in(folder.parent))) if find_directories([folder.name]) else 1
     name = path.name if not path.is_dir() else next(name for name in FILES if is_there(path / name))
     sizes = SavedRank.read(folder, name).sizes
-    if others > 1 or (sizes and sizes != (1, 1, 1)):
+    if rank_count > 1 or (sizes and sizes != (1, 1, 1)):
         message = "this is one of several ranks; each has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"pass the directory above, {folder.parent}")
     return folder, {"": name}
@@ -254,10 +262,10 @@ def arrange(
         return {Rank(0, 0, 0): saved[""]}
     sizes = next(iter(saved.values())).sizes
     has_stages = sizes.stages > 1 or sizes.experts == 1 if sizes else not all(map(has_embedding, saved.values()))
-    places = directory_names_by_rank(root, find_directories(files), sizes, has_stages, report)
-    of_stages = {rank.stage: saved[name] for rank, name in places.items() if name in saved}
+    directory_names = directory_names_by_rank(root, find_directories(files), sizes, has_stages, report)
+    of_stages = {rank.stage: saved[name] for rank, name in directory_names.items() if name in saved}
     ranks: dict[Rank, SavedRank] = {}
-    for rank, name in sorted(places.items()):
+    for rank, name in sorted(directory_names.items()):
         like = saved.get(name) or of_stages.get(rank.stage)
         if like is None:
             message = f"no rank of stage {rank.stage} of the pipeline can be read, so its layers are unknown"

@@ -114,11 +114,11 @@ class MambaRows:
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return the row groups that the tensor consists of."""
-        (whole,) = tensors
+        (full,) = tensors
         ends = (0, *accumulate(self.row_counts(sizes)))
-        if ends[-1] != whole.spec.shape[0]:
-            raise Mismatch(f"expected {ends[-1]} rows (config.json), found {whole.spec.shape[0]}")
-        return tuple(axes.cut(whole, 0, start, stop) for start, stop in pairwise(ends))
+        if ends[-1] != full.spec.shape[0]:
+            raise Mismatch(f"expected {ends[-1]} rows (config.json), found {full.spec.shape[0]}")
+        return tuple(axes.cut(full, 0, start, stop) for start, stop in pairwise(ends))
 
     def row_counts(self, sizes: Sizes) -> tuple[int, ...]:
         """Return the number of rows in each group."""

@@ -41,8 +41,8 @@ def in_current_order(tensor: StoredTensor, local: str, version: float, heads: in
     if version not in (0, 1):
         raise Unsupported(f"expected checkpoint version 0, 1, {CURRENT} or later, found {version}")
     fused = 3 if match[1] == "query_key_value" else 2
-    width, rest = divmod(tensor.spec.shape[0], fused * heads)
-    if rest:
+    width, remainder = divmod(tensor.spec.shape[0], fused * heads)
+    if remainder:
         raise Corrupt(f"expected {fused} x {heads} heads to divide the rows, found {tensor.spec.shape[0]} rows")
     extents, order = ((fused, heads, width), (1, 0, 2)) if version == 0 else ((heads, width, fused), (0, 2, 1))
     split = axes.split(tensor, 0, extents)
@@ -231,7 +231,7 @@ class Job:
         return count // self.sizes.tensor if type(count) is int and count % self.sizes.tensor == 0 else 0
 
     def join_parts(self, local: str, parts: list[StoredTensor], run: int, stage: int) -> StoredTensor:
-        """Return the tensor of which each tensor rank has a part, by the rule for its name."""
+        """Return the tensor joined from the shards of all tensor-parallel ranks, by the rule for its name."""
         ranks, experts = self.sizes.tensor, self.sizes.experts
         if local.endswith(_GROUPED) and max(ranks, experts) > 1:
             raise Unsupported(

@@ -59,25 +59,25 @@ class Directory:
 def find_directories(names: Iterable[str]) -> list[Directory]:
     """Return the rank directories among the names, sorted by their numbers."""
     matches = ((name, _RANK.fullmatch(name)) for name in names)
-    found = [
+    directories = [
         Directory(name, (int(match[1]), *(int(n) for n in match[2].split("_") if n)))
         for name, match in matches
         if match
     ]
-    return sorted(found, key=lambda directory: directory.numbers)
+    return sorted(directories, key=lambda directory: directory.numbers)
 
 
 def file_in(root: Path, directory: str, report: Report) -> str:
     """Return the file of a rank, relative to `root`. Reports a directory without a file."""
     names = names_in(root / directory)
-    found = next((name for name in FILES if name in names), None)
-    if found is None:
+    file_name = next((name for name in FILES if name in names), None)
+    if file_name is None:
         report(
             Incomplete(
                 f"`{FILES[0]}` is missing from the directory of this rank", path=root / directory, hint=ELSEWHERE
             )
         )
-    return f"{directory}/{found or FILES[0]}"
+    return f"{directory}/{file_name or FILES[0]}"
 
 
 def has_rank(path: Path) -> bool:
@@ -137,8 +137,8 @@ def as_rank(numbers: tuple[int, ...], has_stages: bool) -> Rank:
 
 def directory_name(rank: Rank, length: int, has_stages: bool) -> str:
     """Return the directory name of a rank, in a checkpoint with `length` numbers per name."""
-    more = {1: (), 2: (rank.stage if has_stages else rank.expert,), 3: (rank.stage, rank.expert)}[length]
-    return f"mp_rank_{rank.tensor:02d}" + "".join(f"_{number:03d}" for number in more)
+    further = {1: (), 2: (rank.stage if has_stages else rank.expert,), 3: (rank.stage, rank.expert)}[length]
+    return f"mp_rank_{rank.tensor:02d}" + "".join(f"_{number:03d}" for number in further)
 
 
 _MODEL = re.compile(r"model([0-9]{0,3})")
@@ -181,17 +181,17 @@ class SavedRank:
     @cached_property
     def args(self) -> Mapping[str, Any]:
         """Return the numeric and boolean arguments of the job by name; {} without saved arguments."""
-        found = self.entries.get("args")
+        saved = self.entries.get("args")
         try:
-            pairs = found.attributes().items() if isinstance(found, Record) else pairs_of(found) or ()
+            pairs = saved.attributes().items() if isinstance(saved, Record) else pairs_of(saved) or ()
         except (TypeError, ValueError):
             pairs = ()
         return {str(name): value for name, value in pairs if is_number(value)}
 
     def number(self, key: str) -> int | float | None:
         """Return the number under a key; None if there is none."""
-        found = self.entries.get(key)
-        return found if is_number(found) else None
+        value = self.entries.get(key)
+        return value if is_number(value) else None
 
     @property
     def sizes(self) -> GridSizes | None:
@@ -210,8 +210,8 @@ class SavedRank:
     @cached_property
     def models(self) -> Mapping[int, FlatState]:
         """Return the tensors and entries of the model by run of layers (0 if there is only one)."""
-        found = {int(match[1] or 0): key for key in self.entries if (match := _MODEL.fullmatch(key))}
-        return {run: self.flatten(self.entries[key]) for run, key in sorted(found.items())}
+        key_of_run = {int(match[1] or 0): key for key in self.entries if (match := _MODEL.fullmatch(key))}
+        return {run: self.flatten(self.entries[key]) for run, key in sorted(key_of_run.items())}
 
     @cached_property
     def weights(self) -> Mapping[int, Mapping[str, StoredTensor]]:

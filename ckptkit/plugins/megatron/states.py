@@ -84,11 +84,11 @@ def read_states(saved: SavedRank) -> Named:
     if numbers is None:
         raise Uncertain
     flats = flatten_states(saved, as_dict(inner.get("state")), list(chain.from_iterable(numbers)))
-    found = match_members(saved, groups, numbers, flats)
-    members = [[found[number] for number in group] for group in numbers]
+    parameter_of = match_members(saved, groups, numbers, flats)
+    members = [[parameter_of[number] for number in group] for group in numbers]
     named = Named(groups=members, settings=[{k: v for k, v in group.items() if k != "params"} for group in groups])
     for number, flat in flats.items():
-        add_state(named, found[number], flat)
+        add_state(named, parameter_of[number], flat)
     named.others.update({key: value for key, value in inner.items() if key not in ("state", "param_groups")})
     if outer is not inner:
         add_masters(named, saved, as_list(outer.get(_MASTERS, [])))
@@ -196,11 +196,11 @@ def add_masters(named: Named, saved: SavedRank, masters: Sequence[Any]) -> None:
         narrow = {member: member[2].shape for member in members if member[2].dtype.name in _NARROW}
         flats = dict(enumerate(flatten_state(saved, {MASTER: value}) for value in as_list(values)))
         shapes = {number: shape for number, flat in flats.items() if (shape := shape_of(flat)) is not None}
-        found = match_if_certain([list(flats)], shapes, narrow)
-        if found is None:
+        matched = match_if_certain([list(flats)], shapes, narrow)
+        if matched is None:
             raise Uncertain
         for number, flat in flats.items():
-            add_state(named, found[number], flat)
+            add_state(named, matched[number], flat)
 
 
 def as_dict(value: Any) -> dict[Any, Any]:

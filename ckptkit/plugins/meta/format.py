@@ -82,8 +82,8 @@ def read_params(root: Path) -> Params | None:
 
 def size_in(params: Mapping[str, Any], name: str) -> int | None:
     """Return a positive number by name, None if there is none; older files use -1 for an unknown size."""
-    found = params.get(name)
-    return found if type(found) is int and 0 < found < 1 << 40 else None
+    value = params.get(name)
+    return value if type(value) is int and 0 < value < 1 << 40 else None
 
 
 def count_ranks(tensors: Mapping[str, StoredTensor], params: Params | None) -> int:
@@ -196,11 +196,11 @@ class Consolidated(FormatReader):
         ranks do not add up to the model in params.json, `Unsupported` for a tensor without a splitting rule.
         """
         root, files = find_files(path, report)
-        found, params = read_ranks(root, files, report), read_params(root)
-        first = next(iter(found.values()))
+        saved, params = read_ranks(root, files, report), read_params(root)
+        first = next(iter(saved.values()))
         count = count_ranks(first.tensors, params)
         files = with_last(root, files, count, report)
-        ranks = [found.get(name) or as_lost(first, name) for name in files]
+        ranks = [saved.get(name) or as_lost(first, name) for name in files]
         tensors: dict[str, StoredTensor] = {}
         spares: dict[str, tuple[Chunk, ...]] = {}
         for name in first.tensors:
@@ -210,7 +210,7 @@ class Consolidated(FormatReader):
             except CkptError as error:
                 raise error.blame(path=root) from None
             spares |= {name: copies} if (copies := spares_of(tensors[name], parts)) else {}
-        described = (*found, PARAMS) if params else tuple(found)
+        described = (*saved, PARAMS) if params else tuple(saved)
         world = len(files) if params or count or len(files) > 1 else None
         return Layout(root, self.name, tensors, first.blobs, first.keys, world, described, spares=spares)
 
@@ -228,12 +228,12 @@ def read_ranks(root: Path, files: Sequence[str], report: Report) -> dict[str, Fl
     ranks = read_each(root, existing, lambda _, name: read_rank(root, name), report)
     if not ranks:
         raise Corrupt("no rank's file can be read", path=root)
-    one, first = next(iter(ranks.items()))
+    first_name, first = next(iter(ranks.items()))
     for name, rank in ranks.items():
         missing = first.tensors.keys() ^ rank.tensors.keys()
         if missing:
             raise Corrupt(
-                f"expected the tensor in both this file and `{one}`, found it in one of them",
+                f"expected the tensor in both this file and `{first_name}`, found it in one of them",
                 path=root / name,
                 tensor=min(missing),
             )
@@ -256,22 +256,22 @@ def find_files(path: Path, report: Report) -> tuple[Path, list[str]]:
     `Unsupported` for one of several files.
     """
     root = path if path.is_dir() else path.parent
-    found = {int(match[1]): name for name in names_in(root) if (match := _RANK.fullmatch(name))}
-    if path != root and len(found) > 1:
-        message = f"this is the file of one of {len(found)} ranks; each has a part of every tensor"
+    by_rank = {int(match[1]): name for name in names_in(root) if (match := _RANK.fullmatch(name))}
+    if path != root and len(by_rank) > 1:
+        message = f"this is the file of one of {len(by_rank)} ranks; each has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"pass the directory {root}")
-    files = [name_of(rank) for rank in range(1 + max(found))]
-    for name in (name_of(rank) for rank in range(max(found)) if rank not in found):
+    files = [name_of(rank) for rank in range(1 + max(by_rank))]
+    for name in (name_of(rank) for rank in range(max(by_rank)) if rank not in by_rank):
         report(missing(root / name))
     return root, files
 
 
 def with_last(root: Path, files: list[str], count: int, report: Report) -> list[str]:
     """Return the file names of `count` ranks, and report missing files after the highest existing rank."""
-    more = [name_of(rank) for rank in range(len(files), count)] if count <= _MOST else []
-    for name in more:
+    missing_names = [name_of(rank) for rank in range(len(files), count)] if count <= _MOST else []
+    for name in missing_names:
         report(missing(root / name))
-    return [*files, *more]
+    return [*files, *missing_names]
 
 
 def name_of(rank: int) -> str:

@@ -91,7 +91,7 @@ class ObjectBucket:
 
     def list(self, prefix: str) -> dict[str, ObjectMeta]:
         """Return all objects whose key starts with `prefix` and a slash."""
-        return self._ask(prefix, lambda: {one["path"]: one for one in list_all(self.store, prefix)})
+        return self._ask(prefix, lambda: {meta["path"]: meta for meta in list_all(self.store, prefix)})
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, in any order. A missing object is not an error."""
@@ -115,7 +115,7 @@ class ObjectBucket:
         return refusal(fetch_error_detail(self.store, error), self.root / key)
 
     def _find(self, key: str, ask: Callable[[], T]) -> T | None:
-        def find() -> T | None:
+        def find_object() -> T | None:
             try:
                 return ask()
             except FileNotFoundError as error:
@@ -123,7 +123,7 @@ class ObjectBucket:
                     raise
                 return None
 
-        return self._ask(key, find)
+        return self._ask(key, find_object)
 
     def _ask(self, key: str, ask: Callable[[], T]) -> T:
         try:

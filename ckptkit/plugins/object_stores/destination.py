@@ -135,7 +135,7 @@ class ObjectDestination:
         key = self._place.key(name)
         if self._bucket.create(key, data) is not None:
             self._count(name, len(data), len(data))
-        elif (found := self._bucket.read(key)) is None or found[0] != data:
+        elif (existing := self._bucket.read(key)) is None or existing[0] != data:
             raise self._taken(name)
 
     def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
@@ -182,8 +182,8 @@ class ObjectDestination:
         noted = self._notes()
         keys = {self._note_key(name): name for name in self.sizes if name in existing and is_large(self.sizes[name])}
         read = at_once(self._bucket.read, [key for key in keys if key in noted])
-        for key, found in zip((key for key in keys if key in noted), read, strict=True):
-            sent = None if found is None else read_note(found[0])
+        for key, note in zip((key for key in keys if key in noted), read, strict=True):
+            sent = None if note is None else read_note(note[0])
             if sent is not None and existing[keys[key]] == (sent.nbytes, sent.tag):
                 self.whole[keys[key]] = sent
                 self._sent[keys[key]] = sent.nbytes
@@ -211,11 +211,11 @@ class ObjectDestination:
     def _finish(self, name: str) -> None:
         """Complete the stream of a file, and write a note about it."""
         self._require_claim()
-        made = self._streams[name].finish()
+        result = self._streams[name].finish()
         with self._lock:
             del self._streams[name]
         self._require_size(name)
-        sent = SentFile(self.sizes[name], self._sums[name], (made["e_tag"] or "").strip('"'))
+        sent = SentFile(self.sizes[name], self._sums[name], (result["e_tag"] or "").strip('"'))
         self.whole[name] = sent
         self._bucket.put(self._note_key(name), json.dumps([sent.nbytes, sent.crc32, sent.tag]).encode())
 
@@ -228,16 +228,16 @@ class ObjectDestination:
         """Raise `IOFailure` unless the store has every sent file except markers, with the right size."""
         existing = self._list()
         for name, size in self._sent.items():
-            found = existing.get(name, (None, ""))[0]
-            if name not in self.marks and found != size:
-                message = f"expected {size} bytes, found {'no object' if found is None else found}"
+            found_size = existing.get(name, (None, ""))[0]
+            if name not in self.marks and found_size != size:
+                message = f"expected {size} bytes, found {'no object' if found_size is None else found_size}"
                 hint = "something else writes here: run the same command again"
                 raise IOFailure(message, path=self.path / name, hint=hint)
 
     def _require_size(self, name: str) -> None:
-        found = self._bucket.head(self._place.key(name))
-        if found is None or found["size"] != self.sizes[name]:
-            message = f"expected {self.sizes[name]} bytes, found {found['size'] if found else 'no object'}"
+        meta = self._bucket.head(self._place.key(name))
+        if meta is None or meta["size"] != self.sizes[name]:
+            message = f"expected {self.sizes[name]} bytes, found {meta['size'] if meta else 'no object'}"
             raise IOFailure(message, path=self.path / name, hint="delete this object, then run the same command again")
 
     def _require_claim(self) -> None:
@@ -252,8 +252,8 @@ class ObjectDestination:
         return Occupied("another object is there", path=self.path / name, hint=hint)
 
     def _read_claim(self) -> tuple[StoreClaim, UpdateVersion] | None:
-        found = self._bucket.read(self._place.claim_key)
-        return None if found is None else (self._place.parse_claim(found[0]), found[1])
+        content = self._bucket.read(self._place.claim_key)
+        return None if content is None else (self._place.parse_claim(content[0]), content[1])
 
     def _notes(self) -> dict[str, ObjectMeta]:
         return self._bucket.list(self._place.notes_prefix.rstrip("/"))
@@ -267,12 +267,12 @@ class ObjectDestination:
         """Return size and ETag of each existing file by name, without the claim and the notes."""
         if self.is_file:
             (name,) = self.sizes
-            one = self._bucket.head(self.path.key)
-            return {} if one is None else {name: (one["size"], (one["e_tag"] or "").strip('"'))}
+            meta = self._bucket.head(self.path.key)
+            return {} if meta is None else {name: (meta["size"], (meta["e_tag"] or "").strip('"'))}
         base = self._place.key("")
         return {
-            key.removeprefix(base): (found["size"], (found["e_tag"] or "").strip('"'))
-            for key, found in self._bucket.list(self.path.key).items()
+            key.removeprefix(base): (meta["size"], (meta["e_tag"] or "").strip('"'))
+            for key, meta in self._bucket.list(self.path.key).items()
             if not self._place.is_own(key)
         }
 

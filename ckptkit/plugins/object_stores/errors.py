@@ -120,14 +120,14 @@ def find_words(error: BaseException) -> tuple[str, str]:
 
 def find_code(error: BaseException) -> str:
     """Return the error code in the store's response, such as `BlobNotFound`; "" if there is none."""
-    found = _CODE.search(str(error))
-    return found[1] if found else ""
+    match = _CODE.search(str(error))
+    return match[1] if match else ""
 
 
 def find_status(error: BaseException) -> str:
     """Return the HTTP status of the store's response, such as `404`; "" without a response."""
-    found = _STATUS.search(str(error))
-    return found[1] if found else ""
+    match = _STATUS.search(str(error))
+    return match[1] if match else ""
 
 
 def needs_reason(error: BaseException) -> bool:
@@ -142,7 +142,7 @@ def is_absent(error: BaseException) -> bool:
 
 def find_reason(error: BaseException) -> str:
     """Return the message of the store or the library, in one line."""
-    found = _MESSAGE.search(str(error))
-    text = found[1] if found else str(error)
+    match = _MESSAGE.search(str(error))
+    text = match[1] if match else str(error)
     line = next(iter(text.strip().splitlines()), "")
     return line.rpartition(" - ")[2] or type(error).__name__

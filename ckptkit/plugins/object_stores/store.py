@@ -40,13 +40,13 @@ class ObjectFiles:
 
     def find(self, key: str) -> StoreEntry | None:
         """Return the entry at `key`, or None. An empty object with other objects below it is a directory."""
-        found = self._head(key) if key else None
-        if found is not None and found["size"]:
-            return entry_of(found)
+        meta = self._head(key) if key else None
+        if meta is not None and meta["size"]:
+            return entry_of(meta)
         below = next(list_all(self._store, key), None)
         if below is not None or not key:
             return StoreEntry("", is_dir=True)
-        return None if found is None else entry_of(found)
+        return None if meta is None else entry_of(meta)
 
     def entries(self, key: str) -> list[StoreEntry]:
         """Return the entries in the directory at `key`.
@@ -55,9 +55,9 @@ class ObjectFiles:
         """
         from obstore import list_with_delimiter
 
-        found = list_with_delimiter(self._store, key or None)
-        folders = {prefix.rpartition("/")[2] for prefix in found["common_prefixes"]}
-        files = [entry_of(one) for one in found["objects"] if one["path"] != key]
+        listing = list_with_delimiter(self._store, key or None)
+        folders = {prefix.rpartition("/")[2] for prefix in listing["common_prefixes"]}
+        files = [entry_of(meta) for meta in listing["objects"] if meta["path"] != key]
         return [
             *(StoreEntry(name, is_dir=True) for name in sorted(folders)),
             *(entry for entry in files if entry.name not in folders),
@@ -67,11 +67,11 @@ class ObjectFiles:
         """Return a function that reads byte ranges of the object at `key`, and fails if its ETag changed."""
         from obstore import get
 
-        found = self._seen.get(key) or self._head(key)
-        if found is None or entry_of(found) != entry:
+        meta = self._seen.get(key) or self._head(key)
+        if meta is None or entry_of(meta) != entry:
             raise IOFailure("the file was replaced while it was being read", hint="run the same command again")
-        self._seen[key] = found
-        tag = found["e_tag"]
+        self._seen[key] = meta
+        tag = meta["e_tag"]
 
         def read(start: int, stop: int) -> bytes:
             response = get(self._store, key, options={"range": (start, stop), **({"if_match": tag} if tag else {})})
@@ -102,8 +102,8 @@ class ObjectFiles:
             raise LookupError(str(error)) from error
 
 
-def entry_of(found: ObjectMeta) -> StoreEntry:
+def entry_of(meta: ObjectMeta) -> StoreEntry:
     """Return the entry of an object, with its ETag as tag. Only some requests put quotes around the ETag."""
-    changed = found["last_modified"].timestamp()
-    tag = (found["e_tag"] or str(changed)).strip('"')
-    return StoreEntry(found["path"].rpartition("/")[2], False, found["size"], float(int(changed)), tag)
+    changed = meta["last_modified"].timestamp()
+    tag = (meta["e_tag"] or str(changed)).strip('"')
+    return StoreEntry(meta["path"].rpartition("/")[2], False, meta["size"], float(int(changed)), tag)

@@ -56,12 +56,12 @@ def move_all(layout: Layout, moves: list[Move], place: Path, report: Report) -> 
     with OpenFiles(layout.root) as files, closing(open_to_write(place)) as file:
         for name, chunk, offset in moves:
             try:
-                found = decompress(chunk, files, layout.root / chunk.path)
+                data = decompress(chunk, files, layout.root / chunk.path)
             except CkptError as error:
                 failed.add(offset)
                 report(error.blame(path=layout.root / chunk.path, tensor=name))
             else:
-                file.write_at(found, offset)
+                file.write_at(data, offset)
     return failed
 
 
@@ -109,18 +109,18 @@ def decompress(chunk: Chunk, files: OpenFiles, path: Path) -> memoryview:
     with translate_tensorstore_errors(path, cell.array.name):
         box = cell.array.open({cell.key: data})[slices(chunk.box)]
         is_whole = is_stored(box)
-        found = memoryview(box.read().result().reshape(-1).view("uint8"))
+        decompressed = memoryview(box.read().result().reshape(-1).view("uint8"))
     expected = chunk.box.numel * chunk.dtype.itemsize
-    if not is_whole or len(found) != expected:
-        message = f"expected {expected} bytes in a cell, found {len(found) if is_whole else 'a part of them'}"
+    if not is_whole or len(decompressed) != expected:
+        message = f"expected {expected} bytes in a cell, found {len(decompressed) if is_whole else 'a part of them'}"
         raise Corrupt(message, path=path, hint=_USE_ANOTHER)
-    return found
+    return decompressed
 
 
 def description_range(name: str, driver: str, values: Mapping[str, Value]) -> list[Range]:
     """Return the byte range of the JSON metadata of an array, if it is not inside an OCDBT node."""
-    found = values.get(f"{name}/{_METADATA[driver]}")
-    return [found.range] if found is not None and found.content is None else []
+    value = values.get(f"{name}/{_METADATA[driver]}")
+    return [value.range] if value is not None and value.content is None else []
 
 
 def describe(root: Path, name: str, driver: str, values: Mapping[str, Value], files: OpenFiles) -> StoredTensor:
@@ -146,7 +146,7 @@ def describe(root: Path, name: str, driver: str, values: Mapping[str, Value], fi
         message = f"expected {expected} cells, found {len(values)} values in the tree"
         raise Incomplete(message, path=path, tensor=name, hint=_USE_ANOTHER)
     name_cell = cell_names(parse_json(array.metadata, path))
-    boxes = {name_cell(place): box for place, box in cells(spec.shape, grid)}
+    boxes = {name_cell(position): box for position, box in cells(spec.shape, grid)}
     missing = [box for key, box in boxes.items() if f"{name}/{key}" not in values]
     if missing:
         raise incomplete_array(path, name, missing, len(boxes))
@@ -179,7 +179,7 @@ def cell_names(described: dict[str, Any]) -> Callable[[Shape], str]:
     is_default = encoding.get("name") == "default"
     first, usual = (["c"], "/") if is_default else ([], described.get("dimension_separator", "."))
     separator = encoding.get("configuration", {}).get("separator", usual)
-    return lambda place: separator.join([*first, *map(str, place)]) or "0"
+    return lambda position: separator.join([*first, *map(str, position)]) or "0"
 
 
 def cells(shape: Shape, grid: Shape) -> Iterator[tuple[Shape, Box]]:
@@ -188,9 +188,9 @@ def cells(shape: Shape, grid: Shape) -> Iterator[tuple[Shape, Box]]:
     The last cell along each axis may be smaller.
     """
     steps = (range(-(-extent // step)) for extent, step in zip(shape, grid, strict=True))
-    for place in product(*steps):
-        start = tuple(i * step for i, step in zip(place, grid, strict=True))
-        yield place, Box(start, tuple(map(min, grid, (extent - a for extent, a in zip(shape, start, strict=True)))))
+    for position in product(*steps):
+        start = tuple(i * step for i, step in zip(position, grid, strict=True))
+        yield position, Box(start, tuple(map(min, grid, (extent - a for extent, a in zip(shape, start, strict=True)))))
 
 
 def is_stored(array: Any) -> bool:

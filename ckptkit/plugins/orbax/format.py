@@ -45,9 +45,9 @@ def read_metadata(root: Path) -> Tree:
     """Return the contents of the tree in directory `root`. Raises `Corrupt` for malformed metadata."""
     path = root / NAME
     try:
-        found = read_object(path)
-        tree = Tree({}, {}, "zarr3" if found.get("use_zarr3") else "zarr", bool(found.get("use_ocdbt", True)))
-        for entry in found["tree_metadata"].values():
+        metadata = read_object(path)
+        tree = Tree({}, {}, "zarr3" if metadata.get("use_zarr3") else "zarr", bool(metadata.get("use_ocdbt", True)))
+        for entry in metadata["tree_metadata"].values():
             add(tree, root, entry)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Corrupt("the metadata is malformed", path=path) from error
@@ -55,10 +55,10 @@ def read_metadata(root: Path) -> Tree:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    found = parse_json(read_small(path, _LARGEST), path)
-    if not isinstance(found, dict):
+    value = parse_json(read_small(path, _LARGEST), path)
+    if not isinstance(value, dict):
         raise Corrupt("expected a JSON object", path=path)
-    return found
+    return value
 
 
 def add(tree: Tree, root: Path, entry: dict[str, Any]) -> None:
@@ -140,8 +140,8 @@ class Orbax(FormatReader):
         for name, (key, value) in tree.values.items():
             keys[name] = key
             blobs[name] = Blob(STRINGS if isinstance(value, str) else NAME, 0, 0, dump(value))
-        own = (place for place in children(path) if self.owns(place.name) or place.name in tree.arrays)
-        file_names = [str(file.relative_to(path)) for place in own for file in list_files(place)]
+        own_entries = (entry for entry in children(path) if self.owns(entry.name) or entry.name in tree.arrays)
+        file_names = [str(file.relative_to(path)) for entry in own_entries for file in list_files(entry)]
         layout = Layout(path, self.name, tensors, blobs, keys, absent=absent)
         ends = ends_of(layout)
         for name in sorted(ends):
@@ -170,7 +170,10 @@ def ends_of(layout: Layout) -> dict[str, int]:
 def is_unfinished(path: Path) -> bool:
     """Return whether orbax did not finish saving this directory, or the step directory around it."""
     absolute = path.absolute()
-    return any(bool(_UNFINISHED.fullmatch(one.name)) or is_uncommitted(one) for one in (absolute, absolute.parent))
+    return any(
+        bool(_UNFINISHED.fullmatch(directory.name)) or is_uncommitted(directory)
+        for directory in (absolute, absolute.parent)
+    )
 
 
 def is_uncommitted(path: Path) -> bool:

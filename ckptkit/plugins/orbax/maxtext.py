@@ -60,16 +60,16 @@ class Place(NamedTuple):
 
 def place_of(name: str, sizes: Sizes) -> Place | None:
     """Return the layers of a tensor; None for a tensor outside the layers."""
-    found = _PLACE.fullmatch(name)
-    if found is None:
+    match = _PLACE.fullmatch(name)
+    if match is None:
         return None
-    tensor, model = found["tensor"], sizes.model_type
-    if found["block"] is not None:
-        return Place(int(found["block"]), _PATTERN, tensor, is_scanned=True)
-    if found["rest"] is not None:
+    tensor, model = match["tensor"], sizes.model_type
+    if match["block"] is not None:
+        return Place(int(match["block"]), _PATTERN, tensor, is_scanned=True)
+    if match["rest"] is not None:
         layers = sizes["layers"]
-        return Place(layers - layers % _PATTERN + int(found["rest"]), 1, tensor, is_scanned=False)
-    number, is_scanned = int(found["one"] or 0), found["one"] is None
+        return Place(layers - layers % _PATTERN + int(match["rest"]), 1, tensor, is_scanned=False)
+    number, is_scanned = int(match["one"] or 0), match["one"] is None
     half = _HALF.fullmatch(tensor) if model == "gemma2" else None
     if half is None:
         return Place(number, 1, tensor, is_scanned)
@@ -80,22 +80,22 @@ def place_of(name: str, sizes: Sizes) -> Place | None:
 def by_layer(name: str, tensor: StoredTensor, sizes: Sizes) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a tensor per layer, under a name that does not depend on the model type or on scanning."""
     name = name.removesuffix(".value")  # flax's NNX adds this suffix to every name
-    place = place_of(name, sizes)
-    if place is None:
+    layers = place_of(name, sizes)
+    if layers is None:
         yield name, tensor
         return
-    full_name = _OWN.format(layer="{}") + place.tensor
-    if not place.is_scanned:
-        yield full_name.format(place.first), tensor
+    full_name = _OWN.format(layer="{}") + layers.tensor
+    if not layers.is_scanned:
+        yield full_name.format(layers.first), tensor
         return
     shape = tensor.spec.shape
-    wanted = len(range(place.first, sizes["layers"] - (sizes["layers"] % place.step), place.step))
+    wanted = len(range(layers.first, sizes["layers"] - (sizes["layers"] % layers.step), layers.step))
     if len(shape) <= _SCAN_AXIS or shape[_SCAN_AXIS] != wanted:
         message = f"expected {wanted} layers along axis {_SCAN_AXIS} (config.json), found shape {list(shape)}"
         raise Mismatch(message, tensor=name)
     first = axes.permute(tensor, (_SCAN_AXIS, *(axis for axis in range(len(shape)) if axis != _SCAN_AXIS)))
-    for index, one in enumerate(axes.unstack(first)):
-        yield full_name.format(place.first + index * place.step), one
+    for index, of_layer in enumerate(axes.unstack(first)):
+        yield full_name.format(layers.first + index * layers.step), of_layer
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
@@ -179,17 +179,18 @@ class MaxTextNames(Family):
         layer_tensors: dict[str, StoredTensor] = {}
         source_name: dict[str, str] = {}
         for name, tensor in tensors.items():
-            for one, part in by_layer(name, tensor, sizes):
-                if one in layer_tensors:
+            for layer_name, part in by_layer(name, tensor, sizes):
+                if layer_name in layer_tensors:
                     raise Mismatch(
-                        f"the tensor is the same as `{source_name[one]}`: two names of one tensor", tensor=name
+                        f"the tensor is the same as `{source_name[layer_name]}`: two names of one tensor", tensor=name
                     )
-                layer_tensors[one], source_name[one] = part, name
+                layer_tensors[layer_name], source_name[layer_name] = part, name
         translated = translate(layer_tensors, table, sizes)
         came_from = {
-            new: tuple(dict.fromkeys(source_name[one] for one in olds)) for new, olds in translated.came_from.items()
+            new: tuple(dict.fromkeys(source_name[layer_name] for layer_name in olds))
+            for new, olds in translated.came_from.items()
         }
-        unplaced = tuple(dict.fromkeys(source_name[one] for one in translated.unplaced))
+        unplaced = tuple(dict.fromkeys(source_name[layer_name] for layer_name in translated.unplaced))
         return Translated(translated.tensors, came_from, unplaced)
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:  # noqa: ARG002

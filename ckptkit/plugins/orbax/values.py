@@ -40,8 +40,8 @@ def dump(values: Mapping[str, bytes], node: str | None = None) -> dict[str, Any]
     """Return the manifest of an OCDBT database, or one node, as a dict; `values` are the database files."""
     import tensorstore
 
-    found: dict[str, Any] = tensorstore.ocdbt.dump(store_of(values, tensorstore.Context()), node).result()
-    return found
+    dumped: dict[str, Any] = tensorstore.ocdbt.dump(store_of(values, tensorstore.Context()), node).result()
+    return dumped
 
 
 def open_array(driver: str, values: Mapping[str, bytes]) -> Any:
@@ -171,10 +171,10 @@ def read_node(root: Path, node: Node, files: OpenFiles) -> list[Mapping[str, Any
         raise Corrupt(f"expected a node of at most {_LARGEST} bytes, found {node.value.length}", path=path)
     data = read_value(node.value, files)
     with translate_tensorstore_errors(path):
-        found = dump({unquote(node.base) + _NODE: data}, f"btreenode:{node.base}:{_NODE}:0:{len(data)}")
-        if found["height"] != node.height:
-            raise Corrupt(f"expected a node of height {node.height}, found {found['height']}", path=path)
-        entries: list[Mapping[str, Any]] = found["entries"]
+        dumped = dump({unquote(node.base) + _NODE: data}, f"btreenode:{node.base}:{_NODE}:0:{len(data)}")
+        if dumped["height"] != node.height:
+            raise Corrupt(f"expected a node of height {node.height}, found {dumped['height']}", path=path)
+        entries: list[Mapping[str, Any]] = dumped["entries"]
     return entries
 
 

@@ -27,7 +27,7 @@ def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: S
     if wanted is None:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(size, (1, count), generator=generator)
-    beyond = next((one for one in wanted if not 0 <= one < size), None)
+    beyond = next((token for token in wanted if not 0 <= token < size), None)
     if beyond is not None:
         raise Usage(f"expected tokens below {size}, the size of the vocabulary, found {beyond}")
     return torch.tensor([list(wanted)])
@@ -174,7 +174,7 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and persistent buffers of a module itself, without submodules."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-    yield from ((name, one) for name, one in buffers if name not in module._non_persistent_buffers_set)
+    yield from ((name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set)
 
 
 def parameters_in(name: str, module: nn.Module, *, deep: bool) -> Iterator[tuple[str, nn.Module, str]]:
@@ -237,8 +237,12 @@ def compute_buffers(model: Any, source: Runnable) -> None:
 
 
 def sentinel_like(buffer: Tensor) -> Tensor:
-    made = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return made.fill_(torch.nan) if buffer.is_floating_point() else made.fill_(-77 if buffer.dtype.is_signed else 77)
+    sentinel = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return (
+        sentinel.fill_(torch.nan)
+        if buffer.is_floating_point()
+        else sentinel.fill_(-77 if buffer.dtype.is_signed else 77)
+    )
 
 
 def is_same_bits(one: Tensor, two: Tensor) -> bool:

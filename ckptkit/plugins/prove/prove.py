@@ -48,19 +48,19 @@ class Runnable:
 
         `named` are the user's options for the names in the checkpoint.
         """
-        part = checkpoint.model_component
-        path, meta = part.path, find_meta_model(config)
-        weights = find_weights(named.rename_in([part.layout])[0])
-        model = Model(part=part, weights=weights, origins=(path,), companions=Companions(config=dict(config)))
+        component = checkpoint.model_component
+        path, meta = component.path, find_meta_model(config)
+        weights = find_weights(named.rename_in([component.layout])[0])
+        model = Model(part=component, weights=weights, origins=(path,), companions=Companions(config=dict(config)))
         model = model if named.rename else unwrap(model)
         weights, remarks = model.weights, model.remarks
         if may_be_adapted(weights.layout.tensors):
             hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
             raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
         table = named.table_for(weights.layout.tensors)
-        translated, more = name_weights(weights, ask_names(checkpoint, TRANSFORMERS.name, config, table))
+        translated, naming_remarks = name_weights(weights, ask_names(checkpoint, TRANSFORMERS.name, config, table))
         if translated.layout.tensors.keys() != weights.layout.tensors.keys():
-            remarks += tuple(f"{path}: {remark}" for remark in more)
+            remarks += tuple(f"{path}: {remark}" for remark in naming_remarks)
         tensors = dict(translated.layout.tensors)
         for name, origin in meta.tied.items():
             if name not in tensors and origin in tensors:
@@ -81,9 +81,9 @@ class Runnable:
             message = f"missing: config.json describes it{and_more(len(missing) - 1)}"
             raise Mismatch(message, path=self.path, tensor=missing[0])
         for name, shape in self.meta.shapes.items():
-            found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
-            if found != shape:
-                message = f"expected shape {list(shape)} (config.json), found {list(found)}"
+            shape_found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
+            if shape_found != shape:
+                message = f"expected shape {list(shape)} (config.json), found {list(shape_found)}"
                 raise Mismatch(
                     message, path=self.path, tensor=name, hint="check that config.json belongs to this model"
                 )
@@ -242,26 +242,35 @@ def prove(
         hint = f"pip install {missing}, or compare only the tensors with `ckptkit verify OUT --against SRC`"
         raise Unsupported(f"prove runs models with {missing}, which is not installed", hint=hint)
     ours, theirs = Checkpoint.open(out), Checkpoint.open(against)
-    here, there = companions_of(ours), companions_of(theirs, None if base is None else str(base))
-    if here.config is None:
+    our_companions, their_companions = companions_of(ours), companions_of(theirs, None if base is None else str(base))
+    if our_companions.config is None:
         raise Mismatch("no config.json", path=ours.path, hint="pass an exported model, which has a config.json")
     named = NameOptions.of(map, rename, base)
     wanted = read_tokens(tokens) if tokens is not None else None
-    one = Runnable.of(ours, here.config)
-    two = Runnable.of(theirs, here.config if there.config is None else there.config, named)
-    notes = [*remarks_on_id(base), *notes_on(here, there, theirs.path), *one.remarks, *two.remarks]
+    our_model = Runnable.of(ours, our_companions.config)
+    their_model = Runnable.of(
+        theirs, our_companions.config if their_companions.config is None else their_companions.config, named
+    )
+    notes = [
+        *remarks_on_id(base),
+        *notes_on(our_companions, their_companions, theirs.path),
+        *our_model.remarks,
+        *their_model.remarks,
+    ]
     differences = compare_tensors(ours, theirs, allow_cast=True, named=named, jobs=jobs, progress=progress)
     from ckptkit.plugins.prove.forward import choose_tokens, compare_logits  # imports torch
 
-    described = [model.meta.model.config.to_dict() for model in (one, two)]
-    ids = choose_tokens(wanted, choose_length(described), seed, (one, two))
-    logits = compare_logits(one, two, ids)
+    described = [model.meta.model.config.to_dict() for model in (our_model, their_model)]
+    ids = choose_tokens(wanted, choose_length(described), seed, (our_model, their_model))
+    logits = compare_logits(our_model, their_model, ids)
     return Proved(
         ours.path,
         theirs.path,
         tuple(differences.values()),
         logits,
-        configs=() if there.config is None else tuple(find_differences(here.config, there.config)),
+        configs=()
+        if their_companions.config is None
+        else tuple(find_differences(our_companions.config, their_companions.config)),
         unreached={key: length for key, length in find_lengths(described).items() if length >= ids.shape[1]},
         notes=tuple(notes),
     )
@@ -272,24 +281,24 @@ def companions_of(checkpoint: Checkpoint, base: str | None = None) -> Companions
     return find_companions(checkpoint.model_component.path, base)
 
 
-def notes_on(here: Companions, there: Companions, source: Path) -> Iterator[str]:
+def notes_on(ours: Companions, theirs: Companions, source: Path) -> Iterator[str]:
     """Yield what the run does not prove: a config without a counterpart, tokenizers that differ."""
-    if there.config is None:
+    if theirs.config is None:
         yield (
             f"{source} has no config.json: it ran with the export's config.json, which this run does not prove; "
             "pass --base with the model that the training began with"
         )
-    tokenizers = [name for name in here.files if name.startswith(_TOKENIZER) and name in there.files]
-    others = [name for name in tokenizers if here.files[name] != there.files[name]]
-    if others:
-        subject = f"{', '.join(others)}: differs from {there.found_in}"
+    tokenizers = [name for name in ours.files if name.startswith(_TOKENIZER) and name in theirs.files]
+    different = [name for name in tokenizers if ours.files[name] != theirs.files[name]]
+    if different:
+        subject = f"{', '.join(different)}: differs from {theirs.found_in}"
         yield f"{subject}; ckptkit did not prove that text becomes the same tokens"
 
 
 def read_tokens(given: str | Path | Sequence[int]) -> list[int]:
     """Return token ids from a list, from text like `1,2,3` or `[1, 2, 3]`, or from a file with such text."""
     if not isinstance(given, str | Path):
-        return [int(one) for one in given]
+        return [int(token) for token in given]
     text = str(given)
     if not set(text) <= set("0123456789, []"):
         if not Path(given).is_file():

@@ -110,7 +110,7 @@ def group_of(name: str) -> str:
 def modules_of(names: Iterable[str]) -> list[str]:
     """Return the module names to list as unquantized in the config; the experts of a layer are one entry."""
     parts = (name.split(".") for name in names)
-    return sorted({".".join(one[: one.index(_EXPERTS) + 1] if _EXPERTS in one else one[:-1]) for one in parts})
+    return sorted({".".join(part[: part.index(_EXPERTS) + 1] if _EXPERTS in part else part[:-1]) for part in parts})
 
 
 _NUMBERS = DTYPES["float8_e4m3fn"]
@@ -129,7 +129,9 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     names = [name for name in linear.names if name in model.layout.tensors]
     made_of = {name: model.weights.origins_of([name]) for name in names}
     globs = [
-        one for glob in options.exclude_quantize for one in [*map(escape, output_names_for(glob, made_of))] or [glob]
+        matched
+        for glob in options.exclude_quantize
+        for matched in [*map(escape, output_names_for(glob, made_of))] or [glob]
     ]
     options.edits.check_matched(
         "--exclude-quantize", globs, names, model.part.path, is_match=matches, what="weight of a linear layer"
@@ -206,8 +208,8 @@ def recipes_of(source: Layout, made: Layout, chosen: Chosen, scheme: Scheme, num
         matrix = Matrix(Operand(number, name, spec.dtype), rows, columns)
         grid = Grid(*scheme.box(spec.shape), made.tensors[scales].spec.dtype, scheme.block is None)
         if grid.rows * columns * spec.dtype.itemsize > _MOST_AT_HAND:
-            found = f"{grid.rows} rows of {count(columns, 'number')}"
-            message = f"expected blocks of at most {_MOST_AT_HAND:,} bytes in memory, found {found}"
+            rows_found = f"{grid.rows} rows of {count(columns, 'number')}"
+            message = f"expected blocks of at most {_MOST_AT_HAND:,} bytes in memory, found {rows_found}"
             raise Unsupported(message, path=source.root, tensor=name)
         recipes[name], recipes[scales] = always(Numbers(matrix, grid)), always(Scales(matrix, grid))
     return recipes

@@ -111,24 +111,24 @@ _WIDTHS = (False, True)  # is_narrow: every picture is drawn for a screen and fo
 
 def training(history: History) -> Chapter | None:
     """Return the curves, and a table with their values at up to 20 steps."""
-    curves = [(title, found) for title, names in _CURVES if (found := history.drawn(*names))]
-    drawn = [one for _, found in curves for one in found]
+    curves = [(title, series_list) for title, names in _CURVES if (series_list := history.drawn(*names))]
+    drawn = [series for _, series_list in curves for series in series_list]
     if not drawn:
         return None
-    steps = sorted({stretch.first for one in drawn for stretch in one.stretches})
+    steps = sorted({stretch.first for series in drawn for stretch in series.stretches})
     chosen = [*steps[: -1 : max(1, -(-len(steps) // _SAMPLES))], steps[-1]]
     return {
         "lead": describe_history(history, drawn),
-        "pictures": [draw_curves(title, found, may_be_log=title in _MAY_BE_LOG) for title, found in curves],
-        "names": ["step", *(one.name.replace("_", " ") for one in drawn)],
-        "rows": [[f"{step:,.0f}", *(format_number(one.at(step)) for one in drawn)] for step in chosen],
+        "pictures": [draw_curves(title, series_list, may_be_log=title in _MAY_BE_LOG) for title, series_list in curves],
+        "names": ["step", *(series.name.replace("_", " ") for series in drawn)],
+        "rows": [[f"{step:,.0f}", *(format_number(series.at(step)) for series in drawn)] for step in chosen],
     }
 
 
 def describe_history(history: History, drawn: Sequence[Series]) -> str:
     """Return text on the source of the curves, and on resumed and skipped steps."""
     sentences = [f"From {history.source}."]
-    if any(stretch.count > 1 for one in drawn for stretch in one.stretches):
+    if any(stretch.count > 1 for series in drawn for stretch in series.stretches):
         sentences.append("A line is the mean of consecutive steps, the band reaches from the lowest to the highest.")
     if history.resumed:
         steps = ", ".join(f"{step:,.0f}" for step in history.resumed[-5:])
@@ -184,20 +184,20 @@ def state_of(one: Listed, listing: Listing) -> list[tuple[str, str]]:
     return [(word, kind) for word, kind, holds in words if holds]
 
 
-def shards(name: str, found: ShardMap) -> Chapter | None:
+def shards(name: str, shard_map: ShardMap) -> Chapter | None:
     """Return the shard map of checkpoint `name` by rank or file, and its largest tensors."""
-    if not found.rows:
+    if not shard_map.rows:
         return None
-    largest = sorted(found.rows, key=lambda row: -row.spec.nbytes)[:_LARGEST]
-    total, most = sum(row.nbytes for row in found.rows) or 1, max(row.nbytes for row in largest) or 1
+    largest = sorted(shard_map.rows, key=lambda row: -row.spec.nbytes)[:_LARGEST]
+    total, most = sum(row.nbytes for row in shard_map.rows) or 1, max(row.nbytes for row in largest) or 1
     return {
-        "lead": describe_shards(name, found),
-        "picture": [draw_shards(found, is_narrow=narrow) for narrow in _WIDTHS],
-        "by": found.by,
+        "lead": describe_shards(name, shard_map),
+        "picture": [draw_shards(shard_map, is_narrow=narrow) for narrow in _WIDTHS],
+        "by": shard_map.by,
         "rows": [
-            (owner.name, f"{owner.nbytes:,}", format_bytes(owner.nbytes)) for owner in found.owners[:_MOST_FOLDED]
+            (owner.name, f"{owner.nbytes:,}", format_bytes(owner.nbytes)) for owner in shard_map.owners[:_MOST_FOLDED]
         ],
-        "total": f"Of {count(sum(row.repeats for row in found.rows), 'tensor')}, {format_bytes(total)} in all.",
+        "total": f"Of {count(sum(row.repeats for row in shard_map.rows), 'tensor')}, {format_bytes(total)} in all.",
         "largest": [(row, percent(row.nbytes / most), percent(row.nbytes / total)) for row in largest],
     }
 
@@ -206,33 +206,33 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-def describe_shards(name: str, found: ShardMap) -> str:
+def describe_shards(name: str, shards: ShardMap) -> str:
     """Return text on the shard map."""
-    owners = len(found.owners)
+    owners = len(shards.owners)
     if owners == 1:
-        return f"{name}: one {found.by} holds everything."
-    fullest = max(found.owners, key=lambda owner: owner.nbytes)
+        return f"{name}: one {shards.by} holds everything."
+    fullest = max(shards.owners, key=lambda owner: owner.nbytes)
     return (
-        f"{name}: which of {owners} {found.by}s holds which part of each tensor. Tensors that are alike share a row. "
-        f"The most is held by {fullest.name}, {fullest.nbytes / (found.mean or 1):.2f} times the average."
+        f"{name}: which of {owners} {shards.by}s holds which part of each tensor. Tensors that are alike share a row. "
+        f"The most is held by {fullest.name}, {fullest.nbytes / (shards.mean or 1):.2f} times the average."
     )
 
 
-def norms(found: Norms) -> Chapter | None:
+def norms(measured: Norms) -> Chapter | None:
     """Return a picture of the norms by layer, and tables of the norms by kind of tensor."""
-    if not found.counts:
+    if not measured.counts:
         return None
-    kinds = sorted(found.kinds, key=lambda kind: -len(kind.by_layer))[:_MOST_KINDS]
-    single = [name for name in found.counts if not any(map(is_number, name.split(".")[:-1]))][:_LARGEST]
+    kinds = sorted(measured.kinds, key=lambda kind: -len(kind.by_layer))[:_MOST_KINDS]
+    single = [name for name in measured.counts if not any(map(is_number, name.split(".")[:-1]))][:_LARGEST]
     title = "Norm of the tensors of each layer"
     lead = "The 2-norm of the weights, over all numbers of a tensor."
-    if found.unsound:
-        first, unsound = found.unsound[0], count(len(found.unsound), "tensor")
+    if measured.unsound:
+        first, unsound = measured.unsound[0], count(len(measured.unsound), "tensor")
         lead += f" NaN or infinity in {unsound}, such as {first}: not counted in their norms."
     return {
         "lead": lead,
         "picture": [draw_layers(title, kinds, is_narrow=narrow) for narrow in _WIDTHS] if kinds else None,
-        "single": [norm_row(name, found.counts[name]) for name in single],
+        "single": [norm_row(name, measured.counts[name]) for name in single],
         "kinds": [kind_row(kind) for kind in kinds],
     }
 

@@ -79,11 +79,13 @@ _CLASSES = "ab"
 
 def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = False) -> Markup:
     """Draw one or two metrics by step, at least one with values; a logarithmic axis is used if `may_be_log`."""
-    drawn = [one for one in series if one.stretches]
-    stretches = [stretch for one in drawn for stretch in one.stretches]
+    drawn = [metric for metric in series if metric.stretches]
+    stretches = [stretch for metric in drawn for stretch in metric.stretches]
     x = Axis(min(s.first for s in stretches), max(s.last for s in stretches), _LEFT, _RIGHT)
-    y = value_axis(min(one.low for one in drawn), max(one.high for one in drawn), _BOTTOM, _TOP, may_be_log=may_be_log)
-    summary = "; ".join(summarize(one) for one in drawn)
+    y = value_axis(
+        min(metric.low for metric in drawn), max(metric.high for metric in drawn), _BOTTOM, _TOP, may_be_log=may_be_log
+    )
+    summary = "; ".join(summarize(metric) for metric in drawn)
     return picture(
         f"{title} by step: {summary}",
         f"0 0 {_WIDTH} {_HEIGHT}",
@@ -92,8 +94,8 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
         draw_grid(y, _LEFT, _RIGHT),
         draw_labels(x, _BOTTOM),
         element("text", "step", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
-        (draw_curve(one, x, y, _CLASSES[i]) for i, one in enumerate(drawn)),
-        (draw_missing(one, x) for one in drawn),
+        (draw_curve(metric, x, y, _CLASSES[i]) for i, metric in enumerate(drawn)),
+        (draw_missing(metric, x) for metric in drawn),
         draw_tips(drawn, x, y),
     )
 
@@ -106,9 +108,9 @@ def summarize(series: Series) -> str:
 def draw_header(drawn: Sequence[Series]) -> Iterator[Markup]:
     """Draw the last value of each metric, and a sample of its line."""
     right = float(_RIGHT)
-    for i, one in reversed(list(enumerate(drawn))):
-        name = one.name.replace("_", " ") if len(drawn) > 1 else "last"
-        label = f"{name} {brief(one.latest or 0.0)}"
+    for i, metric in reversed(list(enumerate(drawn))):
+        name = metric.name.replace("_", " ") if len(drawn) > 1 else "last"
+        label = f"{name} {brief(metric.latest or 0.0)}"
         yield element("text", label, x=right, y=14, text_anchor="end", class_="strong")
         right -= 6.2 * len(label) + 10
         if len(drawn) > 1:
@@ -123,9 +125,9 @@ def draw_curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
         middle = [(x.place((s.first + s.last) / 2), y.place(s.mean)) for s in piece]
         paths.append(path_through(middle))
         if any(s.count > 1 for s in piece) and len(piece) > 1:
-            places = [at for at, _ in middle]
-            upper = list(zip(places, (y.place(s.high) for s in piece), strict=True))
-            lower = list(zip(places, (y.place(s.low) for s in piece), strict=True))
+            x_positions = [at for at, _ in middle]
+            upper = list(zip(x_positions, (y.place(s.high) for s in piece), strict=True))
+            lower = list(zip(x_positions, (y.place(s.low) for s in piece), strict=True))
             bands.append(path_through([*upper, *reversed(lower)]) + "Z")
         if len(series.stretches) <= _FEW or len(piece) == 1:
             yield from (element("circle", cx=at, cy=height, r=1.8, class_=f"dot {kind}") for at, height in middle)
@@ -165,9 +167,9 @@ def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
     stretches = drawn[0].stretches
     every = -(-len(stretches) // _MOST_SPOTS)
     chosen = stretches[::every]
-    places = [x.place((s.first + s.last) / 2) for s in chosen]
-    edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(places)), _RIGHT]
-    for stretch, at, (left, right) in zip(chosen, places, pairwise(edges), strict=True):
+    x_positions = [x.place((s.first + s.last) / 2) for s in chosen]
+    edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(x_positions)), _RIGHT]
+    for stretch, at, (left, right) in zip(chosen, x_positions, pairwise(edges), strict=True):
         label = describe(drawn, stretch)
         label_width = 5.9 * len(label) + 12
         start = min(max(at - label_width / 2, _LEFT), _RIGHT - label_width)
@@ -187,6 +189,6 @@ def describe(drawn: Sequence[Series], stretch: Segment) -> str:
     first = f"{stretch.first:,.0f}"
     where = first if stretch.first == stretch.last else f"{first} to {stretch.last:,.0f}"
     spread = f" ({brief(stretch.low)} to {brief(stretch.high)})" if stretch.low != stretch.high else ""
-    others = [(one.name, one.at(stretch.first)) for one in drawn[1:]]
+    others = [(metric.name, metric.at(stretch.first)) for metric in drawn[1:]]
     more = "".join(f", {name} {brief(value)}" for name, value in others if value is not None)
     return f"step {where}: {brief(stretch.mean)}{spread}{more}"

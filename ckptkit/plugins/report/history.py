@@ -97,8 +97,8 @@ class Series:
         return is_broken and self._breaks <= _MOST_BREAKS
 
     def _halve(self) -> None:
-        for one, other in zip(self.stretches[::2], self.stretches[1::2], strict=False):
-            one.join(other)
+        for earlier, later in zip(self.stretches[::2], self.stretches[1::2], strict=False):
+            earlier.join(later)
         self.stretches = self.stretches[::2]
         self._width *= 2
 
@@ -114,7 +114,7 @@ class Series:
 
     def at(self, step: float) -> float | None:
         """Return the mean of the segment that contains a step; None if there is none."""
-        return next((one.mean for one in self.stretches if one.first <= step <= one.last), None)
+        return next((segment.mean for segment in self.stretches if segment.first <= step <= segment.last), None)
 
 
 METRICS = "metrics.jsonl"  # written by ckptkit's training loop: one JSON line per step
@@ -156,9 +156,9 @@ class History:
             self.resumed = [*[at for at in self.resumed if at < step][-_MOST_RESUMED:], step]
         self.last_step = step
         for name, value in entry.items():
-            found = number(value)
-            if found is not None and name != "step":
-                self._of(str(_ALSO_CALLED.get(name, name))).add(step, found)
+            converted = number(value)
+            if converted is not None and name != "step":
+                self._of(str(_ALSO_CALLED.get(name, name))).add(step, converted)
 
     def _of(self, name: str) -> Series:
         if name not in self.series and len(self.series) >= _MOST_SERIES:
@@ -185,14 +185,14 @@ def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | Non
     if (root / METRICS).is_file():
         return from_log(root / METRICS, progress)
     listed = list(checkpoints)
-    states = [one.path / TRAINER_STATE for one in reversed(listed) if one.path.is_dir()]
+    states = [checkpoint.path / TRAINER_STATE for checkpoint in reversed(listed) if checkpoint.path.is_dir()]
     state = next((path for path in [root / TRAINER_STATE, *states] if path.is_file()), None)
     if state is not None:
         return from_state(state)
     history = History("the checkpoints' own metrics")
-    for one in listed:
-        if one.step is not None and one.metrics:
-            history.add({**one.metrics, "step": one.step})
+    for checkpoint in listed:
+        if checkpoint.step is not None and checkpoint.metrics:
+            history.add({**checkpoint.metrics, "step": checkpoint.step})
     return history
 
 

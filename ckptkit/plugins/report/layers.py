@@ -30,7 +30,7 @@ class Norms:
     @property
     def unsound(self) -> list[str]:
         """Return the names of tensors with NaN or infinity."""
-        return [name for name, found in self.counts.items() if found.nan or found.inf]
+        return [name for name, counted in self.counts.items() if counted.nan or counted.inf]
 
 
 def weights_of(layout: Layout) -> Layout:
@@ -45,19 +45,19 @@ def measure_norms(weights: Layout, *, jobs: int | None = None, progress: Told | 
     """Read every tensor, with `jobs` threads. Raises `Corrupt` if bytes are missing."""
     located = locate(weights)
     counts = survey(located, jobs=jobs, progress=progress)
-    return Norms(counts, by_layer({name: found.moments.norm for name, found in counts.items()}))
+    return Norms(counts, by_layer({name: counted.moments.norm for name, counted in counts.items()}))
 
 
 def by_layer(norms: Mapping[str, float]) -> tuple[LayerKind, ...]:
     """Return the norms by layer for each tensor name without layer index; the experts of a layer are combined."""
-    found: dict[str, dict[int, float]] = {}
+    by_kind: dict[str, dict[int, float]] = {}
     for name, norm in norms.items():
         steps = name.split(".")
         numbers = [int(step) for step in steps[:-1] if is_number(step)]
         if numbers and math.isfinite(norm):
-            layers = found.setdefault(".".join("*" if is_number(step) else step for step in steps), {})
+            layers = by_kind.setdefault(".".join("*" if is_number(step) else step for step in steps), {})
             layers[numbers[0]] = math.hypot(layers.get(numbers[0], 0.0), norm)
-    return tuple(LayerKind(name, layers) for name, layers in found.items())
+    return tuple(LayerKind(name, layers) for name, layers in by_kind.items())
 
 
 _WIDTH, _HEIGHT = 960, 330
@@ -96,12 +96,12 @@ def draw_layers(title: str, kinds: Sequence[LayerKind], *, is_narrow: bool = Fal
 
 def draw_kind(kind: LayerKind, x: Axis, y: Axis, fill: str) -> Markup:
     """Draw the line of a kind, with a dot and a tooltip per layer."""
-    places = [(layer, value, x.place(layer), y.place(value)) for layer, value in sorted(kind.by_layer.items())]
+    points = [(layer, value, x.place(layer), y.place(value)) for layer, value in sorted(kind.by_layer.items())]
     dots = [
         element("circle", element("title", f"{kind.name}, layer {layer}: {brief(value)}"), cx=at, cy=height, r=2.6)
-        for layer, value, at, height in places
+        for layer, value, at, height in points
     ]
-    line = element("path", d=path_through([place[2:] for place in places]), class_="curve", stroke=fill)
+    line = element("path", d=path_through([point[2:] for point in points]), class_="curve", stroke=fill)
     return element("g", line, dots, fill=fill, class_="kind")
 
 
@@ -133,11 +133,11 @@ def spread(wanted: Sequence[float], low: float, high: float) -> list[float]:
 
     They stay between `low` and `high` if there is enough space.
     """
-    places: list[float] = []
-    for place in wanted:
-        places.append(max(place, places[-1] + _APART if places else low))
-    limit = max(high, low + _APART * (len(places) - 1))
-    for i in reversed(range(len(places))):
-        places[i] = min(places[i], limit)
-        limit = places[i] - _APART
-    return places
+    spaced: list[float] = []
+    for position in wanted:
+        spaced.append(max(position, spaced[-1] + _APART if spaced else low))
+    limit = max(high, low + _APART * (len(spaced) - 1))
+    for i in reversed(range(len(spaced))):
+        spaced[i] = min(spaced[i], limit)
+        limit = spaced[i] - _APART
+    return spaced

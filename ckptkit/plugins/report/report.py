@@ -131,7 +131,9 @@ def list_checkpoints(root: Path) -> Listing:
 
 def newest(listing: Listing) -> Path | None:
     """Return the checkpoint to describe: the latest, or else a complete one without a step."""
-    return listing.latest or next((one.path for one in reversed(listing.checkpoints) if one.is_complete), None)
+    return listing.latest or next(
+        (checkpoint.path for checkpoint in reversed(listing.checkpoints) if checkpoint.is_complete), None
+    )
 
 
 def read_settings(path: Path) -> dict[str, object]:

@@ -84,9 +84,9 @@ class S3Keeper:
         if not claim.is_deletion:
             return (f"an {claim.describe()}",)
         self.refresh()
-        if held := self.holds(checkpoint):
+        if reasons := self.holds(checkpoint):
             self._drop_claim(checkpoint)
-            return held
+            return reasons
         keys = self._keys_before_claim(checkpoint)
         try:
             self._delete(checkpoint, keys)
@@ -102,12 +102,12 @@ class S3Keeper:
 
     def unfinished(self) -> dict[Path, str]:
         """Return the directories whose deletion was interrupted, with the reason."""
-        found: dict[Path, str] = {}
+        interrupted: dict[Path, str] = {}
         for path in self._claimed_to_delete():
             if not Checkpoint.at(path).is_complete and not self._has_new_files(path):
-                found[path] = "its deletion did not finish"
-        self._half_deleted |= found.keys()
-        return found
+                interrupted[path] = "its deletion did not finish"
+        self._half_deleted |= interrupted.keys()
+        return interrupted
 
     def work_on(self, checkpoint: Path) -> str | None:
         """Return a description of an upload that works on a directory; None if there is none.
@@ -213,11 +213,13 @@ class S3Keeper:
 
     def _keys_before_claim(self, checkpoint: Path) -> list[str]:
         """Return the keys below a checkpoint that are not newer than its claim, without the claim itself."""
-        own = self._claim_key(checkpoint)
-        found = list_objects(self.bucket, f"{key_of(checkpoint)}/")
-        if own not in found:
+        claim_key = self._claim_key(checkpoint)
+        objects = list_objects(self.bucket, f"{key_of(checkpoint)}/")
+        if claim_key not in objects:
             return []
-        return [key for key, one in found.items() if key != own and one.changed <= found[own].changed]
+        return [
+            key for key, stored in objects.items() if key != claim_key and stored.changed <= objects[claim_key].changed
+        ]
 
     def _delete(self, checkpoint: Path, keys: Sequence[str]) -> None:
         """Delete objects: first those that make a checkpoint visible, and the claim last."""
@@ -335,15 +337,15 @@ def keys_to_see(checkpoint: Path) -> set[str]:
 
     They are manifests, config.json, and for each component its metadata files, or all files if there are none.
     """
-    found = {checkpoint / MANIFEST, checkpoint / CONFIG}
-    for part in Checkpoint.at(checkpoint).components:
-        found |= {part.path / MANIFEST, part.path / CONFIG}
+    paths = {checkpoint / MANIFEST, checkpoint / CONFIG}
+    for component in Checkpoint.at(checkpoint).components:
+        paths |= {component.path / MANIFEST, component.path / CONFIG}
         with suppress(
             Corrupt, Mismatch, NotACheckpoint, Unsupported
         ):  # a reader cannot find an unreadable component anyway
-            layout = part.layout
-            found |= {layout.root / name for name in (layout.descriptions or layout.paths)}
-    return {key_of(path) for path in found}
+            layout = component.layout
+            paths |= {layout.root / name for name in (layout.descriptions or layout.paths)}
+    return {key_of(path) for path in paths}
 
 
 def key_of(path: Path) -> str:

@@ -34,12 +34,12 @@ class S3SmallFiles:
         except IOFailure as error:
             if find_code(error) not in (*_TAKEN, *_ABSENT):
                 raise
-            found = self.tag(path)
+            tag = self.tag(path)
             # same content: our own object, if the response was lost and the library retried
-            if not found or self._bucket.read(path.key) != content:
+            if not tag or self._bucket.read(path.key) != content:
                 hint = "stop the other process, then run the same command again"
                 raise Occupied("another process has written or deleted this object", path=path, hint=hint) from error
-            return found
+            return tag
         finally:
             refresh(path)
         return str(response["ETag"])

@@ -40,30 +40,30 @@ class ClaimedPlace:
         """Return the claim with its notes, and the other objects of the destination."""
         own, others = [], []
         base = self.place.key("")
-        for key, one in objects.items():
+        for key, stored in objects.items():
             if self.place.is_own(key):
-                own.append(one)
+                own.append(stored)
             elif key == base if self.place.is_file else key.startswith(base):
-                others.append(one)
+                others.append(stored)
         return own, others
 
 
 def find_uploads(root: RemotePath) -> list[OpenUpload]:
     """Return the unfinished uploads at or below a prefix; the most recently active come last."""
     bucket = S3Bucket(root.top)
-    objects = {key: one for key, one in list_objects(bucket, root.key).items() if is_in(key, root.key)}
-    uploads = [one for one in list_uploads(bucket, root.key) if is_in(one.key, root.key)]
-    parts_by_upload = zip(uploads, at_once(lambda one: measure_parts(bucket, one), uploads), strict=True)
+    objects = {key: stored for key, stored in list_objects(bucket, root.key).items() if is_in(key, root.key)}
+    uploads = [upload for upload in list_uploads(bucket, root.key) if is_in(upload.key, root.key)]
+    parts_by_upload = zip(uploads, at_once(lambda upload: measure_parts(bucket, upload), uploads), strict=True)
     measured = {upload: sent for upload, sent in parts_by_upload if sent is not None}
     places = list(claimed_places(bucket, objects))
     now = read_clock(bucket)
     named = {upload for place in places for upload in (place.claim.uploads or {}).values()}
-    unclaimed = [one for one in measured if one.upload not in named]
+    unclaimed = [upload for upload in measured if upload.upload not in named]
     every = [
         *(claimed_upload(place, objects, measured, now) for place in places),
-        *(unclaimed_upload(bucket, one, measured[one], now) for one in unclaimed),
+        *(unclaimed_upload(bucket, upload, measured[upload], now) for upload in unclaimed),
     ]
-    return sorted(every, key=lambda one: (-one.idle_seconds, str(one.path)))
+    return sorted(every, key=lambda upload: (-upload.idle_seconds, str(upload.path)))
 
 
 def claimed_places(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[ClaimedPlace]:
@@ -84,10 +84,10 @@ def claimed_upload(
     """Return the upload of a claimed destination."""
     claim_objects, data_objects = place.split(objects)
     ids = set((place.claim.uploads or {}).values())
-    files = tuple(one for one in measured if one.upload in ids)
+    files = tuple(stored for stored in measured if stored.upload in ids)
     write_times = [
-        *(one.changed for one in (*claim_objects, *data_objects)),
-        *(last_write(one, measured[one]) for one in files),
+        *(stored.changed for stored in (*claim_objects, *data_objects)),
+        *(last_write(stored, measured[stored]) for stored in files),
     ]
     return OpenUpload(
         place.place.path,
@@ -95,8 +95,8 @@ def claimed_upload(
         place.claim.host,
         max(0.0, now - max(write_times)),
         files,
-        sum(measured[one].nbytes for one in files),
-        sum(one.nbytes for one in data_objects),
+        sum(measured[stored].nbytes for stored in files),
+        sum(stored.nbytes for stored in data_objects),
         place.claim,
     )
 

@@ -80,9 +80,9 @@ def read_safetensors(root: Path, file: str, rank: int, item: str, spread: Mappin
     flat = FlatState()
     for name, chunk in read_header(root / file).items():
         key = (item, *paths.get(name, (name,)))
-        own = ".".join(map(str, key))
-        flat.keys[own] = key
-        flat.tensors[own] = RankTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(path=file),))
+        full_name = ".".join(map(str, key))
+        flat.keys[full_name] = key
+        flat.tensors[full_name] = RankTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(path=file),))
     return RankFile(rank, file, flat, None)
 
 
@@ -151,28 +151,28 @@ class TorchCheckpointing(FormatReader):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the checkpoint in directory `path`; each item is a top-level key."""
         items, world = find_items(path)
-        whole = FlatState()
+        joined = FlatState()
         with collector_paused():
             for name, item in items.items():
                 try:
-                    whole.update(join_item(path, name, item, report))
+                    joined.update(join_item(path, name, item, report))
                 except CkptError as error:
                     raise error.blame(path=path) from None
             descriptions = (*named_in(path), *sorted(f for f in files_of(items.values()) if is_there(path / f)))
-            layout = Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, world, descriptions)
-            layout = replace(layout, spares=whole.spares)
+            layout = Layout(path, self.name, joined.tensors, joined.blobs, joined.keys, world, descriptions)
+            layout = replace(layout, spares=joined.spares)
             check_cover(layout, report)
         return layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
         """Return every zip entry of torch.save files, and the tensors of other files, which have no checksums."""
-        found: set[FileOffset] = set()
+        yielded: set[FileOffset] = set()
         for extent in extents_of(layout, saved_by_torch(layout.root, report), report):
-            found.add((extent.path, extent.offset))
+            yielded.add((extent.path, extent.offset))
             yield extent
         for name, tensor in layout.tensors.items():
             for chunk in tensor.chunks:
-                if (chunk.path, chunk.offset) not in found:
+                if (chunk.path, chunk.offset) not in yielded:
                     yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
 
@@ -202,7 +202,7 @@ def has_dtensors(path: Path, name: str) -> bool:
         tensors = read_rank_file(path, name, 0, (), is_dict=False).tensors.values()
     except (Corrupt, Unsafe, Unsupported):
         return False
-    return any(isinstance(held.spread, Placed) for held in tensors)
+    return any(isinstance(tensor.spread, Placed) for tensor in tensors)
 
 
 def find_items(path: Path) -> tuple[dict[str, CheckpointItem], int]:
@@ -213,14 +213,14 @@ def find_items(path: Path) -> tuple[dict[str, CheckpointItem], int]:
     has_metadata = bool(named_in(path))
     items, world = read_items(path) if has_metadata else ({}, 0)
     listed = set(files_of(items.values()))
-    found = [match for name in sorted(set(names_in(path)) - listed) if (match := _OF_RANK.fullmatch(name))]
+    matches = [match for name in sorted(set(names_in(path)) - listed) if (match := _OF_RANK.fullmatch(name))]
     if not has_metadata:
-        world = max(int(match["rank"]) for match in found) + 1
-        lost = next((match[0] for match in found if match["kind"] == "safetensors"), None)
+        world = max(int(match["rank"]) for match in matches) + 1
+        lost = next((match[0] for match in matches if match["kind"] == "safetensors"), None)
         if lost is not None:
             message = f"missing: nothing else says where the tensors in `{lost}` belong"
             raise Corrupt(message, path=path / NAME, hint=ELSEWHERE)
-    for name in dict.fromkeys(match["item"] for match in found if match["kind"] == "pt"):
+    for name in dict.fromkeys(match["item"] for match in matches if match["kind"] == "pt"):
         items.setdefault(name, CheckpointItem({rank: (f"{name}_{rank}.pt", TORCH) for rank in range(world)}, {}))
     return items, world
 

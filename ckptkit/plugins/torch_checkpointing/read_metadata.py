@@ -129,7 +129,7 @@ def read_spread(metadata: Mapping[str, Any]) -> Spread:
     mesh = as_shape(tuple(data["mesh_spec"]["mesh_shape"]))
     ranks = as_shape(tuple(data["mesh_spec"]["mesh_data"]))
     shape = as_shape(tuple(data["global_shape"]))
-    placements = tuple(read_placement(one, len(shape), prod(mesh)) for one in data["placements"])
+    placements = tuple(read_placement(placement, len(shape), prod(mesh)) for placement in data["placements"])
     if len(ranks) != prod(mesh) or len(set(ranks)) != len(ranks) or len(placements) != len(mesh):
         raise ValueError("mesh")
     return Spread(shape, mesh, ranks, placements)

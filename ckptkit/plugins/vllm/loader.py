@@ -42,12 +42,12 @@ def read_ahead(tensors: LazyCheckpoint, skip: Callable[[str], bool] = keep_all) 
     pending_bytes = 0
     with ThreadPoolExecutor(_THREADS, "ckptkit-read-ahead") as pool:
         try:
-            for one in in_file_order(tensors, skip):
-                while pending and pending_bytes + one.nbytes > AHEAD_BYTES:
+            for tensor in in_file_order(tensors, skip):
+                while pending and pending_bytes + tensor.nbytes > AHEAD_BYTES:
                     pending_bytes -= pending[0][0].nbytes
                     yield take_first(pending)
-                pending_bytes += one.nbytes
-                pending.append((one, pool.submit(one.torch)))
+                pending_bytes += tensor.nbytes
+                pending.append((tensor, pool.submit(tensor.torch)))
             while pending:
                 yield take_first(pending)
         finally:  # the consumer may have stopped early

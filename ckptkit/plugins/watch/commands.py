@@ -59,7 +59,7 @@ class WatchCommand:
         command = cls(words, is_ours)
         unknown = sorted(command.places - set(PLACES))
         if unknown:
-            hint = f"there are {', '.join(f'{{{place}}}' for place in PLACES)}"
+            hint = f"there are {', '.join(f'{{{placeholder}}}' for placeholder in PLACES)}"
             raise Usage(f"`{{{unknown[0]}}}` in `{command}` is not a known placeholder", hint=hint)
         if is_ours and not command.places - {"prev"}:
             hint = "write the command with {ckpt}, as in 'consolidate {ckpt} {out}'"
@@ -72,7 +72,7 @@ class WatchCommand:
     @property
     def places(self) -> frozenset[str]:
         """Return the names of the placeholders."""
-        return frozenset(found for word in self.words for found in _PLACE.findall(word))
+        return frozenset(placeholder for word in self.words for placeholder in _PLACE.findall(word))
 
     def __str__(self) -> str:
         return " ".join(self.words)

@@ -40,7 +40,7 @@ class FileSnapshot:
 def _walk(path: Path, name: str) -> list[tuple[str, int, int]]:
     state = path.stat() if not name else path.lstat()
     if stat.S_ISDIR(state.st_mode):
-        return [found for inside in names_in(path) for found in _walk(path / inside, f"{name}/{inside}")]
+        return [entry for inside in names_in(path) for entry in _walk(path / inside, f"{name}/{inside}")]
     return [(name, state.st_size, state.st_mtime_ns)] if stat.S_ISREG(state.st_mode) else []
 
 

@@ -60,8 +60,8 @@ class WatchJournal:
         path = journal.path
         if path.exists():
             try:
-                found = json.loads(read_small(path, _LIMIT))["checkpoints"]
-                journal.entries.update({str(name): HandledRecord.from_json(one) for name, one in found.items()})
+                records = json.loads(read_small(path, _LIMIT))["checkpoints"]
+                journal.entries.update({str(name): HandledRecord.from_json(record) for name, record in records.items()})
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 hint = "remove the file: then every checkpoint is handled again"
                 raise Corrupt("not the journal of a watch", path=path, hint=hint) from error
