@@ -22,7 +22,7 @@ from ckptkit.plugins.deepspeed.unpartitioned import MODEL, Gathering, Settings, 
 from ckptkit.plugins.deepspeed.values import as_dict
 from ckptkit.plugins.deepspeed.zero import join_slices, parameters_of
 
-_SHARED = "tied_modules."  # and a key, and the name in the layer
+_SHARED = "tied_modules."  # followed by KEY.NAME, with the name inside the layer
 
 
 def layers_of(files: DeepSpeedFiles) -> Iterator[tuple[int, str]]:
@@ -85,7 +85,7 @@ def assemble(root: Path, files: DeepSpeedFiles, report: Report = refuse) -> Layo
         elif experts is not None:
             put_unpartitioned_experts(gathering, root, files, part.models[0], experts)
         else:
-            put_whole(gathering, part.models[0], root)
+            put_single_file(gathering, part.models[0], root)
     if experts is not None and names:
         put_experts(gathering, experts, masters, root)
     for number, name in layers_of(files):
@@ -135,7 +135,7 @@ def put_part(
                 raise Corrupt("two parameter groups contain this parameter", tensor=parameter.name)
             of_part[parameter.name] = parameter.master
             names[parameter.settings].append(parameter.name)
-            if parameter.name not in masters:  # tied ones are in several stages of a pipeline
+            if parameter.name not in masters:  # tied parameters appear in several pipeline stages
                 put_parameter(gathering, parameter)
         masters |= of_part
         put_module(gathering, part, masters, root, report)
@@ -193,7 +193,7 @@ def check_slices(parts: list[PartOfModel], slices: SliceMap, root: Path) -> None
         raise Unsupported(message, path=root / model.path, hint="save it with ZeRO 1, or with `save_16bit_model`")
 
 
-def put_whole(gathering: Gathering, model: ModelStates, root: Path) -> None:
+def put_single_file(gathering: Gathering, model: ModelStates, root: Path) -> None:
     """Put a model that was saved without ZeRO in a single file."""
     try:
         put_unpartitioned(gathering, model)
@@ -211,7 +211,7 @@ def put_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: l
     firsts = [part.partitions[0] for part in parts if part.partitions][: len(names_of_parts)]
     for first, names_in_part in zip(firsts, names_of_parts, strict=True):
         for i, (settings, names) in enumerate(zip(first.settings, names_in_part, strict=True)):
-            if i < len(merged) and are_alike(merged[i][1], settings):
+            if i < len(merged) and have_equal_settings(merged[i][1], settings):
                 merged[i][2].extend(name for name in names if name not in merged[i][2])
             else:
                 merged.append((first.flattening, settings, names))
@@ -219,7 +219,7 @@ def put_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: l
         gathering.put_group(flattening, i, settings, names)
 
 
-def are_alike(one: Settings, other: Settings) -> bool:
+def have_equal_settings(one: Settings, other: Settings) -> bool:
     first, second = ({key: value for key, value in group.items() if key != "params"} for group in (one, other))
     return dump(first) == dump(second)
 

@@ -37,7 +37,7 @@ from ckptkit.plugins.deepspeed.unpartitioned import (
 from ckptkit.plugins.deepspeed.values import as_dict
 
 _HINT = "check that all files come from one run"
-APART = "optimizer_expp_rank_"  # the key of one rank's optimizer, where the order of parameters is not certain
+APART = "optimizer_expp_rank_"  # prefix of the key of a rank's optimizer, if the parameter order is not certain
 
 
 def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str, StoredTensor], root: Path) -> None:
@@ -74,7 +74,7 @@ def put_unpartitioned_experts(
     shared = trained(model)
     own_shapes = expert_shapes_by_rank(experts, model, len(optimizers)) if optimizers else []
     names = [
-        # moe/utils.py, `split_params_into_different_moe_groups_for_optimizer`, splits one list of parameters
+        # in order: `split_params_into_different_moe_groups_for_optimizer` in moe/utils.py splits one ordered list
         names_in_order(optimizer, indices_if_ordered(optimizer), {**shared, **expert_shapes}, is_in_order=True)
         for optimizer, expert_shapes in zip(optimizers, own_shapes, strict=True)
     ]
@@ -84,6 +84,7 @@ def put_unpartitioned_experts(
             masters_of(optimizer, dict(enumerate(rank_names)))
             for optimizer, rank_names in zip(optimizers, names, strict=True)
         ]
+        # reversed, so that rank 0 provides the parameters that all ranks share
         masters = {name: master for of_rank in reversed(of_ranks) for name, master in of_rank.items()}
         masters |= {
             name: concatenate([of_rank[name] for of_rank in of_ranks], 0) for name in experts.fused if name in masters

@@ -22,7 +22,7 @@ _LAYER = re.compile(r"layer_([0-9]{2,9})-(?:model_([0-9]{2,9})-)?model_states\.p
 _EXPERT = re.compile(r"(?:layer_([0-9]{1,9})_)?expert_([0-9]{1,9})_mp_rank_([0-9]{2,9})_model_states\.pt")
 _EXPERT_OPTIMIZER = re.compile(r"expp_rank_([0-9]{1,9})_mp_rank_([0-9]{2,9})_optim_states\.pt")
 _ALL = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT, _EXPERT_OPTIMIZER)
-OFFLOADED = "offloaded_tensors"  # a directory with the files of the swapper
+OFFLOADED = "offloaded_tensors"  # directory of DeepSpeed's NVMe swapper
 
 
 def is_ours(name: str) -> bool:

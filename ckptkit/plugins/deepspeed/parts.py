@@ -60,7 +60,7 @@ def read_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = ref
         if -1 not in models:
             check_ranks(models, count, root, known.path, report)
         if len(partitions) < count:
-            partitions = with_lost(partitions, optimizers, count, first.shapes or ())
+            partitions = with_lost_partitions(partitions, optimizers, count, first.shapes or ())
     lost = [] if -1 in models else [rank for rank in range(count) if rank not in read]
     return PartOfModel(
         tuple(read.values()), tuple(partitions.values()), {rank: file_name_of_rank(models, rank) for rank in lost}
@@ -103,7 +103,7 @@ def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
     raise Corrupt(message, path=path, hint="pass this file itself to read its 16-bit weights")
 
 
-def with_lost(
+def with_lost_partitions(
     partitions: Mapping[int, Partition], names: dict[int, str], count: int, shapes: Sequence[Mapping[str, Shape]]
 ) -> dict[int, Partition]:
     """Return the partitions of all `count` ranks; missing partitions get unreadable chunks.

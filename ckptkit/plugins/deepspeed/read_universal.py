@@ -28,7 +28,7 @@ MASTER = "fp32"
 STEP = "step"
 OPTIMIZER = "optimizer_state.pt"
 POINTER = "latest_universal"
-_KEPT = DTYPES["float32"]  # in which DeepSpeed keeps masters and moments
+_KEPT = DTYPES["float32"]  # dtype of DeepSpeed's master weights and optimizer states
 _INNER = "optimizer_state_dict"  # from ZeRO 3
 _USED = frozenset(
     [
@@ -45,10 +45,10 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     file lists it.
     """
     models = [blame(root, name, read_model_states) for name in model_files(root, tag)]
-    shapes = [{name: whole_shape(models[0], name, group[name]) for name in group} for group in models[0].shapes or ()]
+    shapes = [{name: full_shape(models[0], name, group[name]) for name in group} for group in models[0].shapes or ()]
     for model in models[1:]:
         for known, group in zip(shapes, model.shapes or (), strict=False):
-            known.update({name: whole_shape(model, name, shape) for name, shape in group.items()})
+            known.update({name: full_shape(model, name, shape) for name, shape in group.items()})
     expert = next((name for group in shapes for name in group if without_number(name)), None)
     if expert is not None:
         message = "expected an expert's number in the model, found its number on one rank, which several experts share"
@@ -78,7 +78,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     return Layout(root, NAME, flat.tensors, flat.blobs, flat.keys, descriptions=files, twins=gathering.twins)
 
 
-def whole_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
+def full_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
     """Return the full shape of a parameter, given the `shape` on one rank (fused experts, tensor parallelism)."""
     if model.slices is not None:
         return model.slices.of(name).shape
@@ -165,7 +165,7 @@ def put_rest(gathering: Gathering, model: ModelStates, trained: Mapping[str, Sto
     for entry, value in (model.module or {}).items():
         known = trained.get(str(entry)) or trained.get(model.aliases.get(str(entry), ""))
         if known is not None and model.slices is not None:
-            continue  # a rank's slice of the rounded copy
+            continue  # only the slice of one rank, so not a copy of the full tensor
         if known is not None:
             put_copy(gathering, model.flattening, str(entry), value, known)
         elif not (is_tensor(value) and as_tensor(value).shape == (0,) and entry not in model.buffers):

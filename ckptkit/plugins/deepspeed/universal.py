@@ -284,7 +284,7 @@ def tag_of(path: Path) -> str | None:
     """Return the directory in `path` with the parameters, "" if `path` is that directory; None if there is none."""
     if holds_parameters(path):
         return ""
-    if not is_there(path / POINTER) or is_there(path / "latest"):  # with both it is a run
+    if not is_there(path / POINTER) or is_there(path / "latest"):  # a directory with both pointers is a run
         return None
     try:
         tag = read_small(path / POINTER, _POINTER_LIMIT).decode("utf-8").strip()

@@ -111,7 +111,7 @@ def parameters_of(
         by_name: dict[str, list[ZeroParameter]] = {}
         for group_of_ranks in partition_groups(number, named, partitions, experts):
             groups = [partition.groups[number] for partition in group_of_ranks.partitions]
-            check_alike(groups, group_of_ranks.partitions, root)
+            check_consistent(groups, group_of_ranks.partitions, root)
             for parameter_part in (parameters_of_sub_group if first.cuts_each else parameters_of_group)(
                 group_of_ranks.named, groups, root
             ):
@@ -136,7 +136,7 @@ def join_slices(parts: Sequence[ZeroParameter], sliced: SlicedParameter) -> Zero
     return replace(first, master=sliced.join([part.master for part in parts]), moments=moments)
 
 
-def check_alike(groups: Sequence[PartitionedGroup], partitions: Sequence[Partition], root: Path) -> None:
+def check_consistent(groups: Sequence[PartitionedGroup], partitions: Sequence[Partition], root: Path) -> None:
     """Check that all ranks saved the same states, paddings and dtypes for a group.
 
     Raises `Unsupported` if the group has another number of ranks, `Corrupt` if the ranks differ.

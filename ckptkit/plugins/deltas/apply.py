@@ -65,7 +65,7 @@ def apply(
         return prospect
     try:
         written = write(conversion)
-    except Corrupt as error:  # a tensor did not become what the deltas say
+    except Corrupt as error:  # the CRC-32 of a result differs: blame the delta for changed tensors, else the base
         is_changed = error.tensor in chain.specs
         raise error.blame(path=chain.file_of(str(error.tensor)) if is_changed else opened.path) from error.__cause__
     return complete(conversion, prospect, written, time.perf_counter() - began)

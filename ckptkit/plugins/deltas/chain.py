@@ -32,15 +32,15 @@ class LoadedChanges:
     def __init__(self, chain: DeltaChain) -> None:
         self._chain = chain
         self._lock = threading.Lock()
-        self._kept: dict[str, Changes | None] = {}
+        self._cache: dict[str, Changes | None] = {}
 
     def __getitem__(self, name: str) -> Changes | None:
         with self._lock:
-            if name not in self._kept:
-                while len(self._kept) >= _KEPT:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[name] = self._chain.load(name)
-            return self._kept[name]
+            if name not in self._cache:
+                while len(self._cache) >= _KEPT:
+                    del self._cache[next(iter(self._cache))]
+                self._cache[name] = self._chain.load(name)
+            return self._cache[name]
 
 
 class Patched:

@@ -179,9 +179,9 @@ class ComparedPair:
 
     def report(self, output: Path, found: FoundChanges, checked: int) -> WrittenDelta:
         """Return the planned delta for these changes."""
-        from ckptkit.plugins.deltas.nan import say_nan
+        from ckptkit.plugins.deltas.nan import nan_warnings
 
-        notes = say_nan(found.spool.nan) if found.spool.changed else ("no tensor changed",)
+        notes = nan_warnings(found.spool.nan) if found.spool.changed else ("no tensor changed",)
         return WrittenDelta(
             base=self.sides[0].path,
             new=self.sides[1].path,

@@ -110,6 +110,7 @@ def change(local: Path, base: Layout, sums: Mapping[str, int], successor: Succes
         record = write_log(new_journal, base, sums, successor)
         with translate_os_errors(local):
             sync_tree(new_journal)
+            # this rename commits the change: after it, a crash is completed and not undone
             again(os.rename, new_journal, local / JOURNAL)
             sync_path(local)
     except BaseException:
@@ -140,6 +141,7 @@ def complete(local: Path) -> Delta:
     check_result(local, layout, log.record)
     renew_manifest(local, layout, log.record, touched)
     with translate_os_errors(local):
+        # last: a crash before this rename repeats the whole change, which is idempotent
         again(os.rename, local / JOURNAL, local / _OLD)
         sync_path(local)
     clear(local)

@@ -22,6 +22,6 @@ def count_nan(values: Array, dtype: str) -> int:
     return 0
 
 
-def say_nan(number: int) -> tuple[str, ...]:
+def nan_warnings(number: int) -> tuple[str, ...]:
     """Return a warning if the delta contains NaN."""
     return (f"{count(number, 'new value', 'is')} NaN: vLLM refuses such a patch",) if number else ()

@@ -55,6 +55,7 @@ class Spool:
         self.changed[name] += changes.number
         self.nan += count_nan(changes.values, spec.dtype.name)
         if self._path is None or is_whole(spec, self.changed[name]):
+            # the full tensor will be stored instead, so its blocks are not needed
             self._blocks.pop(name, None)
             return
         positions = (changes.positions + first).astype(index_dtype(spec))

@@ -24,7 +24,7 @@ from ckptkit.layout import edits
 from ckptkit.plugins.deltas.chain import DeltaChain
 from ckptkit.plugins.deltas.changes import load_changes, read_all, view
 from ckptkit.plugins.deltas.identity import sums_of
-from ckptkit.plugins.deltas.nan import count_nan, say_nan
+from ckptkit.plugins.deltas.nan import count_nan, nan_warnings
 from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import FORMAT, RECORD
@@ -108,7 +108,7 @@ def read_and_check(delta: Delta, problems: Problems) -> Verified:
     return Verified(
         delta.path,
         FORMAT,
-        notes=say_nan(checked.nan),
+        notes=nan_warnings(checked.nan),
         files=len(files),
         tensors=len(delta.record.tensors),
         nbytes=sum(file_size(delta.path / name) for name in files),

@@ -145,7 +145,7 @@ def patch_of(chain: DeltaChain, name: str) -> CheckpointWeightPatch:
 
 @contextmanager
 def log_errors() -> Iterator[None]:
-    """Log an error of ckptkit in one line, because vLLM logs only a traceback."""
+    """Log an error of ckptkit in one line; vLLM logs the traceback."""
     try:
         yield
     except CkptError as error:

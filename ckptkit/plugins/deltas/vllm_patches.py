@@ -15,7 +15,8 @@ from ckptkit.plugins.deltas.changes import Changes, merge_changes, read_all, vie
 from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, Delta, index_dtype, open_delta
 from ckptkit.plugins.deltas.verify_delta import check_tensor
 
-FLOATS = ("float64", "float32", "float16", "bfloat16")  # NaN marks what does not change in a patch of vLLM
+# in a vLLM patch NaN marks unchanged elements, so only floats can be patched
+FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def check_chain(places: Sequence[str | Path], weights: LoadedWeights) -> tuple[DeltaChain, LoadedWeights]:

@@ -115,7 +115,7 @@ def estimate(
         prefetch=prefetch,
         cpu_offload=cpu_offload,
     )
-    setups = vary(setup, strategy, replicas)
+    setups = setups_for(setup, strategy, replicas)
     return Estimated(
         architecture,
         tuple(make_budget(architecture, variant) for variant in setups),
@@ -137,7 +137,7 @@ def choose_length(model: Architecture, wanted: int | None) -> int:
     return wanted
 
 
-def vary(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
+def setups_for(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
     """Return the setup for `strategy`, or for each strategy.
 
     Without an explicit request, hybrid_shard is left out if the GPUs cannot be divided into replicas.

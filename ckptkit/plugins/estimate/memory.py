@@ -155,9 +155,8 @@ def in_backward(model: Architecture, setup: Setup) -> Parts:
     """
     itemsize = setup.param_dtype.itemsize
     working = 2 * itemsize * setup.tokens * model.inner
-    if (
-        setup.recompute_every and model.layers % setup.recompute_every == 0
-    ):  # else the last block saved all of its activations
+    # if the last block is not recomputed, its activations are already counted in `kept_bytes`
+    if setup.recompute_every and model.layers % setup.recompute_every == 0:
         working += block_bytes(model, setup)
     return {
         "gathered": unsharded_bytes(model, setup) + blocks_at_once(model, setup) * model.block * itemsize,
@@ -188,8 +187,8 @@ def shard_numel(model: Architecture, shards: int) -> int:
 
 
 def unsharded_bytes(model: Architecture, setup: Setup) -> int:
-    stays = model.numel if setup.strategy == "shard_grad_op" else model.root
-    return stays * setup.param_dtype.itemsize
+    numel = model.numel if setup.strategy == "shard_grad_op" else model.root
+    return numel * setup.param_dtype.itemsize
 
 
 def blocks_at_once(model: Architecture, setup: Setup) -> int:
@@ -213,8 +212,8 @@ def kept_bytes(model: Architecture, setup: Setup) -> int:
 def block_bytes(model: Architecture, setup: Setup) -> int:
     """Return the bytes of activations that the backward of one block needs."""
     widths = 2 * model.query + 2 * model.key + 4 * model.inner
-    a_token = setup.param_dtype.itemsize * widths + _FLOAT32.itemsize * model.heads
-    return setup.tokens * a_token + sum(norm_bytes(width, setup) for width in model.norms)
+    bytes_per_token = setup.param_dtype.itemsize * widths + _FLOAT32.itemsize * model.heads
+    return setup.tokens * bytes_per_token + sum(norm_bytes(width, setup) for width in model.norms)
 
 
 def norm_bytes(width: int, setup: Setup) -> int:

@@ -59,7 +59,7 @@ class Prospect:
         return f"{page_of(self.repo_id)}{at} ({'new, ' if self.basis is None else ''}{access})"
 
 
-def look_at(path: RemotePath) -> Prospect:
+def examine_repository(path: RemotePath) -> Prospect:
     """Return the state of the repository and branch in `path`.
 
     Raises `Unsupported` for a repository of another kind, `Usage` for a commit instead of a branch.
@@ -84,7 +84,7 @@ def describe_place(path: RemotePath) -> str:
     with silent():
         require_token()
         if path.parts[1] != BUCKET:
-            return str(look_at(path))
+            return str(examine_repository(path))
         bucket_id = bucket_of(path)
         is_private = is_private_bucket(bucket_id)
         access = "public" if is_private is False else "private"
@@ -202,6 +202,7 @@ class HubBucketDestination(XetDestination):
     def _put_claim(self) -> None:
         self._files.put_small(CLAIM, StoreClaim.begin(self.plan).to_bytes())
         self._claim = self._files.sent.pop(CLAIM)
+        # the claim is not data of the checkpoint
         self._files.sent_bytes = 0
         self._change([add_line(self._place.claim_key, self._claim)])
 

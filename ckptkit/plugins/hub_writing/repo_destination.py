@@ -39,7 +39,7 @@ from ckptkit.io.stores.hub_calls import (
     silent,
 )
 from ckptkit.io.stores.hub_errors import MAIN
-from ckptkit.plugins.hub_writing.bucket_destination import Prospect, look_at
+from ckptkit.plugins.hub_writing.bucket_destination import Prospect, examine_repository
 from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, find_session
 from ckptkit.version import __version__
 
@@ -74,7 +74,7 @@ class HubRepoDestination(XetDestination):
             quiet.enter_context(silent())
             require_token()
             find_session()
-            prospect = look_at(self.path)
+            prospect = examine_repository(self.path)
             if self.is_file and not self.path.key:
                 hint = f"name a file in the repository, like {self.path}/{next(iter(self.sizes))}"
                 raise Usage("a repository is a directory, and this format is one file", path=self.path, hint=hint)

@@ -211,7 +211,7 @@ class Megatron(FormatReader):
         """
         root, files = find_files(path, report)
         saved = read_files(root, files, report)
-        job = Job(root, arrange(root, files, saved, report))
+        job = Job(root, assign_ranks(root, files, saved, report))
         check_same_job(job)
         check_arguments(job.ranks[Rank(0, 0, 0)], job.sizes)
         result = Result(job)
@@ -254,7 +254,7 @@ def read_files(root: Path, files: Mapping[str, str], report: Report) -> dict[str
     return saved
 
 
-def arrange(
+def assign_ranks(
     root: Path, files: Mapping[str, str], saved: Mapping[str, SavedRank], report: Report
 ) -> Mapping[Rank, SavedRank]:
     """Return the saved states by rank; an unreadable rank is modeled on a readable rank of the same stage."""
@@ -266,11 +266,15 @@ def arrange(
     of_stages = {rank.stage: saved[name] for rank, name in directory_names.items() if name in saved}
     ranks: dict[Rank, SavedRank] = {}
     for rank, name in sorted(directory_names.items()):
-        like = saved.get(name) or of_stages.get(rank.stage)
-        if like is None:
+        model_rank = saved.get(name) or of_stages.get(rank.stage)
+        if model_rank is None:
             message = f"no rank of stage {rank.stage} of the pipeline can be read, so its layers are unknown"
             raise Corrupt(message, path=root / name)
-        ranks[rank] = like if name in saved else replace(like, path=files.get(name, f"{name}/{FILES[0]}"), is_lost=True)
+        ranks[rank] = (
+            model_rank
+            if name in saved
+            else replace(model_rank, path=files.get(name, f"{name}/{FILES[0]}"), is_lost=True)
+        )
     return ranks
 
 

@@ -73,12 +73,12 @@ class Numbering:
         experts = range(expert_rank * self.experts, (expert_rank + 1) * self.experts)
         match = _LAYER.fullmatch(name)
         if match:
-            name = f"{match[1]}{pick(self.layers.get((match[1], run), range(0)), match[2])}{match[3]}"
+            name = f"{match[1]}{global_index(self.layers.get((match[1], run), range(0)), match[2])}{match[3]}"
         match = _EXPERT.fullmatch(name)
-        return f"{match[1]}{pick(experts, match[2])}{match[3]}" if match else name
+        return f"{match[1]}{global_index(experts, match[2])}{match[3]}" if match else name
 
 
-def number(names: Mapping[Run, Iterable[str]]) -> Numbering:
+def make_numbering(names: Mapping[Run, Iterable[str]]) -> Numbering:
     """Return the numbering of layers and experts, from the tensor names on one rank per run."""
     layers: dict[tuple[str, Run], range] = {}
     next_layer: dict[str, int] = {}
@@ -108,7 +108,7 @@ def count_layers(names: Iterable[str]) -> dict[str, int]:
     return {stack: len(numbers) for stack, numbers in indices.items()}
 
 
-def pick(numbers: range, text: str) -> int:
+def global_index(numbers: range, text: str) -> int:
     """Return the global index of a local index. Raises `Corrupt` if the local index is out of range."""
     local = as_number(text)
     if local >= len(numbers):
@@ -128,9 +128,8 @@ def as_number(text: str) -> int:
 _GROUPED = (".experts.weight1", ".experts.weight2")
 _COUNTED = ".local_tokens_per_expert"
 
-TensorsByRank = Mapping[
-    Rank, Mapping[int, Mapping[str, StoredTensor]]
-]  # tensors by rank, run of layers, and local name
+# tensors by rank, run of layers, and local name
+TensorsByRank = Mapping[Rank, Mapping[int, Mapping[str, StoredTensor]]]
 
 
 class JoinedTensor(NamedTuple):
@@ -160,7 +159,7 @@ class Job:
     @cached_property
     def numbering(self) -> Numbering:
         """Return the global numbering of layers and experts."""
-        return number({(run, stage): self.ranks[Rank(0, stage, 0)].specs(run) for run, stage in self.runs})
+        return make_numbering({(run, stage): self.ranks[Rank(0, stage, 0)].specs(run) for run, stage in self.runs})
 
     @property
     def sound(self) -> SavedRank:

@@ -117,7 +117,7 @@ class ObjectDestination:
         if name in self._streams:
             self._require_sizes()
             if self._bucket.head(self._place.key(name)) is not None:
-                raise self._taken(name)
+                raise self._occupied_error(name)
             self._finish(name)
         sent = self.whole[name]
         if sent.crc32 != crc:
@@ -136,7 +136,7 @@ class ObjectDestination:
         if self._bucket.create(key, data) is not None:
             self._count(name, len(data), len(data))
         elif (existing := self._bucket.read(key)) is None or existing[0] != data:
-            raise self._taken(name)
+            raise self._occupied_error(name)
 
     def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
         """Raise `Unsupported`: several processes cannot write one file in this store."""
@@ -166,9 +166,8 @@ class ObjectDestination:
         claim = StoreClaim.begin(self.plan, owner=self._owner)
         if self._bucket.create(self._place.claim_key, claim.to_bytes()) is None:
             previous = self._read_claim()
-            if (
-                previous is None or previous[0].owner != self._owner
-            ):  # our own claim: the response to a first request was lost
+            # our own claim may exist: the response to a first request was lost
+            if previous is None or previous[0].owner != self._owner:
                 raise self._place.was_taken()
         self._delete(existing, first)
 
@@ -247,7 +246,7 @@ class ObjectDestination:
             goes_on = current is not None and current[0].plan == self.plan
             raise self._place.was_lost("goes on with" if goes_on else "has abandoned")
 
-    def _taken(self, name: str) -> Occupied:
+    def _occupied_error(self, name: str) -> Occupied:
         hint = "delete this object, then run the same command again"
         return Occupied("another object is there", path=self.path / name, hint=hint)
 

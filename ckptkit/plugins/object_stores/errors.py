@@ -101,7 +101,7 @@ def refusal(error: BaseException, path: Path) -> IOFailure:
 
     It is `NoRoom` if the store is full. The error names the bucket instead of the object if the bucket is the cause.
     """
-    message, hint = find_words(error)
+    message, hint = find_message(error)
     words = _WORDS.get(path.parts[0].removesuffix(":"), _WORDS["gs"])
     kind = NoRoom if (message, hint) == _FULL else IOFailure
     is_of_bucket = (message, hint) in (_BUCKET, _BAD_NAME)
@@ -109,7 +109,7 @@ def refusal(error: BaseException, path: Path) -> IOFailure:
     return kind(f"{message.format_map(words)}: {find_reason(error)}", path=where, hint=hint.format_map(words))
 
 
-def find_words(error: BaseException) -> tuple[str, str]:
+def find_message(error: BaseException) -> tuple[str, str]:
     """Return the message and the hint for an error."""
     code, status = find_code(error), find_status(error)
     known = REFUSALS.get(code)

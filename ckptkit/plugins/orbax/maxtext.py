@@ -165,7 +165,7 @@ def inverse_root(hidden: int, *, is_rounded: bool) -> float:
     The root is in float32, or in bfloat16 if `is_rounded`.
     """
     fraction, exponent = frexp(hidden**0.5)
-    bits = 8 if is_rounded else 24  # of the fraction; `round` rounds half to even, like XLA
+    bits = 8 if is_rounded else 24  # of the fraction; `round` rounds half to even
     return 1 / ldexp(round(ldexp(fraction, bits)), exponent - bits)
 
 

@@ -55,6 +55,7 @@ def compare_logits(one: Runnable, two: Runnable, ids: Tensor) -> Logits:
     is_rounded = dtypes != {name: tensor.spec.dtype for name, tensor in two.layout.tensors.items()}
     alike = Forward(two, dtypes).run(ids) if is_rounded else theirs
     a, b = (logits.double().log_softmax(-1) for logits in (ours.logits, theirs.logits))
+    # rounding can make a KL slightly negative; NaN counts as an infinite difference
     divergence = (b.exp() * (b - a)).nan_to_num(nan=torch.inf).sum(-1).clamp(min=0)
     first = next((name for name, output in alike.outputs.items() if not is_same(ours.outputs.get(name), output)), None)
     return Logits(
@@ -237,6 +238,7 @@ def compute_buffers(model: Any, source: Runnable) -> None:
 
 
 def sentinel_like(buffer: Tensor) -> Tensor:
+    # values that no initialization produces: a buffer that still has them was not set
     sentinel = torch.empty(buffer.shape, dtype=buffer.dtype)
     return (
         sentinel.fill_(torch.nan)

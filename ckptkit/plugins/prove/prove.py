@@ -66,9 +66,8 @@ class Runnable:
             if name not in tensors and origin in tensors:
                 tensors[name] = tensors[origin]
             elif name in tensors and origin in tensors:
-                check_equal(
-                    translated.layout, name, origin
-                )  # most programs keep only one of two tied tensors, so they must be equal
+                # most programs keep only one of two tied tensors, so they must be equal
+                check_equal(translated.layout, name, origin)
         runnable = cls(path, meta, replace(translated.layout, tensors=tensors), remarks)
         runnable.check()
         return runnable

@@ -101,7 +101,7 @@ class S3Keeper:
         return ()
 
     def unfinished(self) -> dict[Path, str]:
-        """Return the directories whose deletion was interrupted, with the reason."""
+        """Return the directories with an unfinished deletion that are no longer complete, with the reason."""
         interrupted: dict[Path, str] = {}
         for path in self._claimed_to_delete():
             if not Checkpoint.at(path).is_complete and not self._has_new_files(path):
@@ -197,9 +197,8 @@ class S3Keeper:
         except IOFailure as error:
             if find_code(error) not in TAKEN:
                 raise
-        return (
-            self._read_claim(checkpoint) or ours
-        )  # read again: some stores ignore the condition, so another claim may exist
+        # read again: some stores ignore the condition, so another claim may exist
+        return self._read_claim(checkpoint) or ours
 
     def _read_claim(self, checkpoint: Path) -> StoreClaim | None:
         """Return the claim on a checkpoint, from the store and not from a cache."""
@@ -226,6 +225,7 @@ class S3Keeper:
         first = keys_to_see(checkpoint).intersection(keys)
         rest = [key for key in keys if key not in first]
         for batch in (*in_batches(sorted(first)), *in_batches(rest)):
+            # another process may have finished this deletion, and new files may be there
             if not self.is_being_deleted(checkpoint):
                 self._require_gone(checkpoint)
                 return
@@ -293,7 +293,9 @@ class S3Post:
         """Write the object, then wait for a deletion that started before it."""
         until = read_clock(self.keeper.bucket) + self.longest
         content = {"checkpoint": checkpoint.name, "host": socket.gethostname(), "until": until}
-        if self._may(partial(self.keeper.bucket.call, "put_object", self._object, Body=json.dumps(content).encode())):
+        if self._try_write(
+            partial(self.keeper.bucket.call, "put_object", self._object, Body=json.dumps(content).encode())
+        ):
             last = time.monotonic() + _PATIENCE
             while self.keeper.is_being_deleted(checkpoint) and time.monotonic() < last:
                 time.sleep(_PAUSE)
@@ -301,7 +303,7 @@ class S3Post:
 
     def unprotect(self) -> None:
         """Delete the object."""
-        self._may(partial(self.keeper.bucket.call, "delete_object", self._object))
+        self._try_write(partial(self.keeper.bucket.call, "delete_object", self._object))
 
     def clock_ns(self) -> int:
         """Return the time of the store."""
@@ -311,7 +313,7 @@ class S3Post:
         """Raise `NotACheckpoint` if the journal was moved or removed."""
         watches.require_place(self.lock, self.home, self.key)
 
-    def _may(self, write: Callable[[], object]) -> bool:
+    def _try_write(self, write: Callable[[], object]) -> bool:
         """Write to the run, and return whether the credentials allow it. Warns once if they do not."""
         if not self.can_hold:
             return False
@@ -333,16 +335,15 @@ class S3Post:
 
 
 def keys_to_see(checkpoint: Path) -> set[str]:
-    """Return the keys of the files that make a checkpoint visible: without any of them no reader finds it.
+    """Return the keys of the files that make a checkpoint visible: when all of them are gone, no reader finds it.
 
-    They are manifests, config.json, and for each component its metadata files, or all files if there are none.
+    They are manifests, config.json, and for each component its metadata files, or all files if it has no metadata.
     """
     paths = {checkpoint / MANIFEST, checkpoint / CONFIG}
     for component in Checkpoint.at(checkpoint).components:
         paths |= {component.path / MANIFEST, component.path / CONFIG}
-        with suppress(
-            Corrupt, Mismatch, NotACheckpoint, Unsupported
-        ):  # a reader cannot find an unreadable component anyway
+        # a reader cannot find an unreadable component anyway
+        with suppress(Corrupt, Mismatch, NotACheckpoint, Unsupported):
             layout = component.layout
             paths |= {layout.root / name for name in (layout.descriptions or layout.paths)}
     return {key_of(path) for path in paths}

@@ -68,7 +68,7 @@ def read_items(root: Path) -> tuple[dict[str, CheckpointItem], int]:
         world = value["world_size"]
         if type(world) is not int or not 0 < world <= _MOST_RANKS:
             raise Corrupt(f"expected metadata of 1 to {_MOST_RANKS} ranks, found {world!a}")
-        items = grouped(value) if version == "1.0" else value["metadata"]
+        items = group_by_item(value) if version == "1.0" else value["metadata"]
         return {name: read_item(root, name, item, world) for name, item in items.items()}, world
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Corrupt("the metadata is malformed", path=path) from error
@@ -76,7 +76,7 @@ def read_items(root: Path) -> tuple[dict[str, CheckpointItem], int]:
         raise error.blame(path=path) from None
 
 
-def grouped(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def group_by_item(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return metadata of version 1.0, whose paths begin with the item, in the form of later versions."""
     items: dict[str, dict[str, Any]] = {}
     for text, groups in value["metadata"].items():

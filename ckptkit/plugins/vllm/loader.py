@@ -125,7 +125,7 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
             every = remember(model, opened.tensors.layout, read_ahead(opened.tensors))
             yield from (one for one in every if not skip(one[0]))
         except CkptError as error:
-            _logger.log(logging.ERROR, "ckptkit: %s", error)  # in one line, because vLLM logs only a traceback
+            _logger.log(logging.ERROR, "ckptkit: %s", error)  # in one line; vLLM logs the traceback
             raise
 
     def open(self, model_config: Any) -> HubModel:
@@ -137,6 +137,7 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
         name = model_config.model
         first = self.extra.setdefault(_FIRST, name)
         if name != first and getattr(model_config, "runner_type", None) != "draft":
+            # another model replaces the first: `path` is the checkpoint of the first
             self.extra.pop(PATH, None)
         source = self.extra.get(PATH) if name == first else None
         checkpoint = Checkpoint.open(to_model_path(str(source or name)))

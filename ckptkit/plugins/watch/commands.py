@@ -18,13 +18,8 @@ from typing import Self
 
 from ckptkit.errors import Occupied, Usage
 
-PLACES = (
-    "ckpt",
-    "name",
-    "step",
-    "out",
-    "prev",
-)  # placeholders; also set as environment variables CKPTKIT_CKPT and so on
+# placeholders; also set as environment variables CKPTKIT_CKPT and so on
+PLACES = ("ckpt", "name", "step", "out", "prev")
 _PLACE = re.compile(r"(?<!\$)\{([a-z]+)\}")  # not a shell's ${name}
 _OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL

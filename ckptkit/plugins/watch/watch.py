@@ -251,9 +251,8 @@ class Watcher:
         entry = self.journal.entries.get(one.name)
         if entry is None or entry.state != "done":
             return False
-        return (
-            look.saved_ns == entry.saved_ns or one.is_weights_only
-        )  # prune may keep only the weights of a handled checkpoint
+        # prune may keep only the weights of a handled checkpoint, whose save time then differs
+        return look.saved_ns == entry.saved_ns or one.is_weights_only
 
     def handle(self, one: Checkpoint, look: FileSnapshot) -> bool:
         """Handle a checkpoint, protect it meanwhile, and record the outcome. Returns False if it has changed."""
@@ -295,6 +294,7 @@ class Watcher:
             if "prev" in command.places and prev is None:
                 self._tell(Event(one.path, None, f"skipped, no checkpoint was handled before: {command}"))
             elif not self.was_made(command, entry, out):
+                # recorded before the command runs: after a kill, `was_made` compares `{out}` with it
                 entry = HandledRecord("begun", saved_ns, number, identity(out))
                 self.note(one.name, entry)
                 if "out" in command.places:
