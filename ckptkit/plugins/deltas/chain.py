@@ -125,7 +125,7 @@ class DeltaChain:
         if identity == first.base:
             self._check_results(base, sums)
             return
-        message = f"expected base {short(first.base)}, found {short(identity)}{self._why(sums)}"
+        message = f"expected base {short(first.base)}, found {short(identity)}{self._describe_mismatch(sums)}"
         hint = f"pass the checkpoint that {self.deltas[0].path} was made from"
         if identity == self.deltas[-1].record.new:
             message, hint = (
