@@ -87,7 +87,7 @@ def watch(
     once: bool = False,
     tell: Listener | None = None,
 ) -> Watched:
-    """Handle every checkpoint of the run at `run` once, oldest first: existing and new ones.
+    """Handle every checkpoint of the run at `run` once, the oldest first: existing and new ones.
 
     `do` are commands of ckptkit and `exec` other programs, one or several, each a command line (split as by a shell) or
     a list of words. They run one after the other, in their own processes and without a shell. The placeholders
