@@ -25,7 +25,7 @@ from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, check_ranks
 from ckptkit.plugins.deepspeed.unpartitioned import (
     MODEL,
     Gathering,
-    Numbered,
+    IndexedOptimizer,
     masters_of,
     names_in_order,
     put_groups,
@@ -109,7 +109,7 @@ def put_unpartitioned_experts(
 
 def put_joined(
     gathering: Gathering,
-    optimizers: Sequence[Numbered],
+    optimizers: Sequence[IndexedOptimizer],
     names: Sequence[list[str]],
     shared: int,
     experts: ExpertFiles,
@@ -146,12 +146,12 @@ def join_ranks(own: Sequence[FlatState]) -> list[FlatState]:
     return [replace(first, tensors=tensors)]
 
 
-def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[Numbered]:
+def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[IndexedOptimizer]:
     """Return the optimizers of the expert-parallel ranks.
 
     Raises `Incomplete` if a file is missing, `Corrupt` if a file comes from another run.
     """
-    optimizers: dict[int, Numbered] = {}
+    optimizers: dict[int, IndexedOptimizer] = {}
     for rank, name in sorted(files.expert_optimizers.items()):
         file = read_state_file(root, name)
         try:
@@ -168,7 +168,7 @@ def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[Numbered]:
     return list(optimizers.values())
 
 
-def indices_if_ordered(optimizer: Numbered) -> list[Any]:
+def indices_if_ordered(optimizer: IndexedOptimizer) -> list[Any]:
     """Return the parameter indices in order if the first group has no experts and all other groups do; else []."""
     kinds = [bool(group.get("moe")) for group in optimizer.groups]
     is_known = kinds == [False] + [True] * (len(kinds) - 1)

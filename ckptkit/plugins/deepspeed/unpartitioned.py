@@ -94,7 +94,7 @@ Names = Mapping[int, str]  # parameter index to name
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered:
+class IndexedOptimizer:
     """An optimizer with parameter indices: groups, states, fp32 master weights, and all other saved entries."""
 
     flattening: Flattening
@@ -108,7 +108,7 @@ class Numbered:
         return [as_kind(group.get("params"), list, "params") for group in self.groups]
 
 
-def read_numbered(flattening: Flattening, value: Any) -> Numbered:
+def read_numbered(flattening: Flattening, value: Any) -> IndexedOptimizer:
     """Return the optimizer that was saved as `value`; None means an optimizer without states."""
     saved = dict_or_none(value, "optimizer")
     torch_state = (
@@ -119,7 +119,7 @@ def read_numbered(flattening: Flattening, value: Any) -> Numbered:
     ]
     states = dict_or_none(torch_state.get("state"), "state")
     masters = [master for group in saved.get(_MASTERS) or () for master in as_kind(group, list, _MASTERS)]
-    return Numbered(flattening, groups, states, masters, saved)
+    return IndexedOptimizer(flattening, groups, states, masters, saved)
 
 
 def put_unpartitioned(gathering: Gathering, model: ModelStates) -> None:
@@ -136,7 +136,7 @@ def put_unpartitioned(gathering: Gathering, model: ModelStates) -> None:
     put_groups(gathering, optimizer, params, has_masters=bool(masters))
 
 
-def put_states(gathering: Gathering, optimizer: Numbered, names: Names, among: range | None = None) -> None:
+def put_states(gathering: Gathering, optimizer: IndexedOptimizer, names: Names, among: range | None = None) -> None:
     """Put the optimizer states of all parameters, or only of the parameter indices in `among`."""
     for number, state in optimizer.states.items():
         if among is None or as_count(number, "state") in among:
@@ -146,7 +146,7 @@ def put_states(gathering: Gathering, optimizer: Numbered, names: Names, among: r
 
 
 def put_groups(
-    gathering: Gathering, optimizer: Numbered, params: Sequence[Sequence[str | int]], *, has_masters: bool
+    gathering: Gathering, optimizer: IndexedOptimizer, params: Sequence[Sequence[str | int]], *, has_masters: bool
 ) -> None:
     """Put the parameter groups with the parameters `params`, and the other optimizer entries.
 
@@ -164,7 +164,7 @@ def put_groups(
             gathering.flatten(optimizer.flattening, without_classes(value), (STATE[0], key))
 
 
-def masters_of(optimizer: Numbered, names: Names) -> dict[str, StoredTensor]:
+def masters_of(optimizer: IndexedOptimizer, names: Names) -> dict[str, StoredTensor]:
     """Return the fp32 master weights by name; {} if the parameter order is not certain."""
     if not (names and optimizer.masters):
         return {}
@@ -187,7 +187,7 @@ def put_weight(
 
 
 def names_in_order(
-    optimizer: Numbered, numbers: Sequence[Any], parameters: Mapping[str, Shape], *, is_in_order: bool = False
+    optimizer: IndexedOptimizer, numbers: Sequence[Any], parameters: Mapping[str, Shape], *, is_in_order: bool = False
 ) -> list[str]:
     """Return the parameter names of an optimizer in index order; [] if the order is not certain.
 

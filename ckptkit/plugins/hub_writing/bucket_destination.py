@@ -42,7 +42,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
+class TargetRepository:
     """The repository to write to: the `head` of the branch, and the `basis` of the new commit.
 
     `head` is None for a new branch, `basis` is None for a new repository.
@@ -59,7 +59,7 @@ class Prospect:
         return f"{page_of(self.repo_id)}{at} ({'new, ' if self.basis is None else ''}{access})"
 
 
-def examine_repository(path: RemotePath) -> Prospect:
+def examine_repository(path: RemotePath) -> TargetRepository:
     """Return the state of the repository and branch in `path`.
 
     Raises `Unsupported` for a repository of another kind, `Usage` for a commit instead of a branch.
@@ -76,7 +76,7 @@ def examine_repository(path: RemotePath) -> Prospect:
         basis = find(repo_id, MAIN) if head is None and revision != MAIN else head
     except CkptError as error:
         raise error.blame(path=path) from error.__cause__
-    return Prospect(repo_id, revision, head, basis)
+    return TargetRepository(repo_id, revision, head, basis)
 
 
 def describe_place(path: RemotePath) -> str:

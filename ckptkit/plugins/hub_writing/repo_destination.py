@@ -39,7 +39,7 @@ from ckptkit.io.stores.hub_calls import (
     silent,
 )
 from ckptkit.io.stores.hub_errors import MAIN
-from ckptkit.plugins.hub_writing.bucket_destination import Prospect, examine_repository
+from ckptkit.plugins.hub_writing.bucket_destination import TargetRepository, examine_repository
 from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, find_session
 from ckptkit.version import __version__
 
@@ -57,7 +57,7 @@ class HubRepoDestination(XetDestination):
     """
 
     made: str = ""
-    _repository: Prospect = field(init=False, repr=False)
+    _repository: TargetRepository = field(init=False, repr=False)
     _inline: dict[str, bytes] = field(default_factory=dict)
     _replaced: frozenset[str] = frozenset()  # the files of the checkpoint to replace
     _overwrite: bool = False
@@ -84,7 +84,7 @@ class HubRepoDestination(XetDestination):
             if prospect.basis is None:
                 basis = create_repository(prospect.repo_id, private=True)
                 head = basis if prospect.revision == MAIN else None
-                prospect = Prospect(prospect.repo_id, prospect.revision, head, basis)
+                prospect = TargetRepository(prospect.repo_id, prospect.revision, head, basis)
             self._repository = prospect
             self._files = XetFiles(self.path, ask_access(MODEL, prospect.repo_id, self._branch))
             self._quiet = quiet.pop_all()
@@ -139,7 +139,7 @@ class HubRepoDestination(XetDestination):
         """Return an existing branch for requests to the Hub: the target branch, or main."""
         return self._repository.revision if self._repository.head else MAIN
 
-    def _find_replaced(self, prospect: Prospect, check: Check) -> frozenset[str]:
+    def _find_replaced(self, prospect: TargetRepository, check: Check) -> frozenset[str]:
         """Return the files that the commit deletes unless it replaces them.
 
         A new branch starts with all files of main. Raises `Occupied` if a checkpoint exists and `overwrite` was not
@@ -154,7 +154,7 @@ class HubRepoDestination(XetDestination):
             raise destination_exists(self.path)
         return names
 
-    def _require_free(self, names: Iterable[str], prospect: Prospect) -> None:
+    def _require_free(self, names: Iterable[str], prospect: TargetRepository) -> None:
         """Raise `Occupied` if files of these names exist and must not be replaced."""
         files = prospect.head.files if prospect.head else {}
         keys = {self._key(name): name for name in names}
@@ -184,7 +184,7 @@ class HubRepoDestination(XetDestination):
             if self._key(name) in basis.files:
                 yield deletion_line(self._key(name))
 
-    def _commit(self, prospect: Prospect, basis: HubRepository, lines: Sequence[Line]) -> str:
+    def _commit(self, prospect: TargetRepository, basis: HubRepository, lines: Sequence[Line]) -> str:
         """Make the commit and return its id. If the response was lost, check whether the commit was made."""
         subject = self.path.key.rpartition("/")[2] or prospect.repo_id.partition("/")[2]
         message = f"Upload {subject} with ckptkit {__version__}"

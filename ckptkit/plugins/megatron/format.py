@@ -21,7 +21,7 @@ from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import is_there, names_in
 from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, StoredTensor
 from ckptkit.layout.wrappers import PARAM_NAMES
-from ckptkit.plugins.megatron.join import Job
+from ckptkit.plugins.megatron.join import SavedJob
 from ckptkit.plugins.megatron.saved import (
     BUFFERS,
     FILES,
@@ -36,7 +36,7 @@ from ckptkit.plugins.megatron.saved import (
     has_rank,
     is_own_state,
 )
-from ckptkit.plugins.megatron.states import Named, name_states
+from ckptkit.plugins.megatron.states import NamedOptimizer, name_states
 
 _MODEL = "model"
 _RANKS = "rank_state"
@@ -44,10 +44,10 @@ _ARGS = "args"  # the arguments of the first rank are enough
 
 
 @dataclass
-class Result:
+class LayoutBuilder:
     """The tensors and entries of the layout under construction."""
 
-    job: Job
+    job: SavedJob
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     keys: dict[str, KeyPath] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Result:
         except CkptError as error:
             report(error.blame(path=self.job.root / path))
 
-    def add_named(self, named: Mapping[Rank, Named]) -> None:
+    def add_named(self, named: Mapping[Rank, NamedOptimizer]) -> None:
         """Add the optimizer states, joined like the parameters, and the parameter groups with all names."""
         first = named[Rank(0, 0, 0)]
         for moment in dict.fromkeys(moment for optimizer in named.values() for moment in optimizer.tensors):
@@ -211,10 +211,10 @@ class Megatron(FormatReader):
         """
         root, files = find_files(path, report)
         saved = read_files(root, files, report)
-        job = Job(root, assign_ranks(root, files, saved, report))
+        job = SavedJob(root, assign_ranks(root, files, saved, report))
         check_same_job(job)
         check_arguments(job.ranks[Rank(0, 0, 0)], job.sizes)
-        result = Result(job)
+        result = LayoutBuilder(job)
         result.add_model()
         result.add_optimizer(report)
         result.add_rest()
@@ -283,7 +283,7 @@ def has_embedding(saved: SavedRank) -> bool:
     return any(name.endswith(_EMBEDDING) for run in saved.models for name in saved.specs(run))
 
 
-def check_same_job(job: Job) -> None:
+def check_same_job(job: SavedJob) -> None:
     """Raise `Corrupt` if the files come from several saves, or from jobs of different sizes."""
     first = next(iter(job.ranks.values()))
     for saved in job.ranks.values():

@@ -140,7 +140,7 @@ class JoinedTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class SavedJob:
     """The files of all ranks of one job in directory `root`."""
 
     root: Path

@@ -32,7 +32,7 @@ Parameter = tuple[int, str, Spec]  # run of layers, name in the run, dtype and s
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedOptimizer:
     """The optimizer of one rank by parameter name, per run of layers.
 
     `groups` are the parameters of each group, `settings` its other entries, `others` the entries outside all groups.
@@ -49,7 +49,7 @@ class Named:
         """Return the settings that distinguish the groups."""
         return [[settings.get(key) for key in _KIND] for settings in self.settings]
 
-    def in_order_of(self, other: Named) -> Named | None:
+    def in_order_of(self, other: NamedOptimizer) -> NamedOptimizer | None:
         """Return the optimizer with its groups in the order of another rank; None if the groups differ.
 
         A rank orders its groups by the first parameter in each of them.
@@ -67,7 +67,7 @@ class Uncertain(Exception):
     """Raised when indices and shapes do not match the model's parameters in order."""
 
 
-def name_states(saved: SavedRank) -> Named | None:
+def name_states(saved: SavedRank) -> NamedOptimizer | None:
     """Return the optimizer in the file of a rank by parameter name; None if the names are not certain."""
     try:
         return read_states(saved)
@@ -75,7 +75,7 @@ def name_states(saved: SavedRank) -> Named | None:
         return None
 
 
-def read_states(saved: SavedRank) -> Named:
+def read_states(saved: SavedRank) -> NamedOptimizer:
     """Return the optimizer by name. Raises `Uncertain`."""
     outer = as_dict(saved.entries.get(OPTIMIZER))
     inner = as_dict(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
@@ -86,7 +86,9 @@ def read_states(saved: SavedRank) -> Named:
     flats = flatten_states(saved, as_dict(inner.get("state")), list(chain.from_iterable(numbers)))
     parameter_of = match_members(saved, groups, numbers, flats)
     members = [[parameter_of[number] for number in group] for group in numbers]
-    named = Named(groups=members, settings=[{k: v for k, v in group.items() if k != "params"} for group in groups])
+    named = NamedOptimizer(
+        groups=members, settings=[{k: v for k, v in group.items() if k != "params"} for group in groups]
+    )
     for number, flat in flats.items():
         add_state(named, parameter_of[number], flat)
     named.others.update({key: value for key, value in inner.items() if key not in ("state", "param_groups")})
@@ -179,7 +181,7 @@ def shape_of(flat: FlatState) -> Shape | None:
     return shapes.pop() if shapes else None
 
 
-def add_state(named: Named, member: Parameter, flat: FlatState) -> None:
+def add_state(named: NamedOptimizer, member: Parameter, flat: FlatState) -> None:
     """Add the state of one parameter."""
     run, name, _ = member
     for moment, tensor in flat.tensors.items():
@@ -188,7 +190,7 @@ def add_state(named: Named, member: Parameter, flat: FlatState) -> None:
         named.blobs[run, name, moment] = blob
 
 
-def add_masters(named: Named, saved: SavedRank, masters: Sequence[Any]) -> None:
+def add_masters(named: NamedOptimizer, saved: SavedRank, masters: Sequence[Any]) -> None:
     """Add the fp32 master weights of 16-bit parameters, which are listed by group. Raises `Uncertain`."""
     if masters and len(masters) != len(named.groups):
         raise Uncertain

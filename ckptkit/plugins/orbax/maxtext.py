@@ -49,7 +49,7 @@ _HALF = re.compile(r"(?P<module>[^.]+)_(?P<half>local|global)\.(?P<leaf>.*)")
 _HALVES = ("local", "global")
 
 
-class Place(NamedTuple):
+class LayerPosition(NamedTuple):
     """The first layer of a tensor, the distance between its layers, and its name in each layer."""
 
     first: int
@@ -58,23 +58,23 @@ class Place(NamedTuple):
     is_scanned: bool
 
 
-def place_of(name: str, sizes: Sizes) -> Place | None:
+def place_of(name: str, sizes: Sizes) -> LayerPosition | None:
     """Return the layers of a tensor; None for a tensor outside the layers."""
     match = _PLACE.fullmatch(name)
     if match is None:
         return None
     tensor, model = match["tensor"], sizes.model_type
     if match["block"] is not None:
-        return Place(int(match["block"]), _PATTERN, tensor, is_scanned=True)
+        return LayerPosition(int(match["block"]), _PATTERN, tensor, is_scanned=True)
     if match["rest"] is not None:
         layers = sizes["layers"]
-        return Place(layers - layers % _PATTERN + int(match["rest"]), 1, tensor, is_scanned=False)
+        return LayerPosition(layers - layers % _PATTERN + int(match["rest"]), 1, tensor, is_scanned=False)
     number, is_scanned = int(match["one"] or 0), match["one"] is None
     half = _HALF.fullmatch(tensor) if model == "gemma2" else None
     if half is None:
-        return Place(number, 1, tensor, is_scanned)
+        return LayerPosition(number, 1, tensor, is_scanned)
     first = len(_HALVES) * number + _HALVES.index(half["half"])
-    return Place(first, len(_HALVES), f"{half['module']}.{half['leaf']}", is_scanned)
+    return LayerPosition(first, len(_HALVES), f"{half['module']}.{half['leaf']}", is_scanned)
 
 
 def by_layer(name: str, tensor: StoredTensor, sizes: Sizes) -> Iterator[tuple[str, StoredTensor]]:

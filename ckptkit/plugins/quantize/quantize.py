@@ -47,7 +47,7 @@ HEADS, ASKED, RAGGED, ALONE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenWeights:
     """The linear-layer weights to quantize, and the reasons why others stay unquantized, by name."""
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Chosen:
 
 def choose(
     specs: Mapping[str, Spec], linear: Iterable[str], kept: Iterable[str], scheme: Scheme, globs: Sequence[str]
-) -> Chosen:
+) -> ChosenWeights:
     """Choose among the weights of `linear` layers; loaders expect the weights in `kept` unquantized.
 
     Weights that match one of the `globs`, by tensor or module name, stay unquantized, and so do weights that must be
@@ -76,7 +76,7 @@ def choose(
     for group in groups.values():
         if any(name in skipped for name in group):
             skipped |= {name: ALONE for name in group if name not in skipped}
-    return Chosen(tuple(name for name in names if name not in skipped), skipped)
+    return ChosenWeights(tuple(name for name in names if name not in skipped), skipped)
 
 
 def reason_to_skip(name: str, spec: Spec, kept: set[str], scheme: Scheme, globs: Sequence[str]) -> str | None:
@@ -166,7 +166,7 @@ def form_of(model: Model) -> Form:
     raise Unsupported(message, path=model.companions.found_in, hint=hint)
 
 
-def as_stored(layout: Layout, chosen: Chosen) -> Layout:
+def as_stored(layout: Layout, chosen: ChosenWeights) -> Layout:
     """Return the chosen weights in their stored dtypes, so that quantizing rounds them only once."""
 
     def stored(name: str, spec: Spec) -> DType:
@@ -176,7 +176,7 @@ def as_stored(layout: Layout, chosen: Chosen) -> Layout:
     return replace(edits.cast(edits.select(layout, set(chosen.names).__contains__), stored), blobs={}, twins={})
 
 
-def with_scales(layout: Layout, chosen: Chosen, scheme: Scheme) -> Layout:
+def with_scales(layout: Layout, chosen: ChosenWeights, scheme: Scheme) -> Layout:
     """Return a layout with quantized weights and scales for the chosen matrices, without data yet."""
     tensors: dict[str, StoredTensor] = {}
     names = set(chosen.names)
@@ -192,12 +192,14 @@ def with_scales(layout: Layout, chosen: Chosen, scheme: Scheme) -> Layout:
     return replace(layout, tensors=tensors)
 
 
-def recipes_of(source: Layout, made: Layout, chosen: Chosen, scheme: Scheme, number: int) -> dict[str, RecipeFor]:
+def recipes_of(
+    source: Layout, made: Layout, chosen: ChosenWeights, scheme: Scheme, number: int
+) -> dict[str, RecipeFor]:
     """Return the recipes of quantized weights and scales; their operands are in source `number`."""
     from ckptkit.plugins.quantize.quantized_blocks import (  # imports numpy, which no copy needs
         Grid,
         Matrix,
-        Numbers,
+        QuantizedValues,
         Scales,
     )
 
@@ -211,11 +213,11 @@ def recipes_of(source: Layout, made: Layout, chosen: Chosen, scheme: Scheme, num
             rows_found = f"{grid.rows} rows of {count(columns, 'number')}"
             message = f"expected blocks of at most {_MOST_AT_HAND:,} bytes in memory, found {rows_found}"
             raise Unsupported(message, path=source.root, tensor=name)
-        recipes[name], recipes[scales] = always(Numbers(matrix, grid)), always(Scales(matrix, grid))
+        recipes[name], recipes[scales] = always(QuantizedValues(matrix, grid)), always(Scales(matrix, grid))
     return recipes
 
 
-def unquantized(layout: Layout, form: Form, chosen: Chosen) -> list[str]:
+def unquantized(layout: Layout, form: Form, chosen: ChosenWeights) -> list[str]:
     """Return the matrices that stay unquantized, for config.json.
 
     Includes both the names in the files and the names in memory, because loaders differ in which they look for.
@@ -226,7 +228,7 @@ def unquantized(layout: Layout, form: Form, chosen: Chosen) -> list[str]:
     return remaining + [old for name in remaining for old in form.came_from.get(name, ())]
 
 
-def remarks(source: Layout, chosen: Chosen, scheme: Scheme) -> list[str]:
+def remarks(source: Layout, chosen: ChosenWeights, scheme: Scheme) -> list[str]:
     """Return the remarks on which weights were quantized and which were not."""
     numbers = sum(source.tensors[name].spec.numel for name in chosen.names)
     weights = f"{count(len(chosen.names), 'weight')}, {count(numbers, 'parameter')}"

@@ -123,7 +123,7 @@ class Matrix(NamedTuple):
         return peaks
 
 
-class Numbers:
+class QuantizedValues:
     """The recipe of the 8-bit values of a matrix."""
 
     def __init__(self, matrix: Matrix, grid: Grid) -> None:

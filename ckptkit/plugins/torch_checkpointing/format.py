@@ -34,7 +34,7 @@ from ckptkit.plugins.torch_checkpointing.read_metadata import (
     SAFETENSORS,
     TORCH,
     CheckpointItem,
-    Spread,
+    TensorSharding,
     read_items,
 )
 
@@ -86,7 +86,7 @@ def read_safetensors(root: Path, file: str, rank: int, item: str, spread: Mappin
     return RankFile(rank, file, flat, None)
 
 
-def with_shards_placed(found: RankFile, spread: Mapping[KeyPath, Mapping[int, Spread]]) -> RankFile:
+def with_shards_placed(found: RankFile, spread: Mapping[KeyPath, Mapping[int, TensorSharding]]) -> RankFile:
     """Return the file of a rank, with plain tensors placed as shards where the metadata describes them so."""
     tensors = dict(found.flat.tensors)
     for name, plain in found.tensors.items():
@@ -99,7 +99,7 @@ def with_shards_placed(found: RankFile, spread: Mapping[KeyPath, Mapping[int, Sp
     return replace(found, flat=replace(found.flat, tensors=tensors))
 
 
-def as_shard(plain: RankTensor, placement: Spread, rank: int) -> RankTensor:
+def as_shard(plain: RankTensor, placement: TensorSharding, rank: int) -> RankTensor:
     """Return a plain tensor as the shard of a larger tensor on this rank."""
     (chunk,) = plain.chunks
     shape, strides = plain.spec.shape, chunk.strides or row_major(plain.spec.shape)

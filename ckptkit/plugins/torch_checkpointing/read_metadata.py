@@ -34,7 +34,7 @@ TORCH, SAFETENSORS, JSON, RAW = (
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class TensorSharding:
     """The full `shape` of a tensor, and its placement on a mesh of ranks."""
 
     shape: Shape
@@ -54,7 +54,7 @@ class CheckpointItem:
     """An item of a checkpoint: file and serialization format by rank, and the sharding of tensors by key path."""
 
     files: Mapping[int, tuple[str, str]]
-    spread: Mapping[KeyPath, Mapping[int, Spread]]
+    spread: Mapping[KeyPath, Mapping[int, TensorSharding]]
 
 
 def read_items(root: Path) -> tuple[dict[str, CheckpointItem], int]:
@@ -94,7 +94,7 @@ def read_item(root: Path, name: str, item: Mapping[str, Any], world: int) -> Che
     """Return one item."""
     file_infos = {int(rank): file for rank, file in item["rank_to_layout_info"].items()}
     files = {rank: file_of(root, name, rank, file_infos.get(rank)) for rank in range(world)}
-    spread: dict[KeyPath, dict[int, Spread]] = {}
+    spread: dict[KeyPath, dict[int, TensorSharding]] = {}
     for path, groups in item["nested_path_to_metadata"].items():
         steps = path if isinstance(path, tuple) else tuple(parse_json(path.encode(), root / NAME))
         if not all(type(step) in (str, int) for step in steps):
@@ -121,7 +121,7 @@ def file_of(root: Path, name: str, rank: int, file_info: Mapping[str, Any] | Non
     return file, kind
 
 
-def read_spread(metadata: Mapping[str, Any]) -> Spread:
+def read_spread(metadata: Mapping[str, Any]) -> TensorSharding:
     """Return how a tensor is sharded. Raises `Unsupported` for anything but a DTensor."""
     if metadata["type"] != "DTensorShardingMetadata":
         raise Unsupported(f"sharding of the kind `{metadata['type']!a}`")
@@ -132,7 +132,7 @@ def read_spread(metadata: Mapping[str, Any]) -> Spread:
     placements = tuple(read_placement(placement, len(shape), prod(mesh)) for placement in data["placements"])
     if len(ranks) != prod(mesh) or len(set(ranks)) != len(ranks) or len(placements) != len(mesh):
         raise ValueError("mesh")
-    return Spread(shape, mesh, ranks, placements)
+    return TensorSharding(shape, mesh, ranks, placements)
 
 
 def read_placement(one: Mapping[str, Any], ndim: int, most: int) -> Placement:
