@@ -29,7 +29,7 @@ _NOT_FOUND = 127  # exit code, as in shells
 _FINAL = (Usage.exit_code, Occupied.exit_code)  # exit codes of ckptkit that a retry cannot change
 
 
-class PermanentFailure(str):
+class Final(str):
     """The failure of a command that fails again at every retry."""
 
     __slots__ = ()
@@ -93,7 +93,7 @@ class WatchCommand:
                 start_new_session=True,  # so that Ctrl-C reaches only this process, which then terminates the command
             )
         except OSError:
-            return PermanentFailure(describe(_NOT_FOUND))
+            return Final(describe(_NOT_FOUND))
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -103,7 +103,7 @@ class WatchCommand:
             terminate(process)
             raise
         if code == _NOT_FOUND or (self.is_ours and code in _FINAL):
-            return PermanentFailure(describe(code))
+            return Final(describe(code))
         return describe(code) if code else None
 
 

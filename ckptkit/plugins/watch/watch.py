@@ -18,7 +18,7 @@ from ckptkit.io.allocation import make_folder
 from ckptkit.io.claims import find_claim
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import is_remote, refresh
-from ckptkit.plugins.watch.commands import PermanentFailure, WatchCommand
+from ckptkit.plugins.watch.commands import Final, WatchCommand
 from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.journal import HandledRecord, WatchJournal
 from ckptkit.runs.keeper import RunBackend, WatchLease, keeper_of, refuse_checkpoint, run_of
@@ -334,7 +334,7 @@ class Watcher:
         failures = self._failures.setdefault(name, [])
         failures.append(saved_ns)
         count = failures.count(saved_ns)
-        if count >= self.terms.tries or isinstance(failure, PermanentFailure):
+        if count >= self.terms.tries or isinstance(failure, Final):
             self.record(name, "failed", f"given up after {count} {'try' if count == 1 else 'tries'}: {failure}")
             return
         pause = self.terms.every * 2 ** (count - 1)
