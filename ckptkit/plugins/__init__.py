@@ -1,5 +1,5 @@
-"""What ckptkit can do beyond its core, a folder or file each. The core reaches a plugin only through a line in a table.
+"""Plugins: optional formats, model families and commands, one folder or file each.
 
-The tables are those that other packages add lines to by entry points: formats, families of names, commands and others.
-A plugin may import the core, and never another plugin.
+The core finds plugins through tables (formats, model families, commands and others), and other packages can add lines
+to these tables with entry points. A plugin may import the core, but never another plugin.
 """

@@ -1,8 +1,8 @@
-"""Know the names of LitGPT, and map them to the Hub's.
+"""Translate the tensor names of LitGPT to the Hub's names.
 
-Source: litgpt/scripts/convert_lit_checkpoint.py, `copy_weights_*`. Queries, keys and values lie one after the other in
-one matrix, `attn.qkv`; before version 0.5 it was `attn.attn` and had them by groups (litgpt/model.py,
-`qkv_reassemble`), as GPT-NeoX has them on the Hub.
+Source: litgpt/scripts/convert_lit_checkpoint.py, `copy_weights_*`. Queries, keys and values are concatenated in one
+matrix, `attn.qkv`. Before version 0.5 the matrix was `attn.attn`, interleaved by groups (litgpt/model.py,
+`qkv_reassemble`), as in GPT-NeoX on the Hub.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _QKV = Concatenated(3, extents=("heads", "key_heads", "key_heads"))
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
+    """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type(LITGPT.name, _TYPES)
     if model == _NEOX:
-        return in_groups()
+        return neox_rules()
     modules = {
         "transformer.wte": "model.embed_tokens",
         "transformer.ln_f": "model.norm",
@@ -43,53 +43,53 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         modules[_OWN + "mlp.gate"] = LAYER + hub.router
         modules |= feed_forward("mlp.experts.{expert}", *(LAYER + name for name in (hub.gate, hub.up, hub.down)))
     return (
-        *(rule for own, there in modules.items() for rule in with_bias(own, there)),
-        *(fused() if model == _FUSED else apart()),
+        *(rule for own_name, hub_name in modules.items() for rule in with_bias(own_name, hub_name)),
+        *(fused_attention() if model == _FUSED else separate_attention()),
     )
 
 
 def norms(model: str) -> dict[str, str]:
-    """Return the names of the norms of a layer, by ours."""
-    own = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
+    """Return the Hub names of the norms in a layer, keyed by LitGPT name."""
+    hub_names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
     if model in _FOUR_NORMS:
-        own = {
+        hub_names = {
             "norm_1": "input_layernorm",
             "post_attention_norm": "post_attention_layernorm",
             "norm_2": "pre_feedforward_layernorm",
             "post_mlp_norm": "post_feedforward_layernorm",
         }
     if model == "olmo2":
-        own = {"norm_2": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
-    return {_OWN + one: LAYER + other for one, other in own.items()}
+        hub_names = {"norm_2": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+    return {_OWN + own_name: LAYER + hub_name for own_name, hub_name in hub_names.items()}
 
 
 def feed_forward(own: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """Return the names of three projections on the Hub, by ours."""
+    """Return the Hub names of three projections, keyed by LitGPT name."""
     return {f"{_OWN}{own}.fc_1": gate, f"{_OWN}{own}.fc_2": up, f"{_OWN}{own}.proj": down}
 
 
 def attention(hub: str | tuple[str, ...], step: TensorStep | None, older: TensorStep | None) -> tuple[Rule, ...]:
-    """Return the rules for queries, keys and values in one, as they lie now, and as they did."""
+    """Return the rules for the fused query, key and value matrix: the current form, and the form before 0.5."""
     return (*with_bias(_OWN + "attn.qkv", hub, step), *with_bias(_OWN + "attn.attn", hub, older))
 
 
-def apart() -> tuple[Rule, ...]:
-    """Return the rules for a type that has queries, keys and values apart on the Hub."""
-    return attention(tuple(f"{LAYER}self_attn.{one}_proj" for one in "qkv"), _QKV, Grouped())
+def separate_attention() -> tuple[Rule, ...]:
+    """Return the attention rules for types with separate query, key and value tensors on the Hub."""
+    return attention(tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv"), _QKV, Grouped())
 
 
-def fused() -> tuple[Rule, ...]:
-    """Return the rules for a type that has them in one on the Hub too, and gate and up projection in one."""
-    two = tuple(f"{_OWN}mlp.{name}.weight" for name in ("fc_1", "fc_2"))
+def fused_attention() -> tuple[Rule, ...]:
+    """Return the rules for types that also fuse these tensors on the Hub, as well as the gate and up projections."""
+    gate_and_up = tuple(f"{_OWN}mlp.{name}.weight" for name in ("fc_1", "fc_2"))
     return (
         *attention(LAYER + "self_attn.qkv_proj", None, Chain((Grouped(), Reversed(_QKV)))),
-        Rule.of(two, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
+        Rule.of(gate_and_up, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
         Rule.of(_OWN + "mlp.proj.weight", LAYER + "mlp.down_proj.weight"),
     )
 
 
-def in_groups() -> tuple[Rule, ...]:
-    """Return the rules for GPT-NeoX, which has queries, keys and values by groups on the Hub."""
+def neox_rules() -> tuple[Rule, ...]:
+    """Return the rules for GPT-NeoX, which interleaves queries, keys and values by groups on the Hub."""
     layer = "gpt_neox.layers.{layer}."
     modules = {
         "transformer.wte": "gpt_neox.embed_in",
@@ -102,7 +102,7 @@ def in_groups() -> tuple[Rule, ...]:
         _OWN + "mlp.proj": layer + "mlp.dense_4h_to_h",
     }
     return (
-        *(rule for own, hub in modules.items() for rule in with_bias(own, hub)),
+        *(rule for own_name, hub_name in modules.items() for rule in with_bias(own_name, hub_name)),
         *attention(layer + "attention.query_key_value", Chain((_QKV, Reversed(Grouped()))), None),
     )
 

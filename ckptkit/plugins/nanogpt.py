@@ -1,7 +1,7 @@
-"""The names of nanoGPT: GPT-2's names on the Hub, where four matrices are transposed.
+"""Translate the names of nanoGPT to the Hub's names of GPT-2, where four matrices are transposed.
 
 Source: karpathy/nanoGPT, model.py, `GPT.from_pretrained`; transformers/pytorch_utils.py, `Conv1D`. Without `bias=True`
-there are no biases, which a GPT-2 has: such a model has no form on the Hub.
+the model has no biases, but a GPT-2 needs them: such a model cannot be represented on the Hub.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OTHERS = ("h.{layer}.ln_1", "h.{layer}.ln_2", "ln_f")
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the table. Raises `Unsupported` for any other type of model than GPT-2."""
+    """Return the naming rules. Raises `Unsupported` for any other model type than GPT-2."""
     sizes.require_type(NANOGPT.name, _TYPES)
     return (
         *(rule_of(f"{name}.weight", SwappedAxes()) for name in _MATRICES),
@@ -29,12 +29,12 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def rule_of(name: str, step: TensorStep | None = None) -> Rule:
-    """Return the rule for a tensor, which the Hub has by the name of a model with a head, or as the first files do."""
+    """Return the rule for a tensor. On the Hub its name has the prefix `transformer.`, or none in the first files."""
     return Rule.of(f"transformer.{name}", f"transformer.{name} | {name}", step)
 
 
 def is_linear(shape: Shape) -> bool:
-    """Return whether a matrix that makes queries, keys and values of a state has its rows for these."""
+    """Return whether a fused query, key and value matrix has its outputs as rows, as in nn.Linear."""
     return len(shape) == 2 and shape[0] == 3 * shape[1]
 
 

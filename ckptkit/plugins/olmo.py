@@ -1,8 +1,8 @@
-"""Know the names of OLMo-core, and map them to the Hub's.
+"""Translate the names of OLMo-core to the Hub's names.
 
-Source: olmo_core/nn/hf/convert.py. A norm comes before its block or behind it, by the type of model; all experts of a
-layer lie in one matrix, one below the other, each the other way round; the router is flat. Gemma 3's and Qwen 3.5's
-norms are greater by one there than on the Hub: these would have to be computed, and are refused.
+Source: olmo_core/nn/hf/convert.py. A norm comes before or after its block, depending on the model type. All experts of
+a layer are stacked in one matrix, each transposed; the router is flattened. The norms of Gemma 3 and Qwen 3.5 are
+greater by one than on the Hub; that would need arithmetic, so ckptkit refuses these types.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODULES = {
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
+    """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type(OLMO.name, _TYPES)
     is_before = model in _BEFORE
     norms = {
@@ -47,12 +47,12 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 def mixture() -> tuple[Rule, ...]:
     """Return the rules for a mixture of experts."""
     hub, own = experts_of("flex_olmo"), _OWN + "feed_forward_moe."
-    of_all = {"w1": hub.gate, "w3": hub.up, "w2": hub.down}
+    projections = {"w1": hub.gate, "w3": hub.up, "w2": hub.down}
     return (
         Rule.of(own + "router.weight", f"{LAYER}{hub.router}.weight", FlatFront("experts")),
         *(
-            Rule.of(f"{own}experts.mlp.{one}", f"{LAYER}{other}.weight", SwappedAxes(), flat="experts")
-            for one, other in of_all.items()
+            Rule.of(f"{own}experts.mlp.{own_name}", f"{LAYER}{hub_name}.weight", SwappedAxes(), flat="experts")
+            for own_name, hub_name in projections.items()
         ),
     )
 

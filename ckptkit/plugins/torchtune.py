@@ -1,7 +1,8 @@
-"""Know the names of torchtune, and map them to the Hub's.
+"""Translate the names of torchtune to the Hub's names.
 
 Source: torchtune/models/convert_weights.py, and {qwen2,qwen3,gemma2,phi3}/_convert_weights.py. The rows of queries and
-keys are in pairs but for Qwen and Phi. Gemma 2's norms beside the feed forward are called as its converter calls them.
+keys are interleaved in rotary pairs, except for Qwen and Phi. The norms around Gemma 2's feed-forward layer have the
+names that its converter uses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FOUR_NORMS = {
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
+    """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type(TORCHTUNE.name, _TYPES)
     norms = _FOUR_NORMS if model == "gemma2" else _NORMS
     names = {_OWN + own: LAYER + hub for own, hub in norms.items()}
@@ -38,12 +39,12 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         *(Rule.of(f"{own}.scale", f"{hub}.weight") for own, hub in names.items()),
         *with_bias(_OWN + "attn.output_proj", LAYER + "self_attn.o_proj"),
         Rule.of(_OWN + "mlp.w2.weight", LAYER + "mlp.down_proj.weight"),
-        *(fused() if model == _FUSED else apart(is_in_pairs=model in _IN_PAIRS)),
+        *(fused_projections() if model == _FUSED else separate_projections(is_in_pairs=model in _IN_PAIRS)),
     )
 
 
-def apart(*, is_in_pairs: bool) -> tuple[Rule, ...]:
-    """Return the rules for projections that lie apart on the Hub too."""
+def separate_projections(*, is_in_pairs: bool) -> tuple[Rule, ...]:
+    """Return the rules for projections that are separate tensors on the Hub too."""
     heads = {"q": Rotary("heads"), "k": Rotary("key_heads")} if is_in_pairs else {}
     projections = {"w1": "gate_proj", "w3": "up_proj"}
     return (
@@ -56,14 +57,14 @@ def apart(*, is_in_pairs: bool) -> tuple[Rule, ...]:
     )
 
 
-def fused() -> tuple[Rule, ...]:
+def fused_projections() -> tuple[Rule, ...]:
     """Return the rules for projections that are one matrix on the Hub."""
-    three = tuple(f"{_OWN}attn.{own}_proj.weight" for own in "qkv")
-    two = tuple(f"{_OWN}mlp.{own}.weight" for own in ("w1", "w3"))
+    query_key_value = tuple(f"{_OWN}attn.{own}_proj.weight" for own in "qkv")
+    gate_and_up = tuple(f"{_OWN}mlp.{own}.weight" for own in ("w1", "w3"))
     parts = Concatenated(3, extents=("heads", "key_heads", "key_heads"))
     return (
-        Rule.of(three, LAYER + "self_attn.qkv_proj.weight", Reversed(parts)),
-        Rule.of(two, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
+        Rule.of(query_key_value, LAYER + "self_attn.qkv_proj.weight", Reversed(parts)),
+        Rule.of(gate_and_up, LAYER + "mlp.gate_up_proj.weight", Reversed(Concatenated(2))),
     )
 
 

@@ -1,1 +1,1 @@
-"""Read DeepSpeed's directories, ZeRO's and others, and read and write its universal checkpoints."""
+"""Read DeepSpeed checkpoints, with and without ZeRO, and read and write universal checkpoints."""

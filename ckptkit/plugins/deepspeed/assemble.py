@@ -1,4 +1,4 @@
-"""Join a directory of DeepSpeed's to one layout: parameters by name, the optimizer by name, and all the rest."""
+"""Join a DeepSpeed directory into one layout: parameters by name, optimizer state by name, and the training state."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ckptkit.plugins.deepspeed.unpartitioned import MODEL, Gathering, Settings, 
 from ckptkit.plugins.deepspeed.values import as_dict
 from ckptkit.plugins.deepspeed.zero import join_slices, parameters_of
 
-_SHARED = "tied_modules."  # and a key, and the name in the layer
+_SHARED = "tied_modules."  # followed by KEY.NAME, with the name inside the layer
 
 
 def layers_of(files: DeepSpeedFiles) -> Iterator[tuple[int, str]]:
-    """Yield the files of a pipeline's layers, with their numbers."""
+    """Yield the layer index and the file name of every pipeline layer."""
     for (number, cut), name in files.layers.items():
         if cut:
             raise tensor_parallel()
@@ -34,9 +34,9 @@ def layers_of(files: DeepSpeedFiles) -> Iterator[tuple[int, str]]:
 
 
 def put_layer(gathering: Gathering, root: Path, name: str, number: int, masters: Mapping[str, StoredTensor]) -> None:
-    """Put what a layer of a pipeline has besides trained parameters, and their rounded copies.
+    """Put the entries of one pipeline layer, with low-precision copies as twins of their master weights.
 
-    A layer has a copy of what it shares with others too, under a name of its own.
+    A layer file also contains a copy of each parameter that it shares with other layers, under its own key.
     """
     file = read_state_file(root, name)
     flattening = Flattening(file.entries, name)
@@ -59,7 +59,7 @@ def put_layer(gathering: Gathering, root: Path, name: str, number: int, masters:
 
 
 def find_shared(key: str, copy: StoredTensor | None, masters: Mapping[str, StoredTensor]) -> list[str]:
-    """Return the parameters that layers share and of which an entry of one may be the copy, by name and shape."""
+    """Return the shared parameters whose low-precision copy this entry may be, by name and shape."""
     if copy is None:
         return []
     shared = (name for name in masters if name.startswith(_SHARED) and name.split(".", 2)[-1] == key)
@@ -85,7 +85,7 @@ def assemble(root: Path, files: DeepSpeedFiles, report: Report = refuse) -> Layo
         elif experts is not None:
             put_unpartitioned_experts(gathering, root, files, part.models[0], experts)
         else:
-            put_whole(gathering, part.models[0], root)
+            put_single_file(gathering, part.models[0], root)
     if experts is not None and names:
         put_experts(gathering, experts, masters, root)
     for number, name in layers_of(files):
@@ -100,14 +100,14 @@ def assemble(root: Path, files: DeepSpeedFiles, report: Report = refuse) -> Layo
         flat.blobs,
         flat.keys,
         world_size=ranks_of(parts[0]) * len(parts),
-        descriptions=tuple(sorted(names_of(files))),
+        descriptions=tuple(sorted(source_file_names(files))),
         twins=gathering.twins,
         spares=gathering.flat.spares,
     )
 
 
-def names_of(files: DeepSpeedFiles) -> set[str]:
-    """Return the names of the files that are read."""
+def source_file_names(files: DeepSpeedFiles) -> set[str]:
+    """Return the names of all files that `assemble` reads."""
     by_kind = (files.models, files.optimizers, files.layers, files.experts, files.expert_optimizers)
     return {name for kind in by_kind for name in kind.values()}
 
@@ -120,24 +120,24 @@ def put_part(
     root: Path,
     report: Report,
 ) -> list[list[str]]:
-    """Put the parameters of a part of the model, and enter their masters by name.
+    """Put the parameters of one part of the model, and add their fp32 master weights to `masters`.
 
-    Returns the names in each group of the optimizer.
+    Returns the parameter names of each optimizer parameter group.
     """
     model = part.models[0]
     names: list[list[str]] = [[] for _ in part.partitions[0].settings]
     try:
         if model.shapes is None:
             raise Corrupt("`param_shapes` is missing: it lists the parameters that ZeRO partitioned, with their shapes")
-        own: dict[str, StoredTensor] = {}
+        of_part: dict[str, StoredTensor] = {}
         for parameter in parameters_of(model.shapes, part.partitions, experts, root):
-            if parameter.name in own:
+            if parameter.name in of_part:
                 raise Corrupt("two parameter groups contain this parameter", tensor=parameter.name)
-            own[parameter.name] = parameter.master
+            of_part[parameter.name] = parameter.master
             names[parameter.settings].append(parameter.name)
-            if parameter.name not in masters:  # tied ones are in several stages of a pipeline
+            if parameter.name not in masters:  # tied parameters appear in several pipeline stages
                 put_parameter(gathering, parameter)
-        masters |= own
+        masters |= of_part
         put_module(gathering, part, masters, root, report)
     except CkptError as error:
         raise error.blame(path=root / model.path) from None
@@ -147,28 +147,31 @@ def put_part(
 def put_slices(
     gathering: Gathering, parts: list[PartOfModel], slices: SliceMap, masters: dict[str, StoredTensor], root: Path
 ) -> list[list[str]]:
-    """Put the parameters that ranks of tensor parallelism have slices of, and enter their masters by name.
+    """Put the parameters that are split over tensor-parallel ranks, and add their fp32 master weights to `masters`.
 
-    Returns the names in each group of the optimizer.
+    Returns the parameter names of each optimizer parameter group.
     """
     check_slices(parts, slices, root)
     model = parts[0].models[0]
     names: list[list[str]] = [[] for _ in parts[0].partitions[0].settings]
     try:
-        found = [
-            {one.name: one for one in parameters_of(part.models[0].shapes or (), part.partitions, None, root)}
+        by_rank = [
+            {
+                parameter.name: parameter
+                for parameter in parameters_of(part.models[0].shapes or (), part.partitions, None, root)
+            }
             for part in parts
         ]
-        for name, first in found[0].items():
-            how = slices.of(name)
-            of_ranks = [of_rank[name] for of_rank in found if name in of_rank]
-            if len(of_ranks) < len(parts):
+        for name, first in by_rank[0].items():
+            sliced = slices.of(name)
+            slices_of_ranks = [on_rank[name] for on_rank in by_rank if name in on_rank]
+            if len(slices_of_ranks) < len(parts):
                 raise Corrupt("expected the parameter on all ranks of tensor parallelism", tensor=name)
-            whole = join_slices(of_ranks, how)
+            joined = join_slices(slices_of_ranks, sliced)
             names[first.settings].append(name)
-            put_parameter(gathering, whole)
-            masters[name] = whole.master
-            if copies := how.copies([one.master for one in of_ranks]):
+            put_parameter(gathering, joined)
+            masters[name] = joined.master
+            if copies := sliced.copies([parameter.master for parameter in slices_of_ranks]):
                 gathering.flat.spares[f"{MODEL}.{name}"] = copies
         put_modules_in_slices(gathering, [part.models[0] for part in parts], slices, masters)
     except CkptError as error:
@@ -177,7 +180,10 @@ def put_slices(
 
 
 def check_slices(parts: list[PartOfModel], slices: SliceMap, root: Path) -> None:
-    """Raise `Incomplete` if a rank of tensor parallelism has no files, `Unsupported` without ZeRO 1 or 2."""
+    """Check that all tensor-parallel ranks have files.
+
+    Raises `Incomplete` if the files of a rank are missing, `Unsupported` unless the run used ZeRO 1 or 2.
+    """
     model = parts[0].models[0]
     if len(parts) != slices.ranks:
         message = f"expected the files of {slices.ranks} ranks of tensor parallelism, found those of {len(parts)}"
@@ -187,8 +193,8 @@ def check_slices(parts: list[PartOfModel], slices: SliceMap, root: Path) -> None
         raise Unsupported(message, path=root / model.path, hint="save it with ZeRO 1, or with `save_16bit_model`")
 
 
-def put_whole(gathering: Gathering, model: ModelStates, root: Path) -> None:
-    """Put a model without ZeRO, of which one file has all."""
+def put_single_file(gathering: Gathering, model: ModelStates, root: Path) -> None:
+    """Put a model that was saved without ZeRO in a single file."""
     try:
         put_unpartitioned(gathering, model)
     except CkptError as error:
@@ -196,29 +202,30 @@ def put_whole(gathering: Gathering, model: ModelStates, root: Path) -> None:
 
 
 def put_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: list[list[list[str]]]) -> None:
-    """Put the groups of parameters. Stages of a pipeline have the same groups, each with its own parameters.
+    """Put the optimizer parameter groups.
 
-    Ranks of tensor parallelism have the same parameters too, and are one part.
+    Pipeline stages have equal groups with different parameters, so equal groups are merged. Tensor-parallel ranks have
+    the same parameters, so they count as one part.
     """
-    found: list[tuple[Flattening, Settings, list[str]]] = []
+    merged: list[tuple[Flattening, Settings, list[str]]] = []
     firsts = [part.partitions[0] for part in parts if part.partitions][: len(names_of_parts)]
     for first, names_in_part in zip(firsts, names_of_parts, strict=True):
         for i, (settings, names) in enumerate(zip(first.settings, names_in_part, strict=True)):
-            if i < len(found) and are_alike(found[i][1], settings):
-                found[i][2].extend(name for name in names if name not in found[i][2])
+            if i < len(merged) and have_equal_settings(merged[i][1], settings):
+                merged[i][2].extend(name for name in names if name not in merged[i][2])
             else:
-                found.append((first.flattening, settings, names))
-    for i, (flattening, settings, names) in enumerate(found):
+                merged.append((first.flattening, settings, names))
+    for i, (flattening, settings, names) in enumerate(merged):
         gathering.put_group(flattening, i, settings, names)
 
 
-def are_alike(one: Settings, other: Settings) -> bool:
+def have_equal_settings(one: Settings, other: Settings) -> bool:
     first, second = ({key: value for key, value in group.items() if key != "params"} for group in (one, other))
     return dump(first) == dump(second)
 
 
 def put_others(gathering: Gathering, part: PartOfModel) -> None:
-    """Put all that is neither of the model nor of the optimizer: the client's state, schedulers, loss scale."""
+    """Put the client state, schedulers and loss scale: all entries outside the model and the optimizer."""
     model = part.models[0]
     for key, value in model.others.items():
         gathering.put_other(model.flattening, key, value)
@@ -229,7 +236,7 @@ def put_others(gathering: Gathering, part: PartOfModel) -> None:
 
 
 def ranks_of(part: PartOfModel) -> int:
-    """Return how many ranks have saved a part of the model."""
+    """Return the number of data-parallel ranks that saved this part of the model."""
     if part.partitions:
         return len(part.partitions)
     count = part.models[0].saved.get("dp_world_size")

@@ -1,8 +1,9 @@
-"""The layers of experts that AutoEP fused: three tensors per layer, of which each rank has a part.
+"""Read the expert layers that AutoEP fused: three tensors per layer, split over the expert-parallel ranks.
 
 Source: `_save_moe_checkpoint` in deepspeed/runtime/engine.py and deepspeed/checkpoint/autoep_affine.py of DeepSpeed
-0.19.8. ZeRO has the tensors of a rank under the name of the whole. An expert's file has its part of each, under that
-name and its number among all. The whole has the experts of all ranks on its first axis.
+0.19.8. ZeRO stores the slice of a rank under the name of the full tensor. The file of an expert contains its slice of
+each tensor, under the full name plus the global expert index. The full tensor stacks the experts of all ranks along
+axis 0.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _HINT = "check that all files of one save are there, and no others"
 
 @dataclass(frozen=True, slots=True)
 class AutoLayer:
-    """A layer of `experts`, dealt out in their order to as many `ranks`. Names of its tensors begin with `prefix`."""
+    """A layer with `experts` experts, split in order over `ranks` ranks. Its tensor names start with `prefix`."""
 
     prefix: str
     experts: int
@@ -41,68 +42,72 @@ class AutoLayer:
         return tuple(f"{self.prefix}.{name}" for name in _FUSED)
 
     def whole(self, shape: Shape) -> Shape:
-        """Return the shape of a tensor with all experts, of which a rank has `shape`."""
+        """Return the shape of the full tensor, given the `shape` of the slice of one rank."""
         return (self.experts, *shape[1:])
 
     def share(self, shape: Shape) -> Shape:
-        """Return the shape of what a rank has of a tensor with all experts."""
+        """Return the shape of the slice of one rank, given the `shape` of the full tensor."""
         return (self.experts // self.ranks, *shape[1:])
 
 
 def read_auto_layers(saved: Mapping[str | int, Any]) -> dict[str, AutoLayer]:
-    """Return AutoEP's layers in a file of model states, by the name of each tensor; {} for a model without any.
+    """Return the AutoEP layers in a model-states file, keyed by tensor name; {} for a model without AutoEP.
 
-    Raises `Unsupported` for experts of ZeRO 3, and for those that are not dealt out in their order.
+    Raises `Unsupported` for experts saved with ZeRO 3, and for experts that are not placed in order.
     """
     listed = saved.get(LAYERS) or saved.get(_EARLIER) or []
-    layers = [read_layer(as_dict(one, LAYERS)) for one in as_kind(listed, list, LAYERS)]
+    layers = [read_layer(as_dict(description, LAYERS)) for description in as_kind(listed, list, LAYERS)]
     return {name: layer for layer in layers for name in layer.names}
 
 
 def read_layer(layer: Mapping[str | int, Any]) -> AutoLayer:
-    """Return one of AutoEP's layers."""
+    """Return one AutoEP layer from its saved description."""
     prefix = as_kind(layer.get("expert_key_prefix"), str, "expert_key_prefix")
     if layer.get("checkpoint_format") == _PARTITIONED:
         message = "AutoEP with ZeRO 3 partitioned the experts among ranks of their own"
         raise Unsupported(message, tensor=prefix, hint="load it with DeepSpeed and save it with ZeRO 2")
-    experts, ranks, each = (as_count(layer.get(key), key) for key in ("num_experts", "ep_size", "num_local_experts"))
-    if not each or each * ranks != experts:
-        message = f"expected {experts} experts on {ranks} ranks, found {each} on each rank"
+    experts, ranks, per_rank = (
+        as_count(layer.get(key), key) for key in ("num_experts", "ep_size", "num_local_experts")
+    )
+    if not per_rank or per_rank * ranks != experts:
+        message = f"expected {experts} experts on {ranks} ranks, found {per_rank} on each rank"
         raise Corrupt(message, tensor=prefix)
     placement = dict_or_none(layer.get("expert_placement"), "expert_placement")
-    places = [as_dict(one, "ranks") for one in as_kind(placement.get("ranks", []), list, "ranks")]
-    expected = [(rank, list(range(rank * each, (rank + 1) * each))) for rank in range(ranks)]
-    found = [(place.get("rank"), place.get("experts")) for place in places]
-    if placement and found != expected:
-        message = f"AutoEP placed experts {found[0][1] if found else []} on the first rank, out of their order"
+    placed_ranks = [as_dict(placed_rank, "ranks") for placed_rank in as_kind(placement.get("ranks", []), list, "ranks")]
+    expected = [(rank, list(range(rank * per_rank, (rank + 1) * per_rank))) for rank in range(ranks)]
+    placed = [(place.get("rank"), place.get("experts")) for place in placed_ranks]
+    if placement and placed != expected:
+        message = f"AutoEP placed experts {placed[0][1] if placed else []} on the first rank, out of their order"
         raise Unsupported(message, tensor=prefix, hint="load it with DeepSpeed and save it with the default placement")
     return AutoLayer(prefix, experts, ranks)
 
 
-def fuse(root: Path, files: Mapping[tuple[int, int], str], layers: Mapping[str, AutoLayer]) -> dict[str, StoredTensor]:
-    """Return the tensors with all experts by name, from the experts' files by the numbers of layer and expert."""
+def stack_experts(
+    root: Path, files: Mapping[tuple[int, int], str], layers: Mapping[str, AutoLayer]
+) -> dict[str, StoredTensor]:
+    """Return the full tensors of all experts by name; `files` maps (layer index, expert index) to a file name."""
     in_order = list(dict.fromkeys(layers.values()))
-    found: dict[str, list[StoredTensor]] = {name: [] for name in layers}
+    slices: dict[str, list[StoredTensor]] = {name: [] for name in layers}
     for (layer, expert), file in sorted(files.items()):
         try:
             for name, tensor in tensors_in(read_state_file(root, file), in_order[layer], expert):
-                if found[name] and found[name][0].spec != tensor.spec:
-                    raise Corrupt(f"expected {found[name][0].spec}, as expert 0 has, found {tensor.spec}", tensor=name)
-                found[name].append(tensor)
+                if slices[name] and slices[name][0].spec != tensor.spec:
+                    raise Corrupt(f"expected {slices[name][0].spec}, as expert 0 has, found {tensor.spec}", tensor=name)
+                slices[name].append(tensor)
         except CkptError as error:
             raise error.blame(path=root / file) from None
-    return {name: stack(tensors) for name, tensors in found.items()}
+    return {name: stack(tensors) for name, tensors in slices.items()}
 
 
 def tensors_in(file: StateFile, layer: AutoLayer, expert: int) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield what an expert's file has, by the name of the tensor with all experts."""
+    """Yield the tensors in the file of one expert, each with the name of the full tensor."""
     saved = as_dict(file.value, file.name)
     flattening = Flattening(file.entries, file.name)
     for name in layer.names:
-        own = f"{name}.{expert}"
-        value = saved.pop(own, None)
+        expert_name = f"{name}.{expert}"
+        value = saved.pop(expert_name, None)
         if not is_tensor(value):
-            raise Corrupt("the file does not contain the tensor of its expert", tensor=own, hint=_HINT)
+            raise Corrupt("the file does not contain the tensor of its expert", tensor=expert_name, hint=_HINT)
         yield name, flattening.stored(value)
     if saved:
         raise Corrupt(f"the tensor does not belong to expert {expert}", tensor=str(next(iter(saved))), hint=_HINT)

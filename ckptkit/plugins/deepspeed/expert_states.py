@@ -1,7 +1,7 @@
-"""Put models with experts together: what experts' files have, and without ZeRO the optimizers of ranks of experts.
+"""Assemble models with experts: expert files, and the optimizers of expert-parallel ranks in runs without ZeRO.
 
-Source: `_save_moe_checkpoint` in deepspeed/runtime/engine.py. Without ZeRO each rank of expert parallelism saves an
-optimizer, with numbers for its parameters: of all that ranks have in common, and then of its own experts.
+Source: `_save_moe_checkpoint` in deepspeed/runtime/engine.py. Without ZeRO each expert-parallel rank saves one
+optimizer with parameter indices: first the parameters that all ranks share, then the experts of this rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, check_ranks
 from ckptkit.plugins.deepspeed.unpartitioned import (
     MODEL,
     Gathering,
-    Numbered,
+    IndexedOptimizer,
     masters_of,
     names_in_order,
     put_groups,
@@ -37,11 +37,11 @@ from ckptkit.plugins.deepspeed.unpartitioned import (
 from ckptkit.plugins.deepspeed.values import as_dict
 
 _HINT = "check that all files come from one run"
-APART = "optimizer_expp_rank_"  # the key of one rank's optimizer, where the order of parameters is not certain
+APART = "optimizer_expp_rank_"  # prefix of the key of a rank's optimizer, if the parameter order is not certain
 
 
 def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str, StoredTensor], root: Path) -> None:
-    """Put what experts' files have: beside a master its rounded copy, by itself what was not trained."""
+    """Put the tensors of the expert files: as the low-precision copy of a master weight, or as an untrained tensor."""
     for fused, tensor in experts.fused.items():
         if fused in masters:
             put_stored_copy(gathering, fused, tensor, masters[fused])
@@ -62,24 +62,29 @@ def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str
 def put_unpartitioned_experts(
     gathering: Gathering, root: Path, files: DeepSpeedFiles, model: ModelStates, experts: ExpertFiles
 ) -> None:
-    """Put a model and the optimizers of the ranks of experts: as one by name if the order of parameters is certain.
+    """Put a model and the optimizers of its expert-parallel ranks.
 
-    Otherwise each rank's lies under a key of its own, with its numbers.
+    The optimizers become one optimizer by name if the parameter order is certain. Otherwise the optimizer of each rank
+    stays under its own key, with parameter indices.
     """
     optimizers = read_optimizers(root, files)
     if not optimizers and model.optimizer is not None:
         path = root / "expp_rank_0_mp_rank_00_optim_states.pt"
         raise Incomplete("the file with the optimizer state of one rank's experts is missing", path=path)
     shared = trained(model)
-    own_shapes = shares(experts, model, len(optimizers)) if optimizers else []
+    own_shapes = expert_shapes_by_rank(experts, model, len(optimizers)) if optimizers else []
     names = [
-        # moe/utils.py, `split_params_into_different_moe_groups_for_optimizer`, splits one list of parameters
-        names_in_order(one, one_order(one), {**shared, **own}, is_in_order=True)
-        for one, own in zip(optimizers, own_shapes, strict=True)
+        # in order: `split_params_into_different_moe_groups_for_optimizer` in moe/utils.py splits one ordered list
+        names_in_order(optimizer, indices_if_ordered(optimizer), {**shared, **expert_shapes}, is_in_order=True)
+        for optimizer, expert_shapes in zip(optimizers, own_shapes, strict=True)
     ]
     masters: dict[str, StoredTensor] = {}
     if all(names):
-        of_ranks = [masters_of(one, dict(enumerate(found))) for one, found in zip(optimizers, names, strict=True)]
+        of_ranks = [
+            masters_of(optimizer, dict(enumerate(rank_names)))
+            for optimizer, rank_names in zip(optimizers, names, strict=True)
+        ]
+        # reversed, so that rank 0 provides the parameters that all ranks share
         masters = {name: master for of_rank in reversed(of_ranks) for name, master in of_rank.items()}
         masters |= {
             name: concatenate([of_rank[name] for of_rank in of_ranks], 0) for name in experts.fused if name in masters
@@ -90,43 +95,47 @@ def put_unpartitioned_experts(
         if name not in shared:
             gathering.put((MODEL, name), master)
     put_experts(gathering, experts, masters, root)
-    if optimizers and all(found and set(found[: len(shared)]) == shared.keys() for found in names):
+    if optimizers and all(rank_names and set(rank_names[: len(shared)]) == shared.keys() for rank_names in names):
         put_joined(gathering, optimizers, names, len(shared), experts, has_masters=bool(masters))
     else:
-        for rank, one in enumerate(optimizers):
-            for key, value in (("state", one.states), ("param_groups", list(one.groups)), *one.others.items()):
-                gathering.flatten(one.flattening, value, (f"{APART}{rank}", key))
+        for rank, optimizer in enumerate(optimizers):
+            for key, value in (
+                ("state", optimizer.states),
+                ("param_groups", list(optimizer.groups)),
+                *optimizer.others.items(),
+            ):
+                gathering.flatten(optimizer.flattening, value, (f"{APART}{rank}", key))
 
 
 def put_joined(
     gathering: Gathering,
-    optimizers: Sequence[Numbered],
+    optimizers: Sequence[IndexedOptimizer],
     names: Sequence[list[str]],
     shared: int,
     experts: ExpertFiles,
     *,
     has_masters: bool,
 ) -> None:
-    """Put optimizers of several ranks as one, of which the first `shared` parameters are the same in all."""
-    by_number = [dict(enumerate(found)) for found in names]
+    """Put the optimizers of several ranks as one; the first `shared` parameters are the same on all ranks."""
+    by_number = [dict(enumerate(names_of_rank)) for names_of_rank in names]
     put_states(gathering, optimizers[0], by_number[0], range(shared))
-    own: list[FlatState] = []
-    for one, found in zip(optimizers, by_number, strict=True):
-        of_rank = Gathering()
-        put_states(of_rank, one, found, range(shared, len(found)))
-        own.append(of_rank.flat)
-    for flat in join_ranks(own) if experts.fused else own:
+    rank_states: list[FlatState] = []
+    for optimizer, names_of_rank in zip(optimizers, by_number, strict=True):
+        rank_gathering = Gathering()
+        put_states(rank_gathering, optimizer, names_of_rank, range(shared, len(names_of_rank)))
+        rank_states.append(rank_gathering.flat)
+    for flat in join_ranks(rank_states) if experts.fused else rank_states:
         for name, stored in (flat.tensors | flat.blobs).items():
             gathering.put(flat.keys[name], stored)
     params: list[dict[str | int, None]] = [{} for _ in optimizers[0].groups]
-    for one, found in zip(optimizers, by_number, strict=True):
-        for listed, numbers in zip(params, one.numbers, strict=True):
-            listed.update(dict.fromkeys(found[number] for number in numbers))
+    for optimizer, names_of_rank in zip(optimizers, by_number, strict=True):
+        for listed, numbers in zip(params, optimizer.numbers, strict=True):
+            listed.update(dict.fromkeys(names_of_rank[number] for number in numbers))
     put_groups(gathering, optimizers[0], list(map(list, params)), has_masters=has_masters)
 
 
 def join_ranks(own: Sequence[FlatState]) -> list[FlatState]:
-    """Return the states of AutoEP's tensors as one: what has axes follows one another, of the rest the first is it."""
+    """Return the optimizer states of AutoEP tensors as one state: tensors concatenated, scalars from rank 0."""
     first = own[0]
     if any(flat.tensors.keys() != first.tensors.keys() for flat in own):
         raise Corrupt("the ranks of experts do not have the same optimizer states", hint=_HINT)
@@ -137,39 +146,42 @@ def join_ranks(own: Sequence[FlatState]) -> list[FlatState]:
     return [replace(first, tensors=tensors)]
 
 
-def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[Numbered]:
-    """Return the optimizers of the ranks of experts. Raises `Corrupt` if one is missing, or of another run."""
-    found: dict[int, Numbered] = {}
+def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[IndexedOptimizer]:
+    """Return the optimizers of the expert-parallel ranks.
+
+    Raises `Incomplete` if a file is missing, `Corrupt` if a file comes from another run.
+    """
+    optimizers: dict[int, IndexedOptimizer] = {}
     for rank, name in sorted(files.expert_optimizers.items()):
         file = read_state_file(root, name)
         try:
             value = as_dict(file.value, name).get("optimizer")
-            found[rank] = one = read_numbered(Flattening(file.entries, name), value)
-            ranks = max((expert_ranks(group) for group in one.groups if group.get("moe")), default=1)
+            optimizers[rank] = optimizer = read_numbered(Flattening(file.entries, name), value)
+            ranks = max((expert_ranks(group) for group in optimizer.groups if group.get("moe")), default=1)
             check_ranks(files.expert_optimizers, ranks, root, name)
-            if list(map(len, one.numbers)) != list(map(len, found[0].numbers)):
+            if list(map(len, optimizer.numbers)) != list(map(len, optimizers[0].numbers)):
                 raise Corrupt(
                     "the parameter groups differ from those of rank 0", hint="check that all files come from one run"
                 )
         except CkptError as error:
             raise error.blame(path=root / name) from None
-    return list(found.values())
+    return list(optimizers.values())
 
 
-def one_order(optimizer: Numbered) -> list[Any]:
-    """Return the numbers of an optimizer with a group that is not of experts and then those of experts; else []."""
+def indices_if_ordered(optimizer: IndexedOptimizer) -> list[Any]:
+    """Return the parameter indices in order if the first group has no experts and all other groups do; else []."""
     kinds = [bool(group.get("moe")) for group in optimizer.groups]
     is_known = kinds == [False] + [True] * (len(kinds) - 1)
     return [number for numbers in optimizer.numbers for number in numbers] if is_known else []
 
 
-def shares(experts: ExpertFiles, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
-    """Return for each of `ranks` the shapes of what its experts may train, in the model's order."""
+def expert_shapes_by_rank(experts: ExpertFiles, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
+    """Return the shapes of the trainable expert tensors of each of `ranks` ranks, in the model's order."""
     buffers = {without_number(name) for name in model.buffers} - {None}
-    parts = {name: experts.auto_layers[name].share(tensor.spec.shape) for name, tensor in experts.fused.items()}
-    found: list[dict[str, Shape]] = [dict(parts) for _ in range(ranks)]
+    fused_shapes = {name: experts.auto_layers[name].share(tensor.spec.shape) for name, tensor in experts.fused.items()}
+    by_rank: list[dict[str, Shape]] = [dict(fused_shapes) for _ in range(ranks)]
     for file in experts.files:
         for name, value in as_dict(file.value, file.name).items():
             if is_tensor(value) and without_number(str(name)) not in buffers:
-                found[experts.rank_of(str(name), ranks)][str(name)] = as_tensor(value).shape
-    return found
+                by_rank[experts.rank_of(str(name), ranks)][str(name)] = as_tensor(value).shape
+    return by_rank

@@ -1,8 +1,9 @@
-"""Read the files of experts, and number experts through all ranks, as these files do; each rank begins at 0.
+"""Read the files of experts, and map the local expert index of a rank to the global index in the file names.
 
 Source: `_save_moe_checkpoint` in deepspeed/runtime/engine.py, deepspeed/moe/layer.py, and
-`_create_expert_and_data_parallel` in deepspeed/utils/groups.py. Ranks of expert parallelism have different experts
-under the same names; the ranks that have the same experts cut the optimizer's states of these among themselves.
+`_create_expert_and_data_parallel` in deepspeed/utils/groups.py. Every expert-parallel rank counts its experts from 0,
+so different experts have the same parameter name on different ranks. Ranks with the same experts partition the
+optimizer state of these experts among themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ckptkit.formats.archives.flatten import pairs_of
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.plugins.deepspeed.auto_experts import LAYERS, AutoLayer, fuse
+from ckptkit.plugins.deepspeed.auto_experts import LAYERS, AutoLayer, stack_experts
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.partitions import Partition
@@ -32,10 +33,10 @@ _HINT = "check that all files of one save are there, and no others"
 
 @dataclass(frozen=True, slots=True)
 class ExpertFiles:
-    """The files of experts in order, and by the beginning of their names how many each layer has, in that order.
+    """The expert files in order, and the number of experts of each layer by name prefix, in the same order.
 
-    Where AutoEP fused experts `files` is empty, and `fused` has its tensors with all experts, `auto_layers` its layers.
-    `is_data_first` if ranks with the same experts follow one another; None where that was not recorded.
+    For AutoEP `files` is empty; `fused` contains the full tensors and `auto_layers` their layers. `is_data_first` is
+    true if ranks with the same experts are adjacent; None if the configuration was not saved.
     """
 
     files: tuple[StateFile, ...]
@@ -45,7 +46,7 @@ class ExpertFiles:
     auto_layers: Mapping[str, AutoLayer] = field(default_factory=dict)
 
     def rank_of(self, name: str, ranks: int) -> int:
-        """Return which of the expert-parallel `ranks` has the expert that an entry of a file is of."""
+        """Return which of the `ranks` expert-parallel ranks has the expert of entry `name`."""
         match = _EXPERT.fullmatch(name)
         count = self.counts.get(match[1], 0) if match else 0
         if match is None or not count or count % ranks:
@@ -55,7 +56,7 @@ class ExpertFiles:
         return int(match[2]) // (count // ranks)
 
     def rename(self, name: str, rank: int, ranks: int) -> str:
-        """Return what a parameter is called in the files, which the expert-parallel `rank` of `ranks` has by `name`."""
+        """Return the name that a parameter has in the files; expert-parallel rank `rank` of `ranks` calls it `name`."""
         if name in self.auto_layers:
             return self.rename_fused(name, ranks)
         match = _EXPERT.fullmatch(name)
@@ -70,7 +71,7 @@ class ExpertFiles:
         return f"{match[1]}{rank * (count // ranks) + int(match[2])}{match[3]}"
 
     def rename_fused(self, name: str, ranks: int) -> str:
-        """Return the name of a tensor with all experts, which is that of a rank's part of it too."""
+        """Check the number of ranks and return `name`: a fused tensor has one name on all ranks and in the files."""
         if self.auto_layers[name].ranks != ranks:
             message = f"expected experts on {self.auto_layers[name].ranks} ranks, found a group for {ranks}"
             raise Corrupt(message, tensor=name, hint=_HINT)
@@ -78,13 +79,16 @@ class ExpertFiles:
 
 
 def without_number(name: str) -> tuple[str, str] | None:
-    """Return what stands before an expert's number in a name, and behind it; None for what is of no expert."""
+    """Return the prefix and the suffix around the expert index in a name; None if it is not an expert parameter."""
     match = _EXPERT.fullmatch(name)
     return (match[1], match[3]) if match else None
 
 
 def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> ExpertFiles | None:
-    """Return the experts of a directory, None for a model without any. Raises `Corrupt` if one's file is missing."""
+    """Return the experts in a directory; None for a model without experts.
+
+    Raises `Incomplete` if the file of an expert is missing, `Corrupt` for the file of an unknown expert.
+    """
     try:
         counts = expert_counts(model)
     except CkptError as error:
@@ -98,7 +102,7 @@ def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> Exper
     is_first = None if config is None else any(key == _DATA_FIRST and bool(value) for key, value in config)
     if model.auto_layers:
         check_auto_layers(root, model, counts)
-        return ExpertFiles((), {}, is_first, fuse(root, files.experts, model.auto_layers), model.auto_layers)
+        return ExpertFiles((), {}, is_first, stack_experts(root, files.experts, model.auto_layers), model.auto_layers)
     read: list[StateFile] = []
     layers: dict[str, int] = {}
     for (layer, expert), name in sorted(files.experts.items()):
@@ -113,34 +117,36 @@ def read_experts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> Exper
 
 
 def expert_counts(model: ModelStates) -> list[int]:
-    """Return how many experts each layer that has any has; none for one number, which early versions saved."""
+    """Return the number of experts of each expert layer; [] for early versions, which saved only one number."""
     counts = model.saved.get("num_experts")
-    found = [as_count(count, "num_experts") for count in counts] if isinstance(counts, list) else []
-    if 0 in found:
+    per_layer = [as_count(count, "num_experts") for count in counts] if isinstance(counts, list) else []
+    if 0 in per_layer:
         raise Corrupt("`num_experts` lists a layer with no experts")
-    return found
+    return per_layer
 
 
 def check_auto_layers(root: Path, model: ModelStates, counts: Sequence[int]) -> None:
-    """Raise `Unsupported` unless AutoEP's layers are all layers of experts that there are."""
-    found = [layer.experts for layer in dict.fromkeys(model.auto_layers.values())]
-    if found != list(counts):
-        message = f"expected layers of {list(counts[:8])} experts, found {found[:8]} in `{LAYERS}`"
+    """Raise `Unsupported` unless the AutoEP layers are exactly the expert layers of the model."""
+    fused_counts = [layer.experts for layer in dict.fromkeys(model.auto_layers.values())]
+    if fused_counts != list(counts):
+        message = f"expected layers of {list(counts[:8])} experts, found {fused_counts[:8]} in `{LAYERS}`"
         hint = "save a model in which AutoEP replaced all layers of experts"
         raise Unsupported(message, path=root / model.path, hint=hint)
 
 
 def check_numbers(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> None:
-    """Raise `Corrupt` unless there is a file for each expert of each layer, and no other."""
+    """Raise `Incomplete` if an expert file is missing, `Corrupt` if a file has an unknown layer or expert index."""
     by_layer: dict[int, set[int]] = {}
     for layer, expert in files.experts:
         by_layer.setdefault(layer, set()).add(expert)
     for layer, count in enumerate(counts):
-        there = by_layer.get(layer, set())
-        missing = next(expert for expert in range(len(there) + 1) if expert not in there)
+        present = by_layer.get(layer, set())
+        missing = next(expert for expert in range(len(present) + 1) if expert not in present)
         if missing < count:
             name = f"layer_{layer}_expert_{missing}_mp_rank_00_model_states.pt"
-            message = f"the file of an expert is missing: expected {count} experts in layer {layer}, found {len(there)}"
+            message = (
+                f"the file of an expert is missing: expected {count} experts in layer {layer}, found {len(present)}"
+            )
             raise Incomplete(message, path=root / name, hint=ELSEWHERE)
     for (layer, expert), name in files.experts.items():
         if layer >= len(counts) or expert >= counts[layer]:
@@ -149,7 +155,10 @@ def check_numbers(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> N
 
 
 def prefix_of(root: Path, file: StateFile, expert: int) -> str:
-    """Return what all names in an expert's file begin with. Raises `Corrupt` if one is not that expert's."""
+    """Return the common prefix of the names in an expert file.
+
+    Raises `Corrupt` if a tensor belongs to another expert.
+    """
     try:
         prefixes = set()
         for key in as_dict(file.value, file.name):
@@ -166,16 +175,19 @@ def prefix_of(root: Path, file: StateFile, expert: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PartitionGroup:
-    """The ranks that have cut a group of parameters among themselves: their files, and the shapes by name."""
+    """The ranks that partition a parameter group among themselves: their partitions, and the shapes by name."""
 
     partitions: Sequence[Partition]
     named: Mapping[str, Shape]
 
 
-def fleets(
+def partition_groups(
     number: int, named: Mapping[str, Shape], partitions: Sequence[Partition], experts: ExpertFiles | None
 ) -> Iterator[PartitionGroup]:
-    """Yield the fleets of a group: all ranks, or of experts as many as there are ranks of expert parallelism."""
+    """Yield the partition groups of a parameter group.
+
+    One group with all ranks, or for experts one group per expert-parallel rank.
+    """
     group = partitions[0].groups[number]
     settings = partitions[0].settings[group.settings]
     if not settings.get("moe"):
@@ -207,7 +219,7 @@ def fleets(
 
 
 def expert_ranks(settings: Mapping[str | int, Any]) -> int:
-    """Return among how many ranks experts are dealt out, by the name of the group of their parameters."""
+    """Return the number of expert-parallel ranks, which is part of the name of the parameter group."""
     name = as_kind(settings.get("name"), str, "name")
     match = _GROUP.fullmatch(name)
     if match is None or not int(match[1]):

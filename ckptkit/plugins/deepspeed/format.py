@@ -1,7 +1,7 @@
-"""Read the directories that DeepSpeed saves: the states of models and optimizers in a file of torch.save for each rank.
+"""Read the directories that DeepSpeed saves: one torch.save file of model and optimizer states per rank.
 
-Source: deepspeed/runtime/engine.py. The pickles say which tensors make up the ranks' flat buffers; every parameter is
-given as the ranges of these files that it lies in. Nothing of DeepSpeed's is imported, and no tensor is read.
+Source: deepspeed/runtime/engine.py. The pickles list the tensors in the flat buffers of the ranks, and each parameter
+becomes a set of byte ranges in these files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptkit.formats.archives.state_files import entries_of, extents_of, is_torc
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import names_in
 from ckptkit.layout import Extent, Layout
-from ckptkit.plugins.deepspeed.assemble import NAME, assemble, names_of
+from ckptkit.plugins.deepspeed.assemble import NAME, assemble, source_file_names
 from ckptkit.plugins.deepspeed.expert_states import read_optimizers
 from ckptkit.plugins.deepspeed.experts import read_experts
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, is_ours, is_part_alone, rank_and_part, rank_of
@@ -22,7 +22,7 @@ from ckptkit.plugins.deepspeed.parts import read_part
 
 
 class DeepSpeed(FormatReader):
-    """The format of DeepSpeed: a directory with a file of each rank, or a file of one rank, which is refused."""
+    """The DeepSpeed format: a directory with files of every rank. The file of a single rank is refused."""
 
     name = NAME
     known_by = "DeepSpeed's `*_model_states.pt`"
@@ -30,55 +30,59 @@ class DeepSpeed(FormatReader):
     resized_as = "universal"
 
     def owns(self, name: str) -> bool:
-        """Return True for the names that DeepSpeed gives."""
+        """Return True for the file names that DeepSpeed uses."""
         return is_ours(name)
 
     def rank_of(self, name: str) -> int | None:
         return rank_of(name)
 
     def ranks_in(self, names: Iterable[str]) -> set[Hashable]:
-        """Return the ranks with files: of a pipeline each stage has its own of data parallelism."""
+        """Return the (part, data-parallel rank) pairs that have files; each pipeline stage has its own ranks."""
         return set(filter(None, map(rank_and_part, names)))
 
     def is_bound(self, path: Path) -> bool:
-        """Return True if there are parts of an optimizer, of which each rank reads its own."""
+        """Return True if there are optimizer partitions: a rank can only read its own partition."""
         return any("zero_pp_rank_" in name for name in names_in(path))
 
     def detect(self, path: Path) -> bool:
-        """Return True for a directory with a file of DeepSpeed's, or a file that is of no use without others."""
+        """Return True for a directory with DeepSpeed files, or for a file that cannot be read without other files."""
         if path.is_dir():
             return any(map(is_ours, names_in(path)))
         return is_part_alone(path.name) and is_torch_save(path)
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report each file that is missing or breaks off."""
+        """Report each file that is missing or truncated."""
         files = files_at(path)
-        for name in sorted(names_of(files)):
+        for name in sorted(source_file_names(files)):
             try:
                 with opened(path / name) as (read, length):
                     entries_of(read, length)
             except CkptError as error:
                 report(error.blame(path=path / name))
         for part in files.parts:
-            found = read_part(path, files, part)
-            if read_experts(path, files, found.models[0]) is not None and not found.partitions:
+            states = read_part(path, files, part)
+            if read_experts(path, files, states.models[0]) is not None and not states.partitions:
                 read_optimizers(path, files)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of a directory: under `model` the fp32 masters, and what was never partitioned.
+        """Return the layout of a directory.
 
-        The optimizer lies under `optimizer`, by name; the 16-bit copies of the masters are `twins`. What was in files
-        that are missing or cannot be read, which are reported, has unreadable chunks.
+        `model` has the fp32 master weights and all tensors that ZeRO did not partition; `optimizer` has the states by
+        name. Low-precision copies of the master weights are in `twins`. Files that are missing or unreadable are
+        reported, and their tensors get unreadable chunks.
         """
         return assemble(path, files_at(path), report)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Return every entry of every file."""
+        """Return every zip entry of every file."""
         return extents_of(layout, layout.descriptions, report)
 
 
 def files_at(path: Path) -> DeepSpeedFiles:
-    """Return the files at `path`. Raises `Unsupported` for a file of one rank, and for what cannot be put together."""
+    """Return the files at `path`.
+
+    Raises `Unsupported` for the file of a single rank, and for runs with offloaded tensors.
+    """
     if not path.is_dir():
         hint = f"pass the directory {path.parent}"
         message = (

@@ -1,4 +1,4 @@
-"""Read a file of model states: names and shapes, the 16-bit copy, buffers, frozen parameters, and the client's state.
+"""Read a model-states file: names and shapes, low-precision weights, buffers, frozen parameters, client state.
 
 Source: `_save_checkpoint` and `_common_checkpoint_state` in deepspeed/runtime/engine.py.
 """
@@ -28,13 +28,12 @@ _USED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """The contents of one file of model states.
+    """The contents of one model-states file.
 
-    `shapes` are those of each group of parameters, or sub-group, in the order of their data; None without ZeRO.
-    `module` is None where layers have files of their own. `aliases` are the names of tied parameters, each with the
-    name that has the data. `auto_layers` are AutoEP's layers of experts, by the name of each tensor in them. `slices`
-    say how ranks of tensor parallelism share each parameter, None if there is one. `others` is the client's state and
-    all else that is no tensor of the model.
+    `shapes` are the parameter shapes of each group or sub-group, in storage order; None without ZeRO. `module` is None
+    if layers have their own files. `aliases` maps the name of a tied parameter to the name that has the data.
+    `auto_layers` are the AutoEP expert layers by tensor name. `slices` describes how tensor-parallel ranks split each
+    parameter; None with one rank. `others` contains the client state and all other entries outside the model.
     """
 
     path: str
@@ -53,7 +52,7 @@ class ModelStates:
 
 
 def read_model_states(file: StateFile) -> ModelStates:
-    """Return what is in a file of model states. Every error is to be blamed on it."""
+    """Return the contents of a model-states file. The caller adds the path to the errors."""
     saved = as_dict(file.value, file.name)
     degrees = dict_or_none(saved.get(DEGREES), DEGREES)
     ranks = as_count(degrees.get("tp_degree", 1), DEGREES)
@@ -85,7 +84,7 @@ def read_model_states(file: StateFile) -> ModelStates:
 
 
 def tensor_parallel() -> Unsupported:
-    """Return the error for tensors that are cut among ranks of tensor parallelism."""
+    """Return the error for tensors that are split over tensor-parallel ranks in an unknown way."""
     hint = "gather it with DeepSpeed: `save_16bit_model`, or `ds_to_universal.py` and then ckptkit on its result"
     return Unsupported(
         "the model was saved with tensor parallelism, and no file says along which axes the tensors are split",

@@ -1,4 +1,4 @@
-"""Put a model together: trained parameters with their rounded copies, buffers, frozen and tied ones."""
+"""Assemble the model: trained parameters with low-precision copies, buffers, frozen and tied parameters."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ckptkit.plugins.deepspeed.zero import ZeroParameter, join, runs_of_each, sh
 
 
 def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:
-    """Put a parameter, and what the optimizer has for it."""
+    """Put a parameter and its optimizer state."""
     gathering.put((MODEL, parameter.name), parameter.master)
-    for what, moment in parameter.moments.items():
-        gathering.put((*STATE, parameter.name, what), moment)
+    for state_name, moment in parameter.moments.items():
+        gathering.put((*STATE, parameter.name, state_name), moment)
     gathering.put_state(parameter.flattening, [parameter.name], parameter.values)
 
 
 def put_module(
     gathering: Gathering, part: PartOfModel, masters: Mapping[str, StoredTensor], root: Path, report: Report
 ) -> None:
-    """Put what is in the model and is no trained parameter, and the rounded copy beside each that is.
+    """Put the untrained entries of the model, and the low-precision copy of each trained parameter.
 
-    Reports frozen parameters of which a rank's part cannot be read.
+    Reports frozen parameters if the fragment of a rank cannot be read.
     """
     model = part.models[0]
     shared = next(filter(without_number, (*model.aliases, *model.aliases.values())), None)
@@ -53,22 +53,22 @@ def put_module(
             put_value(gathering, model, str(name), value)
             put_replicas(gathering, part, str(name))
     for name, shape in model.frozen.items():
-        full = ".".join((MODEL, name))
+        full_name = ".".join((MODEL, name))
         is_experts = without_number(name) is not None or name in model.auto_layers
-        if is_experts or name in known or full in gathering.flat.keys:
+        if is_experts or name in known or full_name in gathering.flat.keys:
             continue
         if part.lost_models:
             rank, file = next(iter(part.lost_models.items()))
             message = "the parameter is frozen, and the part of one rank cannot be read"
-            report(Incomplete(message, path=root / file, tensor=full, ranks=[rank]))
+            report(Incomplete(message, path=root / file, tensor=full_name, ranks=[rank]))
         else:
-            gathering.put((MODEL, name), frozen(part, name, shape))
+            gathering.put((MODEL, name), join_frozen(part, name, shape))
 
 
 def put_modules_in_slices(
     gathering: Gathering, models: Sequence[ModelStates], slices: SliceMap, masters: Mapping[str, StoredTensor]
 ) -> None:
-    """Put buffers, frozen and tied parameters, and rounded copies, of which ranks of tensor parallelism have slices."""
+    """Put buffers, frozen and tied parameters and low-precision copies that are split over tensor-parallel ranks."""
     first = models[0]
     tied = {alias: masters[name] for alias, name in first.aliases.items() if name in masters and alias not in masters}
     for alias, master in tied.items():
@@ -94,14 +94,17 @@ def is_empty(value: Any) -> bool:
 
 
 def put_copy(gathering: Gathering, flattening: Flattening, name: str, value: Any, master: StoredTensor) -> None:
-    """Put the rounded copy of a parameter beside it; in ZeRO 3 there is none."""
+    """Put the low-precision copy of a parameter as its twin. ZeRO 3 saves an empty tensor instead of a copy."""
     if not is_tensor(value):
         raise Corrupt("ZeRO has this parameter, but `module` does not have its tensor", tensor=name)
     put_stored_copy(gathering, name, flattening.stored(value), master)
 
 
 def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master: StoredTensor) -> None:
-    """Put the rounded copy of a parameter beside it, unless it is empty. Raises `Corrupt` for one of another shape."""
+    """Put the low-precision copy of a parameter as its twin, unless it is empty.
+
+    Raises `Corrupt` if the shapes differ.
+    """
     if copy.spec.shape == master.spec.shape:
         gathering.put_twin((MODEL, name), copy)
     elif copy.spec.shape != (0,):
@@ -110,28 +113,31 @@ def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master:
 
 
 def put_value(gathering: Gathering, model: ModelStates, name: str, value: Any) -> None:
-    """Put a buffer, a frozen parameter or whatever else a module has saved."""
+    """Put a buffer, a frozen parameter or another entry of `module`."""
     if is_tensor(value) and as_tensor(value).shape == (0,) and name not in model.buffers:
         raise Corrupt("the tensor is empty, and no file says where its data is", tensor=name)
     gathering.flatten(model.flattening, value, (MODEL, name))
 
 
 def put_replicas(gathering: Gathering, part: PartOfModel, name: str) -> None:
-    """Put what other ranks have of a buffer as spare chunks, but for statistics, which each rank counts for itself."""
+    """Put the buffer copies of the other ranks as spare chunks.
+
+    Running statistics are skipped, because every rank computes its own.
+    """
     known = gathering.flat.tensors.get(".".join((MODEL, name)))
     if known is None or name.endswith(STATISTICS):
         return
-    found: list[Chunk] = []
+    replicas: list[Chunk] = []
     for model in part.models[1:]:
         value = (model.module or {}).get(name)
         if is_tensor(value):
-            found += model.flattening.stored(value).chunks
-    if found:
-        gathering.flat.spares[".".join((MODEL, name))] = tuple(found)
+            replicas += model.flattening.stored(value).chunks
+    if replicas:
+        gathering.flat.spares[".".join((MODEL, name))] = tuple(replicas)
 
 
-def frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
-    """Return a frozen parameter, from its fragments: one for each rank, or the only one."""
+def join_frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
+    """Return a frozen parameter, joined from one fragment per rank or from a single fragment."""
     buffers = []
     for model in part.models:
         if not is_tensor(model.fragments.get(name)):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, and_more, refuse
 
-Rank = tuple[int, int]  # of the model (its part), and of data parallelism
+Rank = tuple[int, int]  # (model part, data-parallel rank)
 
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{2,9})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{2,9})_optim_states\.pt")
@@ -22,38 +22,38 @@ _LAYER = re.compile(r"layer_([0-9]{2,9})-(?:model_([0-9]{2,9})-)?model_states\.p
 _EXPERT = re.compile(r"(?:layer_([0-9]{1,9})_)?expert_([0-9]{1,9})_mp_rank_([0-9]{2,9})_model_states\.pt")
 _EXPERT_OPTIMIZER = re.compile(r"expp_rank_([0-9]{1,9})_mp_rank_([0-9]{2,9})_optim_states\.pt")
 _ALL = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT, _EXPERT_OPTIMIZER)
-OFFLOADED = "offloaded_tensors"  # a directory with the files of the swapper
+OFFLOADED = "offloaded_tensors"  # directory of DeepSpeed's NVMe swapper
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a file of this name is DeepSpeed's."""
+    """Return whether DeepSpeed writes files of this name."""
     return any(pattern.fullmatch(name) for pattern in _ALL)
 
 
 def is_part_alone(name: str) -> bool:
-    """Return whether a file of this name is of no use without others: one of each rank's, or of each layer's."""
+    """Return whether a file of this name is useless without other files: it belongs to one rank or one layer."""
     match = _MODEL.fullmatch(name)
     return is_ours(name) and not (match and match[1] is None)
 
 
 def rank_of(name: str) -> int | None:
-    """Return the data-parallel rank that wrote a file of this name, None where names do not tell."""
+    """Return the data-parallel rank in a file name; None if the name contains no rank."""
     rank = rank_and_part(name)
     return rank[1] if rank else None
 
 
 def rank_and_part(name: str) -> Rank | None:
-    """Return the part of the model and the data-parallel rank in a file's name, None where one is lacking."""
+    """Return the model part and the data-parallel rank in a file name; None if the name does not contain both."""
     match = _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)
     return (int(match[2]), int(match[1])) if match and match[1] is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFiles:
-    """The files of a directory by what they hold. In `models`, a data-parallel rank of -1 stands for all of them.
+    """The files of a directory by kind. In `models`, data-parallel rank -1 means that all ranks share the file.
 
-    `experts` are by the number of their layer, among those that have any, and their own; `expert_optimizers` by the
-    rank of expert parallelism.
+    The keys of `experts` are (index among the expert layers, expert index); the keys of `expert_optimizers` are
+    expert-parallel ranks.
     """
 
     models: dict[Rank, str] = field(default_factory=dict)
@@ -67,8 +67,8 @@ class DeepSpeedFiles:
     def of(cls, names: Iterable[str], root: Path) -> DeepSpeedFiles:
         """Return the files among `names`.
 
-        Raises `Corrupt` where two of them say that they are the same rank's, `Unsupported` for experts of early
-        versions, and for those that are cut by tensor parallelism.
+        Raises `Corrupt` if two files claim the same rank, `Unsupported` for expert files of early versions and for
+        experts that are split by tensor parallelism.
         """
         names = sorted(names)
         models: dict[Rank, str] = {}
@@ -78,11 +78,11 @@ class DeepSpeedFiles:
         expert_optimizers: dict[int, str] = {}
         for name in names:
             if match := _MODEL.fullmatch(name):
-                note(models, (int(match[2]), -1 if match[1] is None else int(match[1])), name, root)
+                add_file(models, (int(match[2]), -1 if match[1] is None else int(match[1])), name, root)
             elif match := _OPTIMIZER.fullmatch(name):
-                note(optimizers, (int(match[2]), int(match[1])), name, root)
+                add_file(optimizers, (int(match[2]), int(match[1])), name, root)
             elif match := _LAYER.fullmatch(name):
-                note(layers, (int(match[1]), int(match[2] or 0)), name, root)
+                add_file(layers, (int(match[1]), int(match[2] or 0)), name, root)
             elif match := _EXPERT.fullmatch(name):
                 if match[1] is None or int(match[3]):
                     why = (
@@ -91,7 +91,7 @@ class DeepSpeedFiles:
                         else "expert files without a layer number, from an old version of DeepSpeed"
                     )
                     raise Unsupported(f"experts {why}", path=root / name)
-                note(experts, (int(match[1]), int(match[2])), name, root)
+                add_file(experts, (int(match[1]), int(match[2])), name, root)
             elif match := _EXPERT_OPTIMIZER.fullmatch(name):
                 if int(match[2]):
                     raise Unsupported("experts cut by tensor parallelism", path=root / name)
@@ -100,33 +100,33 @@ class DeepSpeedFiles:
 
     @property
     def parts(self) -> list[int]:
-        """Return the numbers of the model's parts: stages of a pipeline, or ranks of tensor parallelism."""
+        """Return the indices of the model parts: pipeline stages or tensor-parallel ranks."""
         return sorted({part for part, _ in (*self.models, *self.optimizers)})
 
     def model_files(self, part: int) -> dict[int, str]:
-        """Return the files with a part of the model by data-parallel rank, -1 where all ranks have the same."""
-        return {rank: name for (of, rank), name in sorted(self.models.items()) if of == part}
+        """Return the model-states files of a part by data-parallel rank; -1 if all ranks share one file."""
+        return {rank: name for (of_part, rank), name in sorted(self.models.items()) if of_part == part}
 
     def optimizer_files(self, part: int) -> dict[int, str]:
-        return {rank: name for (of, rank), name in sorted(self.optimizers.items()) if of == part}
+        return {rank: name for (of_part, rank), name in sorted(self.optimizers.items()) if of_part == part}
 
 
-def note(files: dict[Rank, str], rank: Rank, name: str, root: Path) -> None:
-    """Enter the file of a rank. Raises `Corrupt` if there is another of that rank."""
+def add_file(files: dict[Rank, str], rank: Rank, name: str, root: Path) -> None:
+    """Add the file of a rank. Raises `Corrupt` if the rank already has a file."""
     if rank in files:
         message = f"`{files[rank]}` claims the same rank: this directory mixes files of two runs"
         raise Corrupt(message, path=root / name, hint="keep the files of one run")
     files[rank] = name
 
 
-def name_of(files: dict[int, str], rank: int) -> str:
-    """Return the name of the file of a rank, whether it is there or not."""
+def file_name_of_rank(files: dict[int, str], rank: int) -> str:
+    """Return the file name of a rank, even if the file is missing."""
     known, name = next(iter(files.items()))
     return files.get(rank, name.replace(f"pp_rank_{known}_", f"pp_rank_{rank}_"))
 
 
 def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str, report: Report = refuse) -> None:
-    """Report each of `count` ranks that has no file. Raises `Corrupt` for a file of any other."""
+    """Report each of `count` ranks that has no file. Raises `Corrupt` for the file of a higher rank."""
     extra = [name for rank, name in files.items() if rank >= count]
     if extra:
         others = and_more(len(extra) - 1)
@@ -136,4 +136,4 @@ def check_ranks(files: dict[int, str], count: int, root: Path, said_by: str, rep
         raise Corrupt(message, path=root / extra[0], hint="move the files of the older run to another directory")
     for missing in (rank for rank in range(count) if rank not in files):
         message = f"the file of rank {missing} is missing: expected {count} ranks (`{said_by}`), found {len(files)}"
-        report(Incomplete(message, path=root / name_of(files, missing), hint=ELSEWHERE, ranks=[missing]))
+        report(Incomplete(message, path=root / file_name_of_rank(files, missing), hint=ELSEWHERE, ranks=[missing]))

@@ -1,9 +1,9 @@
-"""Read a rank's partition of the optimizer: flat buffers of ZeRO 1, 2 and 3 and of BF16_Optimizer, all as one record.
+"""Read the optimizer partition of one rank: the flat buffers of ZeRO 1, 2 and 3 and of BF16_Optimizer, as one record.
 
 Source: `state_dict` in deepspeed/runtime/zero/stage_1_and_2.py, deepspeed/runtime/bf16_optimizer.py and
-`_rigid_state_dict` in deepspeed/runtime/zero/stage3.py. Its parameters are the numbers of groups, or in ZeRO 3 of
-sub-groups. `param_slice_mappings` is not used: with `round_robin_gradients` it lists another order than that of the
-data.
+`_rigid_state_dict` in deepspeed/runtime/zero/stage3.py. The parameter indices of the optimizer are group indices, or
+sub-group indices in ZeRO 3. `param_slice_mappings` is not used: with `round_robin_gradients` its order differs from the
+order of the data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptkit.plugins.deepspeed.values import as_count, as_dict, as_kind, dict_or
 
 _FLAT = "single_partition_of_fp32_groups"  # ZeRO 1 and 2
 _FLAT_3 = "fp32_flat_groups"
-_MOST_ENTRIES = 64  # of the state of a group; each is given by the name of each parameter
+_MOST_ENTRIES = 64  # per group state; every parameter of the group gets a copy of each entry
 _USED = frozenset(
     [
         *("base_optimizer_state", "optimizer_state_dict", "param_slice_mappings", _FLAT, _FLAT_3),
@@ -32,10 +32,10 @@ _USED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PartitionedGroup:
-    """The part that a rank has of a group of parameters: buffers of one axis with the masters and with each moment.
+    """The shard of a parameter group on one rank: flat buffers with the master weights and with each optimizer state.
 
-    `values` are entries of the state that are no buffer, such as the step, `paddings` the elements that lie between
-    parameters, one for each. `settings` is the number of the parameter group with the hyperparameters.
+    `values` are state entries that are not buffers, such as the step. `paddings` are the padding elements behind each
+    parameter. `settings` is the index of the parameter group with the hyperparameters.
     """
 
     flattening: Flattening
@@ -49,9 +49,9 @@ class PartitionedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The optimizer of one rank, in file `path`: its groups, the hyperparameters, and all else that was saved.
+    """The optimizer of one rank, in file `path`: groups, hyperparameters, and all other saved entries.
 
-    `cuts_each` if each parameter is cut by itself, as ZeRO 3 does.
+    `cuts_each` is true if every parameter is partitioned separately, as in ZeRO 3.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Partition:
 
 
 def read_partition(file: StateFile) -> Partition:
-    """Return the partition in a file. Every error is to be blamed on it."""
+    """Return the partition in a file. The caller adds the path to the errors."""
     flattening = Flattening(file.entries, file.name)
     saved = as_dict(as_dict(file.value, file.name).get("optimizer_state_dict"), "optimizer_state_dict")
     if saved.get("ds_zero_partition_groups"):
@@ -82,7 +82,7 @@ def read_partition(file: StateFile) -> Partition:
     ]
     masters = as_kind(saved[_FLAT_3 if cuts_each else _FLAT], list, _FLAT_3 if cuts_each else _FLAT)
     states = dict_or_none(optimizer.get("state"), "state")
-    numbers = numbers_of(settings, len(masters))
+    numbers = parameter_group_indices(settings, len(masters))
     counts = counts_of(saved.get("partition_count"), len(masters))
     paddings = paddings_of(saved.get("param_alignment_paddings"), len(masters))
     groups = tuple(
@@ -96,7 +96,7 @@ def read_partition(file: StateFile) -> Partition:
 def read_group(
     flattening: Flattening, masters: Any, state: Any, ranks: int, settings: int, paddings: tuple[int, ...]
 ) -> PartitionedGroup:
-    """Return what a rank has of a group, of which `ranks` have a part each."""
+    """Return the shard of a group on one rank; `ranks` ranks share the group."""
     moments: dict[str, Chunk] = {}
     values: dict[str, Any] = {}
     entries = dict_or_none(state, "state")
@@ -104,8 +104,8 @@ def read_group(
         raise Unsupported(f"expected at most {_MOST_ENTRIES} states for each parameter, found {len(entries)}")
     for key, value in entries.items():
         name = as_kind(key, str, "state")
-        if is_tensor(value) and (found := buffer_of(flattening, value, name)) is not None:
-            moments[name] = found
+        if is_tensor(value) and (buffer := buffer_of(flattening, value, name)) is not None:
+            moments[name] = buffer
         else:
             values[name] = value
     flat = buffer_of(flattening, masters, "fp32") if is_tensor(masters) else None
@@ -115,7 +115,7 @@ def read_group(
 
 
 def buffer_of(flattening: Flattening, value: Any, name: str) -> Chunk | None:
-    """Return where a tensor of one axis lies, None for one of no axis. Raises `Unsupported` for any other."""
+    """Return the chunk of a one-dimensional tensor; None for a scalar. Raises `Unsupported` for other shapes."""
     try:
         (chunk,) = flattening.stored(value).chunks
     except CkptError as error:
@@ -125,32 +125,35 @@ def buffer_of(flattening: Flattening, value: Any, name: str) -> Chunk | None:
     return chunk if chunk.box.size else None
 
 
-def numbers_of(settings: list[dict[str | int, Any]], count: int) -> list[int]:
-    """Return by group, or sub-group, the number of the parameter group that lists it."""
+def parameter_group_indices(settings: list[dict[str | int, Any]], count: int) -> list[int]:
+    """Return for each group or sub-group the index of the parameter group that lists it."""
     lists = [as_kind(group.get("params"), list, "params") for group in settings]
     listed = sorted(as_count(number, "params") for numbers in lists for number in numbers)
     if listed != list(range(count)):
         raise Corrupt(f"expected {count} buffers, found {listed[:8]} in the parameter groups")
-    found = {number: i for i, numbers in enumerate(lists) for number in numbers}
-    return [found[number] for number in range(count)]
+    group_of = {number: i for i, numbers in enumerate(lists) for number in numbers}
+    return [group_of[number] for number in range(count)]
 
 
 def counts_of(value: Any, count: int) -> list[int]:
-    """Return by group how many ranks have a part of it: a list, or one number for all."""
+    """Return for each group how many ranks share it; `value` is a list, or one number for all groups."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
         raise Corrupt(f"`partition_count`: expected {count} groups, found {len(values)}")
-    return [as_count(one, "partition_count") for one in values]
+    return [as_count(number, "partition_count") for number in values]
 
 
 def paddings_of(value: Any, count: int) -> list[tuple[int, ...]]:
-    """Return by group the elements of padding behind each parameter; none where none are recorded."""
+    """Return for each group the padding elements behind each parameter; empty tuples if no padding was recorded."""
     if value is None:
         return [()] * count
     lists = as_kind(value, list, "param_alignment_paddings")
     if len(lists) != count:
         raise Corrupt(f"`param_alignment_paddings`: expected {count} groups, found {len(lists)}")
     return [
-        tuple(as_count(one, "param_alignment_paddings") for one in as_kind(group, list, "param_alignment_paddings"))
+        tuple(
+            as_count(padding, "param_alignment_paddings")
+            for padding in as_kind(group, list, "param_alignment_paddings")
+        )
         for group in lists
     ]

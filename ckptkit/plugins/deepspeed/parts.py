@@ -1,8 +1,8 @@
-"""Read all files of a part of the model, and see that the file of no rank is missing or of another run.
+"""Read all files of a model part, and check that no file is missing and all come from the same run.
 
-The partition of a rank whose file cannot be read is replaced by one as large, which lies nowhere. Source:
-deepspeed/runtime/zero/stage_1_and_2.py: a row is padded to a multiple of twice the number of ranks, who cut it in equal
-parts, and the last rank saves its part without the padding.
+If the file of a rank cannot be read, its partition is replaced by one of the same size with unreadable chunks. Source:
+deepspeed/runtime/zero/stage_1_and_2.py: the flat buffer of a group is padded to a multiple of twice the number of ranks
+and split evenly; the last rank saves its shard without the padding.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.layout import Chunk
 from ckptkit.layout.box import Shape, whole
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
-from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, check_ranks, name_of
+from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, check_ranks, file_name_of_rank
 from ckptkit.plugins.deepspeed.partitions import Partition, PartitionedGroup, read_partition
 
-Found = TypeVar("Found")
+ReadResult = TypeVar("ReadResult")
 _ALIGNMENT = 2  # elements, times the number of ranks
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfModel:
-    """A part of the model as it was saved: all of it, or a stage of a pipeline.
+    """A saved part of the model: the full model, or one pipeline stage.
 
-    Each rank has one of `models`, or all have the same one; and one of the `partitions`, unless ZeRO was off.
-    `lost_models` are the files of model states that are missing or could not be read, by rank.
+    `models` has one entry per rank, or a single entry that all ranks share; `partitions` has one entry per rank, or
+    none without ZeRO. `lost_models` are the missing or unreadable model-states files, by rank.
     """
 
     models: tuple[ModelStates, ...]
@@ -39,7 +39,7 @@ class PartOfModel:
 
 
 def read_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = refuse) -> PartOfModel:
-    """Return what the ranks have saved of a part of the model; report files that are missing or cannot be read."""
+    """Return the saved states of a model part; report files that are missing or cannot be read."""
     models, optimizers = files.model_files(part), files.optimizer_files(part)
     if not models:
         raise Incomplete("the file of its model states is missing", path=root / next(iter(optimizers.values())))
@@ -60,29 +60,33 @@ def read_part(root: Path, files: DeepSpeedFiles, part: int, report: Report = ref
         if -1 not in models:
             check_ranks(models, count, root, known.path, report)
         if len(partitions) < count:
-            partitions = with_lost(partitions, optimizers, count, first.shapes or ())
+            partitions = with_lost_partitions(partitions, optimizers, count, first.shapes or ())
     lost = [] if -1 in models else [rank for rank in range(count) if rank not in read]
-    return PartOfModel(tuple(read.values()), tuple(partitions.values()), {rank: name_of(models, rank) for rank in lost})
+    return PartOfModel(
+        tuple(read.values()), tuple(partitions.values()), {rank: file_name_of_rank(models, rank) for rank in lost}
+    )
 
 
-def read_all(root: Path, names: dict[int, str], read: Callable[[StateFile], Found], report: Report) -> dict[int, Found]:
-    """Return what `read` makes of the files of ranks, but for those that cannot be read, which are reported.
+def read_all(
+    root: Path, names: dict[int, str], read: Callable[[StateFile], ReadResult], report: Report
+) -> dict[int, ReadResult]:
+    """Return the results of `read` by rank, and report the files that cannot be read.
 
-    Raises the last error if that is none.
+    Raises the last error if no file can be read.
     """
-    found: dict[int, Found] = {}
+    results: dict[int, ReadResult] = {}
     for rank, name in names.items():
         try:
-            found[rank] = blame(root, name, read)
+            results[rank] = blame(root, name, read)
         except CkptError as error:
-            if not found and rank == max(names):
+            if not results and rank == max(names):
                 raise
             report(error)
-    return found
+    return results
 
 
-def blame(root: Path, name: str, read: Callable[[StateFile], Found]) -> Found:
-    """Return what `read` makes of a file; its errors name the file."""
+def blame(root: Path, name: str, read: Callable[[StateFile], ReadResult]) -> ReadResult:
+    """Return the result of `read` for a file, and add the path to its errors."""
     try:
         return read(read_state_file(root, name))
     except CkptError as error:
@@ -90,7 +94,7 @@ def blame(root: Path, name: str, read: Callable[[StateFile], Found]) -> Found:
 
 
 def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
-    """Raise the error for model states without the files in which ZeRO keeps the optimizer."""
+    """Raise the error for model states without optimizer files."""
     if is_sharded:
         message = "ZeRO 3 keeps the weights in `*_optim_states.pt`, and these files are missing"
         raise Unsupported(message, path=path, hint="copy all files of all ranks to one directory")
@@ -99,16 +103,18 @@ def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
     raise Corrupt(message, path=path, hint="pass this file itself to read its 16-bit weights")
 
 
-def with_lost(
+def with_lost_partitions(
     partitions: Mapping[int, Partition], names: dict[int, str], count: int, shapes: Sequence[Mapping[str, Shape]]
 ) -> dict[int, Partition]:
-    """Return the partitions of all of `count` ranks: of those that are not among `partitions` the chunks lie nowhere.
+    """Return the partitions of all `count` ranks; missing partitions get unreadable chunks.
 
-    `names` are those of the files that are there, `shapes` those of each group of parameters. Raises `Unsupported` if
-    the sizes of what is here do not fit together.
+    `names` are the names of the existing files, `shapes` the parameter shapes of each group. Raises `Unsupported` if
+    the sizes of the existing partitions do not fit together.
     """
     return {
-        rank: partitions[rank] if rank in partitions else lost(partitions, rank, name_of(names, rank), count, shapes)
+        rank: partitions[rank]
+        if rank in partitions
+        else lost(partitions, rank, file_name_of_rank(names, rank), count, shapes)
         for rank in range(count)
     }
 
@@ -116,15 +122,18 @@ def with_lost(
 def lost(
     partitions: Mapping[int, Partition], rank: int, name: str, count: int, shapes: Sequence[Mapping[str, Shape]]
 ) -> Partition:
-    """Return the partition that a rank must have had."""
+    """Return a partition with unreadable chunks, of the size that the partition of this rank had."""
     like = next(iter(partitions.values()))
     if len(shapes) != len(like.groups):
         raise Unsupported(f"expected {len(shapes)} groups of parameters (`param_shapes`), found {len(like.groups)}")
     groups = []
     for number, group in enumerate(like.groups):
-        known = {of: one.groups[number].masters.box.numel for of, one in partitions.items()}
-        size = known[min(known)] if like.cuts_each else size_in_row(known, rank, count, shapes[number], group)
-        moments = {what: Chunk.unreadable(whole((size,)), name, chunk.dtype) for what, chunk in group.moments.items()}
+        sizes = {of_rank: partition.groups[number].masters.box.numel for of_rank, partition in partitions.items()}
+        size = sizes[min(sizes)] if like.cuts_each else size_in_row(sizes, rank, count, shapes[number], group)
+        moments = {
+            state_name: Chunk.unreadable(whole((size,)), name, chunk.dtype)
+            for state_name, chunk in group.moments.items()
+        }
         masters = Chunk.unreadable(whole((size,)), name, group.masters.dtype)
         groups.append(replace(group, masters=masters, moments=moments))
     return replace(like, path=name, groups=tuple(groups))
@@ -133,13 +142,15 @@ def lost(
 def size_in_row(
     known: Mapping[int, int], rank: int, count: int, named: Mapping[str, Shape], group: PartitionedGroup
 ) -> int:
-    """Return how many elements a rank has of the row that the parameters of a group are."""
+    """Return how many elements of the flat buffer of a group this rank has."""
     total = sum(map(prod, named.values())) + sum(group.paddings[:-1])
     last = count - 1
-    size = next((numel for one, numel in known.items() if one != last), -(-total // (_ALIGNMENT * count)) * _ALIGNMENT)
-    rest = total - last * size
-    fits = all(numel == size for one, numel in known.items() if one != last)
-    if rest < 0 or not fits or not rest <= known.get(last, rest) < rest + _ALIGNMENT * count:
+    size = next(
+        (numel for of_rank, numel in known.items() if of_rank != last), -(-total // (_ALIGNMENT * count)) * _ALIGNMENT
+    )
+    last_size = total - last * size
+    fits = all(numel == size for of_rank, numel in known.items() if of_rank != last)
+    if last_size < 0 or not fits or not last_size <= known.get(last, last_size) < last_size + _ALIGNMENT * count:
         parts = ", ".join(map(str, sorted(known.values())))
         raise Unsupported(f"ranks have {parts} of {total} elements, and no file says how many the other ranks had")
-    return rest if rank == last else size
+    return last_size if rank == last else size

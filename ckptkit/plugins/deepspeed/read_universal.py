@@ -1,4 +1,4 @@
-"""Read a universal checkpoint. Made of ZeRO 1 or 2 its tensors have shapes; of ZeRO 3 they are flat, without a step."""
+"""Read a universal checkpoint. From ZeRO 1 or 2 its tensors have shapes; from ZeRO 3 they are flat and have no step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MASTER = "fp32"
 STEP = "step"
 OPTIMIZER = "optimizer_state.pt"
 POINTER = "latest_universal"
-_KEPT = DTYPES["float32"]  # in which DeepSpeed keeps masters and moments
+_KEPT = DTYPES["float32"]  # dtype of DeepSpeed's master weights and optimizer states
 _INNER = "optimizer_state_dict"  # from ZeRO 3
 _USED = frozenset(
     [
@@ -39,15 +39,16 @@ _USED = frozenset(
 
 
 def read_universal(root: Path, tag: str, report: Report) -> Layout:
-    """Return the layout of the directory `tag` in `root`, or of `root` itself if that is empty.
+    """Return the layout of the directory `tag` in `root`, or of `root` itself if `tag` is empty.
 
-    Reports files that are missing or cannot be read. Nothing says that a moment had a file which is gone.
+    Reports files that are missing or cannot be read. A missing optimizer-state file is not detected, because no other
+    file lists it.
     """
     models = [blame(root, name, read_model_states) for name in model_files(root, tag)]
-    shapes = [{name: whole_shape(models[0], name, group[name]) for name in group} for group in models[0].shapes or ()]
+    shapes = [{name: full_shape(models[0], name, group[name]) for name in group} for group in models[0].shapes or ()]
     for model in models[1:]:
         for known, group in zip(shapes, model.shapes or (), strict=False):
-            known.update({name: whole_shape(model, name, shape) for name, shape in group.items()})
+            known.update({name: full_shape(model, name, shape) for name, shape in group.items()})
     expert = next((name for group in shapes for name in group if without_number(name)), None)
     if expert is not None:
         message = "expected an expert's number in the model, found its number on one rank, which several experts share"
@@ -56,10 +57,10 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     described = {model.path for model in models}
     trained: dict[str, StoredTensor] = {}
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        there = dict(files_of(root, tag, name))
-        described |= set(there.values())
-        for what, path in {MASTER: join(tag, ZERO, name, f"{MASTER}.pt"), **there}.items():
-            put_file(gathering, root, path, name, what, shape, report)
+        files_by_state = dict(files_of(root, tag, name))
+        described |= set(files_by_state.values())
+        for state_name, path in {MASTER: join(tag, ZERO, name, f"{MASTER}.pt"), **files_by_state}.items():
+            put_file(gathering, root, path, name, state_name, shape, report)
         trained[name] = gathering.flat.tensors[f"{MODEL}.{name}"]
     for model in models[:1] if models[0].slices is not None else models:
         put_rest(gathering, model, trained)
@@ -77,20 +78,20 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     return Layout(root, NAME, flat.tensors, flat.blobs, flat.keys, descriptions=files, twins=gathering.twins)
 
 
-def whole_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
-    """Return the shape of a parameter of which a rank had `shape`: of fused experts, or in tensor parallelism."""
+def full_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
+    """Return the full shape of a parameter, given the `shape` on one rank (fused experts, tensor parallelism)."""
     if model.slices is not None:
         return model.slices.of(name).shape
     return model.auto_layers[name].whole(shape) if name in model.auto_layers else shape
 
 
 def join(*names: str) -> str:
-    """Return a file's name as it is seen from the root."""
+    """Return a path relative to the root."""
     return str(PurePosixPath(*names))
 
 
 def model_files(root: Path, tag: str) -> list[str]:
-    """Return a file of model states for each part of the model: that of all ranks, or else of the first."""
+    """Return one model-states file per model part: the shared file, or the file of the first rank."""
     files = DeepSpeedFiles.of(names_in(root / tag), root / tag)
     if not files.models:
         raise Incomplete("its `*_model_states.pt` is missing: it has the names and shapes", path=root / tag)
@@ -98,7 +99,10 @@ def model_files(root: Path, tag: str) -> list[str]:
 
 
 def files_of(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield what there is of a parameter, and in which file."""
+    """Yield the state name (`fp32`, `exp_avg`, ...) and the path of each file of a parameter.
+
+    Raises `Unsafe` if the name leads outside of the checkpoint.
+    """
     folder = root / tag / ZERO / name
     if "/" in name or folder.is_symlink() or (root / tag / ZERO).is_symlink():
         raise Unsafe(f"`{name!a}` points outside of the checkpoint's directory", path=root / tag)
@@ -107,38 +111,44 @@ def files_of(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
             yield file.removesuffix(".pt"), join(tag, ZERO, name, file)
 
 
-def missing(path: Path) -> Incomplete:
+def missing_file(path: Path) -> Incomplete:
     return Incomplete("the file is missing", path=path, hint="copy the missing file here")
 
 
-def put_file(gathering: Gathering, root: Path, path: str, name: str, what: str, shape: Shape, report: Report) -> None:
-    """Put the one tensor of a file: a parameter's master, moment or step. Reports a file that cannot be read.
+def put_file(
+    gathering: Gathering, root: Path, path: str, name: str, state_name: str, shape: Shape, report: Report
+) -> None:
+    """Put the only tensor of a file: master weight, optimizer state or step.
 
-    What was in it is known then, but for the shape of a step.
+    Reports a file that cannot be read, and puts unreadable chunks instead. A step has no known shape and is left out.
     """
-    way = (MODEL, name) if what == MASTER else (*STATE, name, what)
+    key_path = (MODEL, name) if state_name == MASTER else (*STATE, name, state_name)
     try:
         if not is_there(root / path):
-            raise missing(root / path)
-        gathering.put(way, read_value(root, path, what, shape))
+            raise missing_file(root / path)
+        gathering.put(key_path, read_value(root, path, state_name, shape))
     except CkptError as error:
-        if what == STEP:
-            report(error.blame(tensor=".".join(way)))
+        if state_name == STEP:
+            report(error.blame(tensor=".".join(key_path)))
             return
         report(error.blame(path=root / path))
-        gathering.put(way, StoredTensor(Spec(_KEPT, shape), (Chunk.unreadable(whole(shape), path, _KEPT),)))
+        gathering.put(key_path, StoredTensor(Spec(_KEPT, shape), (Chunk.unreadable(whole(shape), path, _KEPT),)))
 
 
-def read_value(root: Path, path: str, what: str, shape: Shape) -> StoredTensor | Blob:
-    """Return what a file holds of a parameter."""
+def read_value(root: Path, path: str, state_name: str, shape: Shape) -> StoredTensor | Blob:
+    """Return the tensor or the non-tensor entry in a file of a parameter."""
     file = read_state_file(root, path)
     flattening = Flattening(file.entries, path)
     value = as_dict(file.value, path).get("param") if pairs_of(file.value) is not None else file.value
-    return shaped(flattening.stored(value), shape, is_free=what == STEP) if is_tensor(value) else flattening.blob(value)
+    return (
+        with_known_shape(flattening.stored(value), shape, is_free=state_name == STEP)
+        if is_tensor(value)
+        else flattening.blob(value)
+    )
 
 
-def shaped(stored: StoredTensor, shape: Shape, *, is_free: bool = False) -> StoredTensor:
-    """Return a tensor with the shape that is known of it, if it lies flat. Raises `Corrupt` if it has another."""
+def with_known_shape(stored: StoredTensor, shape: Shape, *, is_free: bool = False) -> StoredTensor:
+    """Return a flat tensor in its known shape. Raises `Corrupt` if the number of elements differs."""
     if stored.spec.shape == shape or is_free:
         return stored
     (chunk,) = stored.chunks
@@ -148,14 +158,14 @@ def shaped(stored: StoredTensor, shape: Shape, *, is_free: bool = False) -> Stor
 
 
 def put_rest(gathering: Gathering, model: ModelStates, trained: Mapping[str, StoredTensor]) -> None:
-    """Put what a file of model states has besides trained parameters, their copies, and tied names."""
+    """Put the tied names and all entries of a model-states file that are not trained parameters or copies of them."""
     for alias, name in model.aliases.items():
         if name in trained and alias not in trained:
             gathering.put((MODEL, alias), trained[name])
     for entry, value in (model.module or {}).items():
         known = trained.get(str(entry)) or trained.get(model.aliases.get(str(entry), ""))
         if known is not None and model.slices is not None:
-            continue  # a rank's slice of the rounded copy
+            continue  # only the slice of one rank, so not a copy of the full tensor
         if known is not None:
             put_copy(gathering, model.flattening, str(entry), value, known)
         elif not (is_tensor(value) and as_tensor(value).shape == (0,) and entry not in model.buffers):
@@ -165,15 +175,15 @@ def put_rest(gathering: Gathering, model: ModelStates, trained: Mapping[str, Sto
 def put_untrained(
     gathering: Gathering, root: Path, tag: str, trained: Mapping[str, StoredTensor], report: Report
 ) -> Iterator[str]:
-    """Put what has a file and is neither trained nor in the model states; yield the names of these files.
+    """Put the tensors that have a file but are neither trained nor in the model states; yield their file names.
 
     Reports a file that cannot be read.
     """
     for folder in folders(root / tag / ZERO):
         if folder.name in trained or f"{MODEL}.{folder.name}" in gathering.flat.keys:
             continue
-        for what, path in files_of(root, tag, folder.name):
-            if what != MASTER:
+        for state_name, path in files_of(root, tag, folder.name):
+            if state_name != MASTER:
                 continue
             try:
                 file = read_state_file(root, path)
@@ -187,7 +197,7 @@ def put_untrained(
 
 
 def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Sequence[Mapping[str, Shape]]) -> None:
-    """Put what all parameters have in common: groups, the steps where these have no files, the loss scale."""
+    """Put the state that all parameters share: parameter groups, steps that have no files, the loss scale."""
     flattening = Flattening(file.entries, file.name)
     try:
         saved = as_dict(file.value, file.name)
@@ -204,9 +214,9 @@ def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Seq
             gathering.put_group(flattening, i, settings, [name for number in numbers for name in shapes[number]])
         for number, named in enumerate(shapes):
             step = as_dict(states[number], "state").get(STEP) if number in states else None
-            lacking = [name for name in named if ".".join((*STATE, name, STEP)) not in gathering.flat.keys]
+            without_step = [name for name in named if ".".join((*STATE, name, STEP)) not in gathering.flat.keys]
             if step is not None:
-                gathering.put_state(flattening, lacking, {STEP: step})
+                gathering.put_state(flattening, without_step, {STEP: step})
         for entry, value in saved.items():
             if entry not in _USED:
                 gathering.put_other(flattening, entry, value)
@@ -215,12 +225,12 @@ def put_optimizer(gathering: Gathering, file: StateFile, root: Path, shapes: Seq
 
 
 def check_files(root: Path, tag: str, report: Report) -> None:
-    """Report each parameter without a file, by the names in the model states."""
+    """Report each parameter in the model states that has no file."""
     for path in model_files(root, tag):
         for group in blame(root, path, read_model_states).shapes or ():
             for name in group:
                 try:
                     if MASTER not in dict(files_of(root, tag, name)):
-                        report(missing(root / tag / ZERO / name / f"{MASTER}.pt"))
+                        report(missing_file(root / tag / ZERO / name / f"{MASTER}.pt"))
                 except CkptError as error:
                     report(error)

@@ -1,7 +1,8 @@
-"""Join what the ranks of tensor parallelism have of each parameter, by the map that AutoTP saves with the model.
+"""Join the slices of tensor-parallel ranks, using the map that AutoTP saves with the model.
 
 Source: deepspeed/checkpoint/affine.py and affine_ir_spec.md of DeepSpeed 0.19.8. For each rank the map lists pieces of
-a parameter: where each lies in the whole, and where in the rank's slice, as offset and strides. Here both are boxes.
+a parameter, with their position in the full tensor and in the slice of the rank, as offset and strides. Here both
+positions are boxes.
 """
 
 from __future__ import annotations
@@ -24,34 +25,34 @@ _HINT = "gather it with DeepSpeed: `save_16bit_model`"
 
 
 class SlicePiece(NamedTuple):
-    """A box of a whole parameter, and the box of a rank's slice that has its elements."""
+    """A box of the full parameter, and the box with the same elements in the slice of a rank."""
 
     in_whole: Box
     in_slice: Box
-    is_first: bool  # no rank before this one has it
+    is_first: bool  # no earlier rank has these elements
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedParameter:
-    """A parameter of `shape` in slices: for each rank the shape of its slice, and the pieces in that."""
+    """A parameter of full shape `shape`: for each rank the shape of its slice and the pieces in it."""
 
     name: str
     shape: Shape
     slices: tuple[tuple[Shape, tuple[SlicePiece, ...]], ...]
 
     def join(self, parts: Sequence[StoredTensor]) -> StoredTensor:
-        """Return the whole of the ranks' slices. Raises `Corrupt` for slices of other shapes than the map has."""
-        found: list[Chunk] = []
+        """Return the full tensor. Raises `Corrupt` if a slice has another shape or dtype than the map says."""
+        chunks: list[Chunk] = []
         for rank, (part, (shape, pieces)) in enumerate(zip(parts, self.slices, strict=True)):
             if part.spec.shape != shape or part.spec.dtype != parts[0].spec.dtype:
                 message = f"expected {list(shape)} on rank {rank} of tensor parallelism, found {part.spec}"
                 raise Corrupt(message, tensor=self.name)
             for piece in pieces:
-                found += chunks_of(part, piece) if piece.is_first else ()
-        return StoredTensor(Spec(parts[0].spec.dtype, self.shape), tuple(found))
+                chunks += chunks_of(part, piece) if piece.is_first else ()
+        return StoredTensor(Spec(parts[0].spec.dtype, self.shape), tuple(chunks))
 
     def copies(self, parts: Sequence[StoredTensor]) -> tuple[Chunk, ...]:
-        """Return the pieces that an earlier rank has too."""
+        """Return the chunks of all pieces that an earlier rank also has."""
         pairs = zip(parts, self.slices, strict=True)
         return tuple(
             chunk
@@ -63,14 +64,14 @@ class SlicedParameter:
 
 
 class SliceMap:
-    """The map in a file of model states: which pieces of which parameter each of `ranks` has."""
+    """The map in a model-states file: which pieces of each parameter each of `ranks` ranks has."""
 
     def __init__(self, params: Mapping[str | int, Any], ranks: int) -> None:
         self._params = params
         self.ranks = ranks
 
     def of(self, name: str) -> SlicedParameter:
-        """Return how a parameter is sliced. Raises `Unsupported` for one that the map does not have."""
+        """Return how a parameter is sliced. Raises `Unsupported` if the map does not contain the parameter."""
         entry = self._params.get(f"^{re.escape(name)}$")
         if entry is None:
             message = "tensor parallelism cut this parameter, and the map of AutoTP does not have it"
@@ -80,7 +81,7 @@ class SliceMap:
         ranks = as_dict(entry.get("ranks"), "ranks")
         if {str(rank) for rank in ranks} != set(map(str, range(self.ranks))):
             raise Corrupt(f"expected slices of {self.ranks} ranks, found {len(ranks)}", tensor=name)
-        by_rank = {int(rank): as_dict(said, "ranks") for rank, said in ranks.items()}
+        by_rank = {int(rank): as_dict(entry_of_rank, "ranks") for rank, entry_of_rank in ranks.items()}
         slices = tuple(read_slice(by_rank[rank], rank, shape, name) for rank in range(self.ranks))
         boxes = [piece.in_whole for _, pieces in slices for piece in pieces if piece.is_first]
         covered = sum(box.numel for box in boxes)
@@ -95,51 +96,53 @@ class SliceMap:
 
 
 def read_slice_map(saved: Mapping[str | int, Any], ranks: int) -> SliceMap | None:
-    """Return the map in a file of model states of one of `ranks`; None without one.
+    """Return the map in the model-states file of a run with `ranks` ranks; None if the file has no map.
 
-    Raises `Unsupported` for a map of another version.
+    Raises `Unsupported` for another version of the map.
     """
-    found = dict_or_none(dict_or_none(saved.get(INFO), INFO).get(_MAP), _MAP)
-    if not found:
+    saved_map = dict_or_none(dict_or_none(saved.get(INFO), INFO).get(_MAP), _MAP)
+    if not saved_map:
         return None
-    if found.get("version") != _VERSION:
-        message = f"expected version {_VERSION} of AutoTP's map, found {found.get('version')!r}"
+    if saved_map.get("version") != _VERSION:
+        message = f"expected version {_VERSION} of AutoTP's map, found {saved_map.get('version')!r}"
         raise Unsupported(message, hint=_HINT)
-    return SliceMap(as_dict(found.get("params"), "params"), ranks)
+    return SliceMap(as_dict(saved_map.get("params"), "params"), ranks)
 
 
 def read_slice(
-    said: Mapping[str | int, Any], rank: int, shape: Shape, name: str
+    saved: Mapping[str | int, Any], rank: int, shape: Shape, name: str
 ) -> tuple[Shape, tuple[SlicePiece, ...]]:
-    """Return the shape of a rank's slice, and its pieces."""
-    own = shape_in(said.get("shard_shape"))
+    """Return the shape of a slice, and its pieces."""
+    slice_shape = shape_in(saved.get("shard_shape"))
     pieces = []
-    for entry in as_kind(said.get("pieces"), list, "pieces"):
+    for entry in as_kind(saved.get("pieces"), list, "pieces"):
         piece = as_dict(entry, "pieces")
         if piece.get("scale", 1) != 1:
             message = f"a rank's slice is the parameter times {piece['scale']}"
             raise Unsupported(message, tensor=name, hint=_HINT)
         size = shape_in(piece.get("shape"))
-        holders = [as_count(one, "locations") for one in as_kind(piece.get("locations"), list, "locations")]
-        in_whole, in_slice = (box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", own)))
+        holders = [as_count(holder, "locations") for holder in as_kind(piece.get("locations"), list, "locations")]
+        in_whole, in_slice = (
+            box_at(piece.get(key), size, of, name) for key, of in (("source", shape), ("dest", slice_shape))
+        )
         pieces.append(SlicePiece(in_whole, in_slice, is_first=rank == min(holders, default=rank)))
-    return own, tuple(pieces)
+    return slice_shape, tuple(pieces)
 
 
 def box_at(place: Any, size: Shape, shape: Shape, name: str) -> Box:
-    """Return the box of `size` that begins at an offset of a tensor of `shape`.
+    """Return the box of shape `size` at the offset that `place` records, in a tensor of `shape`.
 
-    Raises `Unsupported` where the strides are not that tensor's, `Corrupt` for a box that is not in it.
+    Raises `Unsupported` if the strides are not those of a row-major tensor, `Corrupt` if the box exceeds the tensor.
     """
-    said = as_kind(place, list, "pieces")
-    if len(said) != 2:
-        raise Corrupt(f"expected an offset and strides of a piece, found {len(said)} values", tensor=name)
-    offset, steps = as_count(said[0], "pieces"), shape_in(said[1])
+    offset_and_strides = as_kind(place, list, "pieces")
+    if len(offset_and_strides) != 2:
+        raise Corrupt(f"expected an offset and strides of a piece, found {len(offset_and_strides)} values", tensor=name)
+    offset, piece_strides = as_count(offset_and_strides[0], "pieces"), shape_in(offset_and_strides[1])
     strides = row_major(shape)
-    alike = len(size) == len(steps) == len(shape) and all(
-        n < 2 or step == stride for n, step, stride in zip(size, steps, strides, strict=True)
+    is_row_major = len(size) == len(piece_strides) == len(shape) and all(
+        n < 2 or step == stride for n, step, stride in zip(size, piece_strides, strides, strict=True)
     )
-    if not alike:
+    if not is_row_major:
         raise Unsupported("a piece of the parameter is not a box of it", tensor=name, hint=_HINT)
     if offset >= whole(shape).numel:
         raise Corrupt(f"a piece at element {offset} is outside the shape {list(shape)}", tensor=name)
@@ -150,7 +153,7 @@ def box_at(place: Any, size: Shape, shape: Shape, name: str) -> Box:
 
 
 def chunks_of(part: StoredTensor, piece: SlicePiece) -> list[Chunk]:
-    """Return the chunks of a piece, at its place in the whole."""
+    """Return the chunks of a piece, at their position in the full tensor."""
     for axis, (start, stop) in enumerate(zip(piece.in_slice.start, piece.in_slice.stop, strict=True)):
         if (start, stop) != (0, part.spec.shape[axis]):
             part = cut(part, axis, start, stop)
@@ -162,4 +165,4 @@ def chunks_of(part: StoredTensor, piece: SlicePiece) -> list[Chunk]:
 
 
 def shape_in(value: Any) -> Shape:
-    return tuple(as_count(one, _MAP) for one in as_kind(value, list, _MAP))
+    return tuple(as_count(extent, _MAP) for extent in as_kind(value, list, _MAP))

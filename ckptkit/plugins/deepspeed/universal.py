@@ -1,9 +1,9 @@
-"""Read and write DeepSpeed's universal checkpoints: a file for each parameter, and for each of its moments.
+"""Read and write DeepSpeed's universal checkpoints: one file for each parameter and each of its optimizer states.
 
 Source: deepspeed/checkpoint/ds_to_universal.py, deepspeed/checkpoint/universal_checkpoint.py and
-`load_hp_checkpoint_state_from_checkpoint_dir*` in deepspeed/runtime. Below a directory with `latest_universal` lies one
-with model states and `zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt`. DeepSpeed loads it at any stage of ZeRO, with any
-number of ranks, if its configuration has `"checkpoint": {"load_universal": true}`.
+`load_hp_checkpoint_state_from_checkpoint_dir*` in deepspeed/runtime. The file `latest_universal` names a directory with
+model states and `zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt`. DeepSpeed loads it at any ZeRO stage and world size, if
+its configuration has `"checkpoint": {"load_universal": true}`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from ckptkit.plugins.deepspeed.read_universal import (
 )
 from ckptkit.plugins.deepspeed.unpartitioned import GROUPS, MODEL, STATE
 
-# Arrange the files of a universal checkpoint, with room for the data of its tensors.
+# Lay out the files of a universal checkpoint, with space for the data of its tensors.
 #
-# ZeRO 1 and 2 look for other model states than ZeRO 3, and read hyperparameters and step elsewhere in the optimizer's
-# file: both are made.
+# ZeRO 1 and 2 expect another model-states file than ZeRO 3, and other keys for hyperparameters and step in the
+# optimizer file: ckptkit writes both.
 _MODEL_STATES = "mp_rank_00_model_states.pt"  # of ZeRO 1 and 2
 _MODEL_STATES_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
-_VERSION = "0.19.8"  # of the DeepSpeed that this is like, where the source does not say
+_VERSION = "0.19.8"  # the DeepSpeed version to record if the source has none
 _OF_OPTIMIZER = frozenset(["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"])
 _DROPPED = frozenset(["zero_stage"])
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -54,7 +54,7 @@ _SIZE = Global("torch", "Size")
 
 @dataclass(slots=True)
 class UniversalEntries:
-    """The entries of a layout by what they are: weights and the optimizer's states by parameter, groups, the rest."""
+    """The entries of a layout by kind: weights and optimizer states by parameter name, groups, and other entries."""
 
     weights: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -63,37 +63,42 @@ class UniversalEntries:
 
     @classmethod
     def of(cls, wanted: Layout) -> UniversalEntries:
-        """Return the entries of a layout, of which the key paths tell what they are."""
-        found = cls()
+        """Return the entries of a layout, sorted into kinds by their key paths.
+
+        Raises `Mismatch` if the optimizer has an unknown parameter, or no states at all.
+        """
+        entries = cls()
         for name in wanted.names:
             match wanted.key(name):
                 case (str(top), str(parameter)) if top == MODEL:
-                    found.weights[parameter] = name
+                    entries.weights[parameter] = name
                 case (*above, str(parameter), str(what)) if tuple(above) == STATE:
-                    found.states.setdefault(parameter, {})[what] = name
+                    entries.states.setdefault(parameter, {})[what] = name
                 case (*above, int(), str()) if tuple(above) == GROUPS:
-                    found.groups.append(name)
+                    entries.groups.append(name)
                 case _:
-                    found.others.append(name)
-        lacking = sorted(found.states.keys() - found.weights.keys())
-        if lacking:
+                    entries.others.append(name)
+        unknown = sorted(entries.states.keys() - entries.weights.keys())
+        if unknown:
             raise Mismatch(
-                "the optimizer contains the parameter, the model does not", path=wanted.root, tensor=lacking[0]
+                "the optimizer contains the parameter, the model does not", path=wanted.root, tensor=unknown[0]
             )
-        if not found.states:
+        if not entries.states:
             hint = "convert it with an optimizer by name, or write another format"
             raise Mismatch("expected optimizer states by parameter name, found none", path=wanted.root, hint=hint)
-        return found
+        return entries
 
     def tied(self, wanted: Layout) -> dict[str, str]:
-        """Return the weights that are stored as a trained one is, each with the name of that."""
-        stored = {key: name for name in self.states if (key := place_of(wanted, self.weights[name])) is not None}
-        places = {name: place_of(wanted, entry) for name, entry in self.weights.items() if name not in self.states}
-        return {name: stored[place] for name, place in places.items() if place in stored}
+        """Return the weights that share their storage with a trained weight, mapped to the name of that weight."""
+        trained = {key: name for name in self.states if (key := stored_weight(wanted, self.weights[name])) is not None}
+        stored_weights = {
+            name: stored_weight(wanted, entry) for name, entry in self.weights.items() if name not in self.states
+        }
+        return {name: trained[stored] for name, stored in stored_weights.items() if stored in trained}
 
 
-def place_of(wanted: Layout, entry: str) -> StoredTensor | None:
-    """Return how a weight is stored; None for what is no tensor or has no data."""
+def stored_weight(wanted: Layout, entry: str) -> StoredTensor | None:
+    """Return the stored tensor of a weight; None for a non-tensor entry or a tensor without data."""
     stored = wanted.tensors.get(entry)
     return stored if stored and stored.chunks else None
 
@@ -118,8 +123,10 @@ def files_for(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]:
     for parameter, states in entries.states.items():
         if "/" in parameter or "\0" in parameter or parameter in ("", ".", ".."):
             raise Unsafe("a directory cannot have this name", path=wanted.root, tensor=parameter)
-        for what, entry in {MASTER: entries.weights[parameter], **states}.items():
-            yield parameter_file(wanted, join(tag, ZERO, parameter, f"{what}.pt"), entry, is_bare=what == STEP)
+        for state_name, entry in {MASTER: entries.weights[parameter], **states}.items():
+            yield parameter_file(
+                wanted, join(tag, ZERO, parameter, f"{state_name}.pt"), entry, is_bare=state_name == STEP
+            )
     yield model_states(wanted, entries, join(tag, _MODEL_STATES), options.world_size, with_module=True)
     yield model_states(wanted, entries, join(tag, _MODEL_STATES_3), options.world_size, with_module=False)
     yield optimizer_states(wanted, entries, join(tag, ZERO, OPTIMIZER))
@@ -137,14 +144,14 @@ def number_in(wanted: Layout, name: str) -> int | None:
 
 
 def parameter_file(wanted: Layout, path: str, entry: str, *, is_bare: bool) -> NewFile:
-    """Return the file with one tensor; a step has no dict around it."""
+    """Return the file of one tensor. DeepSpeed expects the step without a dict around it."""
     storages = Storages(wanted)
     value = storages.value(entry)
-    return to_file(path, value if is_bare else {"cat_dim": 0, "param": value}, storages)
+    return torch_save_file(path, value if is_bare else {"cat_dim": 0, "param": value}, storages)
 
 
-def to_file(path: str, value: Any, storages: Storages) -> NewFile:
-    """Return a file of torch.save, with room for the storages of its tensors."""
+def torch_save_file(path: str, value: Any, storages: Storages) -> NewFile:
+    """Return a torch.save file, with space for the storages of its tensors."""
     envelope = make_envelope(dump(value), storages.contents)
     return NewFile(path, envelope.nbytes, envelope.parts)
 
@@ -152,13 +159,13 @@ def to_file(path: str, value: Any, storages: Storages) -> NewFile:
 def model_states(
     wanted: Layout, entries: UniversalEntries, path: str, world_size: int, *, with_module: bool
 ) -> NewFile:
-    """Return the file of model states: shapes by name, and unless another has them, all that is not trained."""
+    """Return a model-states file: shapes by name, and with `with_module` also the untrained entries."""
     storages = Storages(wanted)
     tied = entries.tied(wanted)
     kept = [name for name in entries.weights if name not in entries.states and name not in tied]
     others = [name for name in entries.others if wanted.key(name)[0] not in _OF_OPTIMIZER | _DROPPED]
-    own = others if with_module else [name for name in others if name in wanted.blobs]
-    saved = unflatten(own, wanted.key, storages.value) if own else {}
+    saved_names = others if with_module else [name for name in others if name in wanted.blobs]
+    saved = unflatten(saved_names, wanted.key, storages.value) if saved_names else {}
     defaults: dict[str, Any] = {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "lr_scheduler": None}
     settings: dict[str, Any] = {"data_sampler": None, "random_ltd": None, "ds_config": {}, "ds_version": _VERSION}
     value = {
@@ -175,7 +182,7 @@ def model_states(
         "dp_world_size": world_size,
         "mp_world_size": 1,
     }
-    return to_file(path, value, storages)
+    return torch_save_file(path, value, storages)
 
 
 def shapes_of(wanted: Layout, entries: UniversalEntries, names: Iterable[str]) -> dict[str, Record]:
@@ -183,7 +190,7 @@ def shapes_of(wanted: Layout, entries: UniversalEntries, names: Iterable[str]) -
 
 
 def groups_of(wanted: Layout, entries: UniversalEntries) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """Return the hyperparameters of each group of parameters, and the names in each; one group where none are known."""
+    """Return the hyperparameters and the parameter names of each group; one group if the source has no groups."""
     storages = Storages(wanted)
     if not entries.groups:
         return [{}], [list(entries.states)]
@@ -197,11 +204,11 @@ def groups_of(wanted: Layout, entries: UniversalEntries) -> tuple[list[dict[str,
 
 
 def optimizer_states(wanted: Layout, entries: UniversalEntries, path: str) -> NewFile:
-    """Return the file with what all parameters have in common, for ZeRO 1 and 2 and once more for ZeRO 3."""
+    """Return the file with the shared optimizer state, once as ZeRO 1 and 2 read it and once for ZeRO 3."""
     storages = Storages(wanted)
     settings = [{**group, "params": [i]} for i, group in enumerate(groups_of(wanted, entries)[0])]
-    own = [name for name in entries.others if wanted.key(name)[0] in _OF_OPTIMIZER]
-    saved = unflatten(own, wanted.key, storages.value) if own else {}
+    saved_names = [name for name in entries.others if wanted.key(name)[0] in _OF_OPTIMIZER]
+    saved = unflatten(saved_names, wanted.key, storages.value) if saved_names else {}
     if isinstance(saved.get("loss_scaler"), dict):
         kind = "DynamicLossScaler" if saved["loss_scaler"].get("dynamic") else "LossScaler"
         scaler = Record(Global(_SCALERS, kind), (), is_new=True)
@@ -214,18 +221,18 @@ def optimizer_states(wanted: Layout, entries: UniversalEntries, path: str) -> Ne
         "param_groups": settings,
         "optimizer_state_dict": {"state": {0: state}, "param_groups": settings},
     }
-    return to_file(path, value, storages)
+    return torch_save_file(path, value, storages)
 
 
 def step_of(wanted: Layout, entries: UniversalEntries, storages: Storages) -> Any:
-    """Return the step of the first parameter, as ZeRO 3 takes it for all; None where groups count the steps."""
+    """Return the step of the first parameter, which ZeRO 3 uses for all; None if the groups count the steps."""
     entry = next(iter(entries.states.values())).get(STEP)
     if entry is None:
         return None
     if entry in wanted.blobs:
         return storages.value(entry)
-    one = Layout(wanted.root, wanted.format, {entry: wanted.tensors[entry]}, keeper=wanted.keeper)
-    chunk = next(chunk for chunk in locate(one).tensors[entry].chunks if chunk.box.numel)
+    step_layout = Layout(wanted.root, wanted.format, {entry: wanted.tensors[entry]}, keeper=wanted.keeper)
+    chunk = next(chunk for chunk in locate(step_layout).tensors[entry].chunks if chunk.box.numel)
     with opening(wanted.root / chunk.path) as file:
         data = read_at(file, chunk.length, chunk.offset)
     key = str(len(storages.contents))
@@ -237,7 +244,7 @@ _POINTER_LIMIT = 1 << 10  # bytes
 
 
 class Universal(FormatWriter):
-    """The format of universal checkpoints: the directory with all files, or one that points to it."""
+    """The universal checkpoint format: the directory with all files, or a directory with a pointer to it."""
 
     name = NAME
     known_by = "`zero/optimizer_state.pt`"
@@ -245,15 +252,15 @@ class Universal(FormatWriter):
     needs_shapes = True
 
     def owns(self, name: str) -> bool:
-        """Return True for the directory of the parameters, model states and the pointer."""
+        """Return True for the parameter directory, the model states and the pointer file."""
         return name in (ZERO, POINTER) or is_ours(name)
 
     def detect(self, path: Path) -> bool:
-        """Return True for a directory with that of the parameters, or that points to one and to no other."""
+        """Return True for a directory with a parameter directory, or with a pointer to such a directory."""
         return path.is_dir() and tag_of(path) is not None
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report each file of a parameter that is missing."""
+        """Report each parameter file that is missing."""
         check_files(path, tag_of(path) or "", report)
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
@@ -261,23 +268,23 @@ class Universal(FormatWriter):
         return read_universal(path, tag_of(path) or "", report)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Return every entry of every file."""
+        """Return every zip entry of every file."""
         return extents_of(layout, (name for name in layout.descriptions if name != POINTER), report)
 
     def arrange(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
-        """Return a file for each parameter and moment, the model states of ZeRO 1, 2 and 3, and the pointer."""
+        """Return one file per parameter and optimizer state, the model states for all ZeRO stages, and the pointer."""
         return tuple(files_for(wanted, options))
 
     def checksum_places(self, made: Layout) -> Iterator[tuple[FileOffset, int]]:
-        """Return both places of each storage's CRC-32."""
-        return places_in(made, sorted({chunk.path for one in made.tensors.values() for chunk in one.chunks}))
+        """Return both byte ranges of the CRC-32 of each storage."""
+        return places_in(made, sorted({chunk.path for tensor in made.tensors.values() for chunk in tensor.chunks}))
 
 
 def tag_of(path: Path) -> str | None:
-    """Return the name of the directory in `path` with the parameters, "" if it is `path`; None if there is none."""
+    """Return the directory in `path` with the parameters, "" if `path` is that directory; None if there is none."""
     if holds_parameters(path):
         return ""
-    if not is_there(path / POINTER) or is_there(path / "latest"):  # with both it is a run
+    if not is_there(path / POINTER) or is_there(path / "latest"):  # a directory with both pointers is a run
         return None
     try:
         tag = read_small(path / POINTER, _POINTER_LIMIT).decode("utf-8").strip()

@@ -1,9 +1,9 @@
-"""Read the model and the optimizer of a run without ZeRO: one file has both.
+"""Read the model and the optimizer of a run without ZeRO: one file contains both.
 
 Source: `_save_checkpoint` in deepspeed/runtime/engine.py, `state_dict` in deepspeed/runtime/fp16/unfused_optimizer.py.
-The optimizer is torch's, with numbers for its parameters; with 16 bits there are fp32 masters too, a list for a group.
-The training script passes the parameters to `deepspeed.initialize`, in any order: only recorded names or shapes of
-their own tell which parameter a number is.
+It is a torch optimizer with parameter indices; 16-bit runs add fp32 master weights, one list per group. The training
+script passes the parameters to `deepspeed.initialize` in any order, so an index is only certain if names were recorded
+or the shapes are unique.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Settings = Mapping[str | int, Any]
 MODEL = "model"
 STATE = ("optimizer", "state")
 GROUPS = ("optimizer", "param_groups")
-# entries that stay whole, although they are dicts or lists
+# dicts and lists that are kept as one entry
 _IN_ONE = frozenset(["ds_config", "universal_checkpoint_info", LAYERS])
 
 
 @dataclass(slots=True)
 class Gathering:
-    """The result as it grows: tensors and entries by name, and by the name of a tensor its rounded twin."""
+    """The result under construction: tensors and entries by name, and low-precision twins by tensor name."""
 
     flat: FlatState = field(default_factory=FlatState)
     twins: dict[str, StoredTensor] = field(default_factory=dict)
 
     def put(self, key: KeyPath, stored: StoredTensor | Blob) -> None:
-        """Put a tensor or an entry where a key path leads. Raises `Unsupported` if there is one."""
+        """Put a tensor or an entry at a key path. Raises `Unsupported` if the name is taken."""
         name = ".".join(map(str, key))
         if name in self.flat.keys:
             raise Unsupported("two entries have the same name", tensor=name)
@@ -52,26 +52,26 @@ class Gathering:
             self.flat.tensors[name] = stored
 
     def put_twin(self, key: KeyPath, twin: StoredTensor) -> None:
-        """Put a second, rounded copy beside the tensor that a key path leads to."""
+        """Put the low-precision copy of the tensor at a key path."""
         self.twins[".".join(map(str, key))] = twin
 
     def flatten(self, flattening: Flattening, value: Any, key: KeyPath) -> None:
-        """Put all that a value of a file holds under a key path."""
+        """Put all tensors and entries inside `value` below a key path."""
         flattening.flat = self.flat
         flattening.add(value, key)
 
     def put_state(self, flattening: Flattening, names: list[str], values: Mapping[str, Any]) -> None:
-        """Put values of the optimizer's state, which several parameters have in common, below each of their names."""
-        for what, value in values.items():
+        """Put optimizer state that several parameters share below the name of each of them."""
+        for state_name, value in values.items():
             try:
                 stored = flattening.stored(value) if is_tensor(value) else flattening.blob(value)
             except CkptError as error:
-                raise error.blame(tensor=".".join((*STATE, names[0], what)) if names else what) from None
+                raise error.blame(tensor=".".join((*STATE, names[0], state_name)) if names else state_name) from None
             for name in names:
-                self.put((*STATE, name, what), stored)
+                self.put((*STATE, name, state_name), stored)
 
     def put_group(self, flattening: Flattening, number: int, settings: Settings, names: list[str]) -> None:
-        """Put the hyperparameters of a group of parameters, and the names of these."""
+        """Put the hyperparameters and the parameter names of a parameter group."""
         for key, value in settings.items():
             if key != "params":
                 stored = flattening.stored(value) if is_tensor(value) else flattening.blob(value)
@@ -79,23 +79,23 @@ class Gathering:
         self.put((*GROUPS, number, "params"), Blob(flattening.path, flattening.pickle.offset, 0, dump(names)))
 
     def put_other(self, flattening: Flattening, key: str | int, value: Any) -> None:
-        """Put an entry under its own key, unless the model or the optimizer lies there."""
-        way = ("client_state", key) if key in (MODEL, STATE[0]) else (key,)
+        """Put an entry under its own key, or under `client_state` if the model or the optimizer has that key."""
+        key_path = ("client_state", key) if key in (MODEL, STATE[0]) else (key,)
         value = without_classes(value)
         if key in _IN_ONE:
-            self.put(way, flattening.blob(value))
+            self.put(key_path, flattening.blob(value))
         else:
-            self.flatten(flattening, value, way)
+            self.flatten(flattening, value, key_path)
 
 
 _MASTERS = "fp32_groups"
 _TORCH = "optimizer_state_dict"
-Names = Mapping[int, str]  # of parameters, by their numbers
+Names = Mapping[int, str]  # parameter index to name
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered:
-    """An optimizer with numbers for its parameters, in a file: groups, states, fp32 masters, and all else it saved."""
+class IndexedOptimizer:
+    """An optimizer with parameter indices: groups, states, fp32 master weights, and all other saved entries."""
 
     flattening: Flattening
     groups: Sequence[Mapping[str | int, Any]]
@@ -108,18 +108,22 @@ class Numbered:
         return [as_kind(group.get("params"), list, "params") for group in self.groups]
 
 
-def read_numbered(flattening: Flattening, value: Any) -> Numbered:
-    """Return the optimizer that was saved as `value`; None stands for one without states."""
+def read_numbered(flattening: Flattening, value: Any) -> IndexedOptimizer:
+    """Return the optimizer that was saved as `value`; None means an optimizer without states."""
     saved = dict_or_none(value, "optimizer")
-    torchs = as_dict(saved.pop(_TORCH), _TORCH) if _TORCH in saved else {key: saved.pop(key) for key in list(saved)}
-    groups = [as_dict(group, "param_groups") for group in as_kind(torchs.get("param_groups", []), list, "param_groups")]
-    states = dict_or_none(torchs.get("state"), "state")
+    torch_state = (
+        as_dict(saved.pop(_TORCH), _TORCH) if _TORCH in saved else {key: saved.pop(key) for key in list(saved)}
+    )
+    groups = [
+        as_dict(group, "param_groups") for group in as_kind(torch_state.get("param_groups", []), list, "param_groups")
+    ]
+    states = dict_or_none(torch_state.get("state"), "state")
     masters = [master for group in saved.get(_MASTERS) or () for master in as_kind(group, list, _MASTERS)]
-    return Numbered(flattening, groups, states, masters, saved)
+    return IndexedOptimizer(flattening, groups, states, masters, saved)
 
 
 def put_unpartitioned(gathering: Gathering, model: ModelStates) -> None:
-    """Put model and optimizer, that by name where the order of its parameters is certain, else by its own numbers."""
+    """Put the model and the optimizer: by name if the parameter order is certain, else by parameter index."""
     optimizer = read_numbered(model.flattening, model.optimizer)
     names: Names = {}
     if len(optimizer.groups) == 1:
@@ -132,33 +136,36 @@ def put_unpartitioned(gathering: Gathering, model: ModelStates) -> None:
     put_groups(gathering, optimizer, params, has_masters=bool(masters))
 
 
-def put_states(gathering: Gathering, optimizer: Numbered, names: Names, among: range | None = None) -> None:
-    """Put the states of the parameters, or of those with numbers `among` these."""
+def put_states(gathering: Gathering, optimizer: IndexedOptimizer, names: Names, among: range | None = None) -> None:
+    """Put the optimizer states of all parameters, or only of the parameter indices in `among`."""
     for number, state in optimizer.states.items():
         if among is None or as_count(number, "state") in among:
-            for what, value in as_dict(state, "state").items():
+            for state_name, value in as_dict(state, "state").items():
                 name = names.get(int(number), str(number))
-                gathering.flatten(optimizer.flattening, value, (*STATE, name, what))
+                gathering.flatten(optimizer.flattening, value, (*STATE, name, state_name))
 
 
 def put_groups(
-    gathering: Gathering, optimizer: Numbered, params: Sequence[Sequence[str | int]], *, has_masters: bool
+    gathering: Gathering, optimizer: IndexedOptimizer, params: Sequence[Sequence[str | int]], *, has_masters: bool
 ) -> None:
-    """Put the groups, with what they list, and all that the optimizer has saved besides, but masters that are put."""
+    """Put the parameter groups with the parameters `params`, and the other optimizer entries.
+
+    Leaves out the master weights if they were put before.
+    """
     for i, (group, listed) in enumerate(zip(optimizer.groups, params, strict=True)):
-        is_recorded = PARAM_NAMES in group and all(isinstance(one, str) for one in listed)
-        own: dict[str | int, Any] = {**group, "params": list(listed)}
+        is_recorded = PARAM_NAMES in group and all(isinstance(name, str) for name in listed)
+        entries: dict[str | int, Any] = {**group, "params": list(listed)}
         if is_recorded:
-            own[PARAM_NAMES] = list(listed)
-        for key, value in own.items():
+            entries[PARAM_NAMES] = list(listed)
+        for key, value in entries.items():
             gathering.flatten(optimizer.flattening, value, (*GROUPS, i, key))
     for key, value in optimizer.others.items():
         if not (has_masters and key == _MASTERS):
             gathering.flatten(optimizer.flattening, without_classes(value), (STATE[0], key))
 
 
-def masters_of(optimizer: Numbered, names: Names) -> dict[str, StoredTensor]:
-    """Return the fp32 masters by name, none where no order is certain."""
+def masters_of(optimizer: IndexedOptimizer, names: Names) -> dict[str, StoredTensor]:
+    """Return the fp32 master weights by name; {} if the parameter order is not certain."""
     if not (names and optimizer.masters):
         return {}
     stored = map(optimizer.flattening.stored, optimizer.masters)
@@ -168,7 +175,10 @@ def masters_of(optimizer: Numbered, names: Names) -> dict[str, StoredTensor]:
 def put_weight(
     gathering: Gathering, flattening: Flattening, name: str, value: Any, masters: Mapping[str, StoredTensor]
 ) -> None:
-    """Put an entry of the model, and where it has a master that in its place, with the entry as its rounded copy."""
+    """Put an entry of the model.
+
+    If it has a master weight, put that weight instead, with the entry as its low-precision twin.
+    """
     if name not in masters:
         gathering.flatten(flattening, value, (MODEL, name))
         return
@@ -177,27 +187,26 @@ def put_weight(
 
 
 def names_in_order(
-    optimizer: Numbered, numbers: Sequence[Any], parameters: Mapping[str, Shape], *, is_in_order: bool = False
+    optimizer: IndexedOptimizer, numbers: Sequence[Any], parameters: Mapping[str, Shape], *, is_in_order: bool = False
 ) -> list[str]:
-    """Return the names of an optimizer's parameters in the order of their numbers, [] if that is not certain.
+    """Return the parameter names of an optimizer in index order; [] if the order is not certain.
 
-    Recorded names decide, or shapes that allow only one assignment, or the order of `parameters` if the optimizer
-    `is_in_order`. The shapes of all states and of all masters have to
-    agree with it.
+    The order comes from recorded names, from shapes that allow only one assignment, or from `parameters` if
+    `is_in_order`. The shapes of all optimizer states and master weights must agree with it.
     """
     moments = dict(shapes_in(optimizer.states))
     masters = {number: shape_of(value) for number, value in enumerate(optimizer.masters)}
     try:
         recorded = read_recorded(optimizer.numbers, [group.get(PARAM_NAMES) for group in optimizer.groups])
         if recorded:
-            found = match_recorded(recorded, moments, parameters)
+            name_of_index = match_recorded(recorded, moments, parameters)
         elif is_in_order:
-            found = dict(zip(sorted(numbers), parameters, strict=False))
+            name_of_index = dict(zip(sorted(numbers), parameters, strict=False))
         else:
-            found = match_by_size([numbers], masters or moments, parameters)
+            name_of_index = match_by_size([numbers], masters or moments, parameters)
     except (Corrupt, Mismatch, Unsupported):
         return []
-    parameters = {found[number]: parameters[found[number]] for number in sorted(found)}
+    parameters = {name_of_index[number]: parameters[name_of_index[number]] for number in sorted(name_of_index)}
     if not is_counted_through([numbers]) or len(masters or moments) != len(parameters):
         return []
     agrees = [match_if_certain([numbers], shapes, parameters) is not None for shapes in (moments, masters)]
@@ -205,22 +214,22 @@ def names_in_order(
 
 
 def trained(model: ModelStates) -> dict[str, Shape]:
-    """Return the shapes of a model's tensors that may be trained, tied ones once: no buffers."""
+    """Return the shapes of the tensors that may be trained, in model order: no buffers, and tied tensors once."""
     seen: set[tuple[str, int, Shape]] = set()
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for name, value in (model.module or {}).items():
         if not is_tensor(value) or name in model.buffers:
             continue
         tensor = as_tensor(value)
-        place = (tensor.key, tensor.offset, tensor.shape)
-        if place not in seen:
-            seen.add(place)
-            found[str(name)] = tensor.shape
-    return found
+        storage_view = (tensor.key, tensor.offset, tensor.shape)
+        if storage_view not in seen:
+            seen.add(storage_view)
+            shapes[str(name)] = tensor.shape
+    return shapes
 
 
 def shapes_in(states: Mapping[str | int, Any]) -> Iterator[tuple[int, Shape]]:
-    """Yield the shape of the moments of each numbered parameter that has any."""
+    """Yield the parameter index and the shape of the optimizer states of each parameter that has states."""
     for number, state in states.items():
         shapes = {shape_of(value) for value in as_dict(state, "state").values() if is_tensor(value)} - {()}
         if len(shapes) == 1:

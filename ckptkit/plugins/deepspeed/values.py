@@ -1,4 +1,4 @@
-"""Take values of the expected types out of a pickle, or raise an error that names the file."""
+"""Read values of the expected types from a pickle, or raise an error that names the entry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_AXES = 64  # of a tensor, as in torch
 
 
 def as_dict(value: Any, what: str) -> dict[str | int, Any]:
-    """Return the members of what would be a dict, by text or number."""
+    """Return the items of a dict with keys that are strings or integers. Raises `Corrupt` for anything else."""
     pairs = pairs_of(value)
     if pairs is None or not all(isinstance(key, (str, int)) for key, _ in pairs):
         raise Corrupt(f"`{what}`: expected a dict by name or number, found {describe(value)}")
@@ -24,41 +24,41 @@ def as_dict(value: Any, what: str) -> dict[str | int, Any]:
 
 
 def dict_or_none(value: Any, what: str) -> dict[str | int, Any]:
-    """Return the members of what would be a dict; none where nothing was saved."""
+    """Return the items of a dict; {} for None."""
     return {} if value is None else as_dict(value, what)
 
 
 def as_kind(value: Any, kind: type[Kind], what: str) -> Kind:
-    """Return a value of this very kind."""
+    """Return a value of exactly this type. Raises `Corrupt` for another type, subclasses included."""
     if type(value) is not kind:
         raise Corrupt(f"`{what}`: expected `{kind.__name__}`, found {describe(value)}")
     return value
 
 
 def as_count(value: Any, what: str) -> int:
-    """Return a number that is 0 or more."""
+    """Return an integer that is 0 or more. Raises `Corrupt` for anything else."""
     if as_kind(value, int, what) < 0:
         raise Corrupt(f"`{what}`: expected 0 or more, found {value}")
     return int(value)
 
 
 def shapes_in(value: Any, what: str) -> dict[str, Shape]:
-    """Return the shapes by name, in their order, in what would be a dict of `torch.Size`."""
-    found: dict[str, Shape] = {}
+    """Return the shapes in a dict of `torch.Size`, by name and in order."""
+    shapes: dict[str, Shape] = {}
     for name, shape in dict_or_none(value, what).items():
         try:
-            found[as_kind(name, str, what)] = checked = as_shape(shape)
+            shapes[as_kind(name, str, what)] = checked = as_shape(shape)
             if len(checked) > _MOST_AXES:
                 raise ValueError("shape")
         except ValueError as error:
             raise Corrupt(f"`{what}`: expected a shape, found {describe(shape)}", tensor=str(name)) from error
-    return found
+    return shapes
 
 
 def without_classes(value: Any) -> Any:
-    """Return what is in an object of DeepSpeed's, as plain values: its attributes, or the value of an enumeration.
+    """Return a DeepSpeed object as plain values: its attributes, or the value of an enum member.
 
-    So whoever loads them needs none of its classes.
+    The result can be loaded without DeepSpeed.
     """
     if not isinstance(value, Record) or is_tensor(value) or pairs_of(value) is not None:
         return value

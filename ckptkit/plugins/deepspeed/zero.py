@@ -1,10 +1,8 @@
-"""Join the ranks' partitions of ZeRO to parameters by name, each with its fp32 master weights and optimizer states.
+"""Join the ZeRO partitions of all ranks into parameters by name, with fp32 master weights and optimizer states.
 
-The same cuts tensors into partitions as ZeRO does.
-
-ZeRO 1 and 2: the ranks' buffers of a group make up one row, in which the parameters follow one another in the order of
-`param_shapes`; the row is padded at its end, and the masters are saved without that padding. ZeRO 3: of each parameter
-every rank has as much, and in the buffer of a sub-group these parts follow one another.
+ZeRO 1 and 2: the buffers of all ranks form one flat buffer per group, with the parameters in the order of
+`param_shapes`. This buffer is padded at its end, and the master weights are saved without the padding. ZeRO 3: every
+rank has an equal share of each parameter, and the buffer of a sub-group contains these shares in order.
 """
 
 from __future__ import annotations
@@ -21,13 +19,16 @@ from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.layout import Chunk, Spec, StoredTensor
 from ckptkit.layout.axes import boxes_of_run, concatenate
 from ckptkit.layout.box import Shape
-from ckptkit.plugins.deepspeed.experts import ExpertFiles, fleets
+from ckptkit.plugins.deepspeed.experts import ExpertFiles, partition_groups
 from ckptkit.plugins.deepspeed.partitions import Partition, PartitionedGroup
 from ckptkit.plugins.deepspeed.tensor_parallel import SlicedParameter
 
 
 class RankRun(NamedTuple):
-    """The elements of a flattened tensor that a rank has: `numel` from `at`, and where they begin in its buffer."""
+    """A run of a flattened tensor on one rank.
+
+    `numel` elements from element `at` of the tensor are at element `start` in the buffer of the rank.
+    """
 
     rank: int
     start: int
@@ -36,9 +37,9 @@ class RankRun(NamedTuple):
 
 
 def runs_in_row(first: int, numel: int, size: int, ranks: int) -> Iterator[RankRun]:
-    """Yield the runs of `numel` elements from `first` of the row that the ranks' buffers of `size` elements make up.
+    """Yield the runs of a tensor with `numel` elements from element `first` of the joined buffers of all ranks.
 
-    So ZeRO 1 and 2 cut: tensors follow one another, and the ranks' buffers do. The last may be of another size.
+    This is the partitioning of ZeRO 1 and 2. Each buffer has `size` elements; the last may have another size.
     """
     at = 0
     while at < numel:
@@ -50,9 +51,9 @@ def runs_in_row(first: int, numel: int, size: int, ranks: int) -> Iterator[RankR
 
 
 def runs_of_each(first: int, numel: int, ranks: int) -> Iterator[RankRun]:
-    """Yield the runs of a tensor of which each rank has as much, from `first` of its buffer; the last have less.
+    """Yield the runs of a tensor that is split evenly over the ranks, from element `first` of each buffer.
 
-    So ZeRO 3 cuts: each tensor by itself, with padding behind it.
+    This is the partitioning of ZeRO 3. The last ranks may have fewer elements, followed by padding.
     """
     size = share_of(numel, ranks)
     for rank in range(ranks):
@@ -63,25 +64,25 @@ def runs_of_each(first: int, numel: int, ranks: int) -> Iterator[RankRun]:
 
 
 def share_of(numel: int, ranks: int) -> int:
-    """Return the elements, padding among them, that each rank has of a tensor that is cut by itself."""
+    """Return the number of elements per rank, with padding, of a tensor that is split evenly."""
     return -(-numel // ranks)
 
 
 def join(shape: Shape, runs: Iterable[RankRun], buffers: Sequence[Chunk]) -> StoredTensor:
-    """Return the tensor that lies in runs of the ranks' buffers, each of one axis."""
+    """Return the tensor of `shape` that consists of runs in the flat buffers of the ranks."""
     chunks = (boxes_of_run(buffers[run.rank], run.start, shape, run.at, run.at + run.numel) for run in runs)
     return StoredTensor(Spec(buffers[0].dtype, shape), tuple(chain.from_iterable(chunks)))
 
 
 _HINT = "check that all files of one save are there, and no others"
-_ALIGNMENT = 2  # elements, times the number of ranks: what a row is padded to a multiple of
+_ALIGNMENT = 2  # the flat buffer of a group is padded to a multiple of 2 elements x ranks
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroParameter:
-    """A trained parameter: its fp32 master, what the optimizer has for it, and the number of its parameter group.
+    """A trained parameter: its fp32 master weight, its optimizer states, and the index of its parameter group.
 
-    `values` are what its whole group has in common, of the file of the first rank that has a part of it.
+    `values` are the state entries that the group shares, from the first rank that has a shard of the parameter.
     """
 
     name: str
@@ -95,9 +96,9 @@ class ZeroParameter:
 def parameters_of(
     shapes: Sequence[Mapping[str, Shape]], partitions: Sequence[Partition], experts: ExpertFiles | None, root: Path
 ) -> Iterator[ZeroParameter]:
-    """Yield the parameters, by the names and shapes of each group, of which each rank has a partition.
+    """Yield the parameters of each group, joined from the partitions of all ranks; `shapes` has one dict per group.
 
-    Of the parameters of experts ranks have different ones under the same names.
+    Expert-parallel ranks have different experts under the same names, and each expert gets its own parameter.
     """
     first = partitions[0]
     for partition in partitions:
@@ -107,32 +108,39 @@ def parameters_of(
     if first.cuts_each and experts is not None:
         raise Unsupported("experts with ZeRO 3", path=root / first.path)
     for number, named in enumerate(shapes):
-        found: dict[str, list[ZeroParameter]] = {}
-        for fleet in fleets(number, named, partitions, experts):
-            groups = [partition.groups[number] for partition in fleet.partitions]
-            check_alike(groups, fleet.partitions, root)
-            for one in (cut_each if first.cuts_each else cut_row)(fleet.named, groups, root):
-                found.setdefault(one.name, []).append(one)
-        yield from map(join_ranks, found.values())
+        by_name: dict[str, list[ZeroParameter]] = {}
+        for group_of_ranks in partition_groups(number, named, partitions, experts):
+            groups = [partition.groups[number] for partition in group_of_ranks.partitions]
+            check_consistent(groups, group_of_ranks.partitions, root)
+            for parameter_part in (parameters_of_sub_group if first.cuts_each else parameters_of_group)(
+                group_of_ranks.named, groups, root
+            ):
+                by_name.setdefault(parameter_part.name, []).append(parameter_part)
+        yield from map(join_ranks, by_name.values())
 
 
 def join_ranks(parts: Sequence[ZeroParameter]) -> ZeroParameter:
-    """Return the parameter that ranks of experts have in parts, one after the other on the first axis."""
-    moments = {what: concatenate([part.moments[what] for part in parts], 0) for what in parts[0].moments}
+    """Return a parameter with the experts of all ranks, concatenated along axis 0."""
+    moments = {
+        state_name: concatenate([part.moments[state_name] for part in parts], 0) for state_name in parts[0].moments
+    }
     return replace(parts[0], master=concatenate([part.master for part in parts], 0), moments=moments)
 
 
 def join_slices(parts: Sequence[ZeroParameter], sliced: SlicedParameter) -> ZeroParameter:
-    """Return the parameter of which ranks of tensor parallelism have slices. Raises `Corrupt` if moments differ."""
+    """Return a parameter joined from tensor-parallel slices. Raises `Corrupt` if optimizer states differ."""
     first = parts[0]
     if any(part.moments.keys() != first.moments.keys() or part.settings != first.settings for part in parts):
         raise Corrupt("the ranks of tensor parallelism have different states of it", tensor=first.name)
-    moments = {what: sliced.join([part.moments[what] for part in parts]) for what in first.moments}
+    moments = {state_name: sliced.join([part.moments[state_name] for part in parts]) for state_name in first.moments}
     return replace(first, master=sliced.join([part.master for part in parts]), moments=moments)
 
 
-def check_alike(groups: Sequence[PartitionedGroup], partitions: Sequence[Partition], root: Path) -> None:
-    """Raise `Corrupt` unless every rank has the same of a group, in as many parts as there are files."""
+def check_consistent(groups: Sequence[PartitionedGroup], partitions: Sequence[Partition], root: Path) -> None:
+    """Check that all ranks saved the same states, paddings and dtypes for a group.
+
+    Raises `Unsupported` if the group has another number of ranks, `Corrupt` if the ranks differ.
+    """
     first = groups[0]
     for group, partition in zip(groups, partitions, strict=True):
         path = root / partition.path
@@ -154,7 +162,9 @@ def check_alike(groups: Sequence[PartitionedGroup], partitions: Sequence[Partiti
                 raise Corrupt(f"the dtype of `{name}` differs from the dtype in `{partitions[0].path}`", path=path)
 
 
-def cut_row(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path) -> Iterator[ZeroParameter]:
+def parameters_of_group(
+    named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path
+) -> Iterator[ZeroParameter]:
     """Yield the parameters of a group of ZeRO 1 or 2."""
     paddings = groups[0].paddings or (0,) * len(named)
     if len(paddings) != len(named):
@@ -171,7 +181,7 @@ def cut_row(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root
 
 
 def check_row(buffers: Sequence[Chunk], needed: int, root: Path) -> None:
-    """Raise `Corrupt` unless buffers make up a row of `needed` elements, and of no more than the padding at its end."""
+    """Raise `Corrupt` unless the buffers contain `needed` elements plus at most the padding at the end."""
     size, total = buffers[0].box.numel, sum(buffer.box.numel for buffer in buffers)
     for buffer in buffers[1:]:
         numel = buffer.box.numel
@@ -185,7 +195,9 @@ def check_row(buffers: Sequence[Chunk], needed: int, root: Path) -> None:
         raise Corrupt(message, path=root / buffers[0].path, hint=_HINT)
 
 
-def cut_each(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path) -> Iterator[ZeroParameter]:
+def parameters_of_sub_group(
+    named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path
+) -> Iterator[ZeroParameter]:
     """Yield the parameters of a sub-group of ZeRO 3."""
     ranks = len(groups)
     needed = sum(share_of(prod(shape), ranks) for shape in named.values())
@@ -201,14 +213,14 @@ def cut_each(named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], roo
 
 
 def buffers_of(groups: Sequence[PartitionedGroup]) -> Iterator[list[Chunk]]:
-    """Yield the ranks' buffers of a group with the masters, then with each moment."""
+    """Yield the buffers of all ranks: first the master weights, then each optimizer state."""
     yield [group.masters for group in groups]
     for name in groups[0].moments:
         yield [group.moments[name] for group in groups]
 
 
 def parameter(name: str, shape: Shape, groups: Sequence[PartitionedGroup], runs: Sequence[RankRun]) -> ZeroParameter:
-    """Return the parameter that lies in runs of the ranks' buffers."""
+    """Return the parameter that consists of runs in the buffers of the ranks."""
     first = groups[0]
     masters, *moments = (join(shape, runs, buffers) for buffers in buffers_of(groups))
     by_name = dict(zip(first.moments, moments, strict=True))

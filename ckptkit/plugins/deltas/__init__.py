@@ -1,1 +1,1 @@
-"""What changed between two policies: written, read, checked, and applied to the older one."""
+"""Write, read, check and apply deltas: the changes between two versions of a model."""

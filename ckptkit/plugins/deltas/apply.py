@@ -53,19 +53,19 @@ def apply(
         raise Usage("expected at least one delta to apply, found none", hint="run `ckptkit apply BASE DELTA OUT`")
     output = to_destination(out)
     check_free(output, overwrite=overwrite, is_file=False)
-    asked: Keywords = {"overwrite": overwrite, "dry_run": dry_run, "jobs": jobs, "sync": sync, "progress": progress}
+    options: Keywords = {"overwrite": overwrite, "dry_run": dry_run, "jobs": jobs, "sync": sync, "progress": progress}
     if dtype:
-        asked["dtype"] = dtype
-    opened = as_consolidated(base, asked, output)
+        options["dtype"] = dtype
+    opened = as_consolidated(base, options, output)
     require_separate_destination(opened.checkpoint, output, opened.draft.writer)
-    chain = open_chain([to_path(one) for one in given])
+    chain = open_chain([to_path(path) for path in given])
     conversion = draft_apply(opened, chain, jobs)
     prospect = report(conversion, time.perf_counter() - began)
     if dry_run:
         return prospect
     try:
         written = write(conversion)
-    except Corrupt as error:  # a tensor did not become what the deltas say
+    except Corrupt as error:  # the CRC-32 of a result differs: blame the delta for changed tensors, else the base
         is_changed = error.tensor in chain.specs
         raise error.blame(path=chain.file_of(str(error.tensor)) if is_changed else opened.path) from error.__cause__
     return complete(conversion, prospect, written, time.perf_counter() - began)
@@ -79,7 +79,10 @@ def open_chain(deltas: Sequence[Path]) -> DeltaChain:
 
 
 def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> Conversion:
-    """Draft the result of deltas, each of which is read whole and checked, on a base, which must be theirs."""
+    """Return the conversion that applies the deltas to `base`, after it has read and checked every delta.
+
+    Raises `Mismatch` if `base` is not the base of the first delta.
+    """
     from ckptkit.plugins.deltas.identity import sums_of
     from ckptkit.plugins.deltas.verify_delta import check_delta
 
@@ -90,21 +93,21 @@ def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> 
     chain.check_base(base.layout, sums)
     conversion = replace(
         base.conversion,
-        drafts=[draft_changed(base, chain, sums)],
+        drafts=[draft_with_changes(base, chain, sums)],
         origins=[*base.conversion.origins, *(Origin.of(delta.path) for delta in chain.deltas)],
     )
     return with_left_behind(conversion, [base.checkpoint])
 
 
-def draft_changed(base: ConsolidatedView, chain: DeltaChain, sums: Mapping[str, int]) -> Draft:
-    """Return the draft of a base with what a chain changes, in the base's shards."""
+def draft_with_changes(base: ConsolidatedView, chain: DeltaChain, sums: Mapping[str, int]) -> Draft:
+    """Return the draft of `base` with the changes of the chain, in the shards of `base`."""
     draft = base.draft
     options = WriterOptions(base.conversion.options.max_shard_size, places=shards_of(base))
-    read = [path for delta in chain.deltas for path in (delta.path / name for name in sorted(delta.layout.files))]
+    read_paths = [path for delta in chain.deltas for path in (delta.path / name for name in sorted(delta.layout.files))]
     return replace(
         draft,
         sources=(*draft.sources, *(delta.layout for delta in chain.deltas)),
-        read=(*draft.read, *read),
+        read=(*draft.read, *read_paths),
         files=draft.writer.arrange(draft.wanted, options),
         recipes=recipes_of(chain, draft.wanted),
         sums={**sums, **chain.sums},
@@ -112,18 +115,18 @@ def draft_changed(base: ConsolidatedView, chain: DeltaChain, sums: Mapping[str, 
 
 
 def shards_of(base: ConsolidatedView) -> Mapping[str, str] | None:
-    """Return the file of each tensor in a base that is a Hugging Face model; None for any other."""
+    """Return the file of each tensor if the base is a Hugging Face model; None for other formats."""
     layout = base.draft.wanted
     if layout.format != base.draft.writer.name or layout.world_size is not None or not base.path.is_dir():
         return None
-    places = {name: tensor.chunks[0].path for name, tensor in layout.tensors.items()}
-    ours = {file.name for file in base.draft.files}
-    files = set(places.values())
-    return places if len(files) > 1 or files <= ours else None
+    file_of_tensor = {name: tensor.chunks[0].path for name, tensor in layout.tensors.items()}
+    written_files = {file.name for file in base.draft.files}
+    files = set(file_of_tensor.values())
+    return file_of_tensor if len(files) > 1 or files <= written_files else None
 
 
 def recipes_of(chain: DeltaChain, base: Layout) -> dict[str, Patched]:
-    """Return the recipe of each tensor that a chain changes: of the base's own, or of one that a delta holds whole."""
+    """Return a recipe for each changed tensor, which starts from the base or from a full tensor in a delta."""
     from ckptkit.plugins.deltas.chain import LoadedChanges, Patched
     from ckptkit.plugins.deltas.open_delta import WHOLE
 

@@ -1,4 +1,4 @@
-"""Run `ckptkit apply`: deltas on the checkpoint that they were made from."""
+"""Run `ckptkit apply`: apply deltas to the checkpoint that they were made from."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def apply(
 
 
 def change_in_place(paths: list[Path], others: list[object], *, json: bool) -> None:
-    """Run `ckptkit apply LOCAL ROOT --in-place`."""
+    """Run `ckptkit apply LOCAL ROOT --in-place`. Raises `Usage` if any of `others`, the other options, is set."""
     from ckptkit.plugins.deltas.apply_in_place import apply_in_place
 
     if len(paths) != 2:

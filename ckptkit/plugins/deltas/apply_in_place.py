@@ -1,4 +1,4 @@
-"""Bring a Hugging Face model up to date in place, by the deltas that follow its state."""
+"""Update a Hugging Face model in place with the deltas that continue from its state."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ckptkit.words import count
 
 @dataclass(frozen=True, slots=True)
 class ChangedInPlace(Summarized):
-    """A model at `path` that was changed in place by `deltas`, in this order; by none if it was up to date.
+    """A model at `path` that was changed in place by `deltas`, in this order; empty if it was up to date.
 
-    `is_completed` says that an earlier call had been interrupted, and that this one completed its change first.
-    `unfinished` are deltas beside the others that were skipped because their `delta.json` is missing.
+    `is_completed` means that this call first completed an interrupted change. `unfinished` are deltas in the same
+    directory that were skipped because their `delta.json` is missing.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class ChangedInPlace(Summarized):
 
 
 class Update(NamedTuple):
-    """The deltas to apply to a model, in order, and the model that they make of it."""
+    """The deltas to apply to a model, in order, and the resulting model."""
 
     deltas: tuple[Path, ...]
     successor: Successor
@@ -87,31 +87,34 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
 
 
 def open_plain(path: Path) -> Layout:
-    """Return the tensors of a Hugging Face model, each of which lies in one piece."""
-    part = Checkpoint.open(path).model_component
-    layout = replace(locate(part.layout), blobs={}, twins={}, keys={})
-    if layout.format != "hf" or layout.world_size is not None or part.path != path:
+    """Return the layout of a Hugging Face model in which every tensor is contiguous in one file."""
+    component = Checkpoint.open(path).model_component
+    layout = replace(locate(component.layout), blobs={}, twins={}, keys={})
+    if layout.format != "hf" or layout.world_size is not None or component.path != path:
         hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"
         raise Unsupported("expected a Hugging Face model to change in place", path=path, hint=hint)
     return layout
 
 
 def find_update(model: Layout, sums: Mapping[str, int], root: Path) -> Update:
-    """Return what a model is to become by the deltas in `root`."""
+    """Return the update of the model that the deltas in `root` describe."""
     if not root.is_dir():
         raise NotACheckpoint("expected a directory with deltas", path=root)
     if is_delta(root) or is_unfinished(root):
         return update_by_deltas(model, sums, [root], root)
-    places = [root / name for name in sorted(names_in(root))]
-    found = [place for place in places if is_delta(place)]
-    if not found:
+    candidates = [root / name for name in sorted(names_in(root))]
+    delta_paths = [path for path in candidates if is_delta(path)]
+    if not delta_paths:
         raise NotACheckpoint("expected deltas, found none", path=root, hint="`ckptkit delta BASE NEW OUT` writes one")
-    unfinished = tuple(filter(is_unfinished, places))
-    return update_by_deltas(model, sums, found, root)._replace(unfinished=unfinished)
+    unfinished = tuple(filter(is_unfinished, candidates))
+    return update_by_deltas(model, sums, delta_paths, root)._replace(unfinished=unfinished)
 
 
 def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], root: Path) -> Update:
-    """Return the update of a model by those deltas that follow its state, in any order of names."""
+    """Return the update from the deltas that continue from the model's state; file names do not set the order.
+
+    Raises `Mismatch` if no delta fits, `Usage` if two deltas have the same base.
+    """
     require_as_consolidated(model)
     by_base: dict[str, Delta] = {}
     deltas = [open_delta(path) for path in found]
@@ -120,25 +123,25 @@ def update_by_deltas(model: Layout, sums: Mapping[str, int], found: list[Path], 
             message = f"expected one delta of base {short(delta.record.base)}, also found {other.path.name}"
             raise Usage(message, path=delta.path, hint="pass one of them instead of the directory")
         by_base[delta.record.base] = delta
-    at = identify(model.specs, sums)
-    if at not in by_base and all(delta.record.new != at for delta in deltas):
+    identity = identify(model.specs, sums)
+    if identity not in by_base and all(delta.record.new != identity for delta in deltas):
         if len(deltas) == 1:
             DeltaChain.of(deltas).check_base(model, sums)
-        message = f"expected a delta of base {short(at)}, found {count(len(deltas), 'delta')} of others"
+        message = f"expected a delta of base {short(identity)}, found {count(len(deltas), 'delta')} of others"
         raise Mismatch(message, path=root, hint="a delta is missing, or this model was not made from them")
     chain: list[Delta] = []
-    while at in by_base and by_base[at] not in chain:
-        chain.append(by_base[at])
-        at = chain[-1].record.new
+    while identity in by_base and by_base[identity] not in chain:
+        chain.append(by_base[identity])
+        identity = chain[-1].record.new
         check_delta(chain[-1])
-    whole = DeltaChain.of(chain)
+    full_chain = DeltaChain.of(chain)
     if chain:
-        whole.check_base(model, sums)
-    return Update(tuple(delta.path for delta in chain), ChainSuccessor(model, whole))
+        full_chain.check_base(model, sums)
+    return Update(tuple(delta.path for delta in chain), ChainSuccessor(model, full_chain))
 
 
 def require_as_consolidated(model: Layout) -> None:
-    """Raise `Unsupported` unless a model lies there as `consolidate` would write it, which is what deltas are for."""
+    """Raise `Unsupported` unless the model is stored as `consolidate` would write it: deltas refer to that form."""
     wanted = as_consolidated(model.root, {}, model.root).layout.specs
     for name in sorted(model.specs.keys() | wanted.keys()):
         if model.specs.get(name) != wanted.get(name):

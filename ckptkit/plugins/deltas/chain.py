@@ -1,6 +1,6 @@
-"""Join deltas that follow each other, and make the blocks that they change.
+"""Join deltas that follow each other, and apply their changes to blocks of a tensor.
 
-Each delta has the result of the delta before it as its base.
+The result of each delta is the base of the next delta.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from ckptkit.plugins.deltas.identity import identify
 from ckptkit.plugins.deltas.open_delta import Delta
 from ckptkit.plugins.deltas.record import RECORD
 
-_KEPT = 4  # tensors whose changes are in memory: threads work at neighbors
+_KEPT = 4  # tensors whose changes stay in memory; threads work on neighboring tensors
 
 
 class LoadedChanges:
-    """The changes of a chain by tensor, loaded when they are first asked for; the last few are kept."""
+    """The changes of a chain by tensor, loaded at first use. A small cache keeps the last few tensors."""
 
     def __init__(self, chain: DeltaChain) -> None:
         self._chain = chain
         self._lock = threading.Lock()
-        self._kept: dict[str, Changes | None] = {}
+        self._cache: dict[str, Changes | None] = {}
 
     def __getitem__(self, name: str) -> Changes | None:
         with self._lock:
-            if name not in self._kept:
-                while len(self._kept) >= _KEPT:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[name] = self._chain.load(name)
-            return self._kept[name]
+            if name not in self._cache:
+                while len(self._cache) >= _KEPT:
+                    del self._cache[next(iter(self._cache))]
+                self._cache[name] = self._chain.load(name)
+            return self._cache[name]
 
 
 class Patched:
-    """The recipe of a tensor with some elements changed. `shape` is that of the boxes that are asked for."""
+    """The recipe of a tensor in which some elements change. The boxes passed to it refer to a tensor of `shape`."""
 
     def __init__(self, operand: Operand, name: str, shape: Shape, changes: LoadedChanges) -> None:
         self.operands = (operand,)
         self._name, self._box, self._changes = name, whole(shape), changes
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the elements of a box, a run of the tensor's elements, as they are after the change."""
+        """Return the elements of a box after the change; the box must be contiguous in row-major order."""
         changes = self._changes[self._name]
         if changes is not None:
             put_into(blocks[0], span_of(box, self._box, None).start, changes, dtype.itemsize)
@@ -59,7 +59,7 @@ class Patched:
 
 
 def put_into(block: memoryview, first: int, changes: Changes, itemsize: int) -> int:
-    """Put the new values into a block that begins at element `first`, and return how many there are."""
+    """Write the new values into a block that begins at element `first`, and return how many were written."""
     count = len(block) // itemsize
     low, high = np.searchsorted(changes.positions, np.array([first, first + count], changes.positions.dtype))
     if high > low:
@@ -80,52 +80,54 @@ class DeltaChain:
 
     @classmethod
     def of(cls, deltas: Sequence[Delta]) -> DeltaChain:
-        """Return the chain of deltas. Raises `Mismatch` where one does not follow the one before it."""
-        for one, two in pairwise(deltas):
-            if two.record.base != one.record.new:
-                message = f"expected a delta of base {short(one.record.new)}, found one of {short(two.record.base)}"
-                hint = f"a delta is missing between {one.path} and this one, or the deltas are in the wrong order"
-                raise Mismatch(message, path=two.path, hint=hint)
+        """Return the chain of deltas. Raises `Mismatch` if a delta does not continue from the one before it."""
+        for earlier, later in pairwise(deltas):
+            if later.record.base != earlier.record.new:
+                message = (
+                    f"expected a delta of base {short(earlier.record.new)}, found one of {short(later.record.base)}"
+                )
+                hint = f"a delta is missing between {earlier.path} and this one, or the deltas are in the wrong order"
+                raise Mismatch(message, path=later.path, hint=hint)
         return cls(tuple(deltas))
 
     @property
     def sums(self) -> dict[str, int]:
-        """Return the CRC-32 that each tensor has in the end, of the tensors that change."""
+        """Return the final CRC-32 of each tensor that changes."""
         return {name: tensor.crc32_new for delta in self.deltas for name, tensor in delta.record.tensors.items()}
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """Return dtype and shape of the tensors that change."""
+        """Return dtype and shape of each tensor that changes."""
         return {name: tensor.spec for delta in self.deltas for name, tensor in delta.record.tensors.items()}
 
     def last_whole(self, name: str) -> int | None:
-        """Return the number of the last delta that holds a tensor whole; None if none does."""
+        """Return the index of the last delta that contains the full tensor; None if there is none."""
         return max((i for i, delta in enumerate(self.deltas) if delta.holds_whole(name)), default=None)
 
     def load(self, name: str) -> Changes | None:
-        """Return what changes in a tensor after the last delta that holds it whole; None if nothing does."""
+        """Return the changes of a tensor since the last delta that contains it in full; None without changes."""
         last = self.last_whole(name)
         later = self.deltas[0 if last is None else last + 1 :]
-        found = [load_changes(delta, name) for delta in later if name in delta.record.tensors]
-        return merge_changes(found) if found else None
+        changes = [load_changes(delta, name) for delta in later if name in delta.record.tensors]
+        return merge_changes(changes) if changes else None
 
     def file_of(self, name: str) -> Path:
-        """Return the file of the last delta that changes a tensor."""
+        """Return the file of the last delta that changes the tensor."""
         return next(delta.file_of(name) for delta in reversed(self.deltas) if name in delta.record.tensors)
 
     def check_base(self, base: Layout, sums: Mapping[str, int]) -> None:
-        """Raise `Mismatch` unless a model with these sums is the base of the first delta.
+        """Check that the model with these checksums is the base of the first delta.
 
-        Raises `Corrupt` if a delta does not lead to the model that it names.
+        Raises `Mismatch` for another model, and `Corrupt` if a delta does not produce the model that it names.
         """
         self.check_specs(base)
-        first, found = self.deltas[0].record, identify(base.specs, sums)
-        if found == first.base:
+        first, identity = self.deltas[0].record, identify(base.specs, sums)
+        if identity == first.base:
             self._check_results(base, sums)
             return
-        message = f"expected base {short(first.base)}, found {short(found)}{self._why(sums)}"
+        message = f"expected base {short(first.base)}, found {short(identity)}{self._describe_mismatch(sums)}"
         hint = f"pass the checkpoint that {self.deltas[0].path} was made from"
-        if found == self.deltas[-1].record.new:
+        if identity == self.deltas[-1].record.new:
             message, hint = (
                 "the delta is applied already: this checkpoint is its result",
                 "pass the checkpoint that the delta was made from",
@@ -136,30 +138,30 @@ class DeltaChain:
         after = dict(sums)
         for delta in self.deltas:
             after |= {name: tensor.crc32_new for name, tensor in delta.record.tensors.items()}
-            if (found := identify(base.specs, after)) != delta.record.new:
-                message = f"expected weights {short(delta.record.new)} after the delta, found {short(found)}"
+            if (identity := identify(base.specs, after)) != delta.record.new:
+                message = f"expected weights {short(delta.record.new)} after the delta, found {short(identity)}"
                 raise Corrupt(message, path=delta.path / RECORD, hint=WRITE_AGAIN)
 
-    def _why(self, sums: Mapping[str, int]) -> str:
+    def _describe_mismatch(self, sums: Mapping[str, int]) -> str:
         tensors = self.deltas[0].record.tensors
-        other = [name for name, tensor in tensors.items() if sums.get(name) != tensor.crc32_base]
-        if not other:
+        different = [name for name, tensor in tensors.items() if sums.get(name) != tensor.crc32_base]
+        if not different:
             return ": a tensor that the delta does not change differs"
-        return f": {len(other)} of {len(tensors)} tensors that it changes differ, such as `{other[0]}`"
+        return f": {len(different)} of {len(tensors)} tensors that it changes differ, such as `{different[0]}`"
 
     def check_specs(self, base: Layout) -> None:
-        """Raise `Mismatch` unless a model has the tensors that change, in the same dtypes and shapes."""
+        """Raise `Mismatch` unless the model has all changed tensors with the same dtypes and shapes."""
         for name, spec in self.specs.items():
-            found = base.tensors.get(name)
-            if found is None:
+            tensor = base.tensors.get(name)
+            if tensor is None:
                 raise Mismatch("the delta changes this tensor, but the base lacks it", path=base.root, tensor=name)
-            if found.spec != spec:
+            if tensor.spec != spec:
                 hint = (
                     f"`ckptkit apply --dtype {spec.dtype}` casts the base first"
-                    if found.spec.dtype.can_become(spec.dtype)
+                    if tensor.spec.dtype.can_become(spec.dtype)
                     else None
                 )
-                message = f"expected {spec} as in the delta, found {found.spec}"
+                message = f"expected {spec} as in the delta, found {tensor.spec}"
                 raise Mismatch(message, path=base.root, tensor=name, hint=hint)
 
 

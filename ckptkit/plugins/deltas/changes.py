@@ -1,6 +1,6 @@
-"""Find the elements that differ between two checkpoints, bit by bit and block by block.
+"""Find the elements whose bits differ between two checkpoints, block by block.
 
-Also loads and combines the changes that deltas hold.
+Also loads and merges the changes that deltas contain.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, Delta
 
 
 def load_changes(delta: Delta, name: str) -> Changes:
-    """Return positions and new values of a tensor that a delta does not hold whole.
+    """Return positions and new values of a tensor that the delta does not contain in full.
 
-    Raises `Corrupt` for positions that are not strictly increasing, or outside the tensor, or damaged bytes.
+    Raises `Corrupt` for positions that are not strictly increasing or outside the tensor, and for damaged bytes.
     """
     tensor = delta.record.tensors[name]
     (positions, values) = (read_all(delta, name + suffix) for suffix in (INDICES, VALUES))
@@ -45,7 +45,7 @@ def read_all(delta: Delta, key: str) -> bytearray:
 
 
 def check_positions(delta: Delta, name: str, positions: Array, numel: int) -> None:
-    """Raise `Corrupt` unless positions are strictly increasing and inside the tensor."""
+    """Raise `Corrupt` unless the positions are strictly increasing and inside the tensor."""
     path = delta.file_of(name)
     if positions[0] < 0 or positions[-1] >= numel or positions.max() >= numel or positions.min() < 0:
         wrong = int(positions[(positions < 0) | (positions >= numel)][0])
@@ -53,20 +53,20 @@ def check_positions(delta: Delta, name: str, positions: Array, numel: int) -> No
     steps = np.diff(positions)
     if (steps <= 0).any():
         at = int((steps <= 0).argmax())
-        one, two = int(positions[at]), int(positions[at + 1])
-        what = f"position {one} twice" if one == two else f"position {two} after {one}"
-        raise Corrupt(f"expected strictly increasing positions, found {what}", path=path, tensor=name)
+        previous, following = int(positions[at]), int(positions[at + 1])
+        problem = f"position {previous} twice" if previous == following else f"position {following} after {previous}"
+        raise Corrupt(f"expected strictly increasing positions, found {problem}", path=path, tensor=name)
 
 
 def merge_changes(found: Sequence[Changes]) -> Changes:
-    """Return the changes of several deltas of one tensor as one: where two have an element, the later counts."""
+    """Return the changes of several deltas to one tensor as one; later deltas win."""
     if len(found) == 1:
         return found[0]
-    positions = np.concatenate([one.positions for one in found])
+    positions = np.concatenate([changes.positions for changes in found])
     order = np.argsort(positions, kind="stable")
     positions = positions[order]
     is_last = np.append(positions[1:] != positions[:-1], np.ones(1, np.bool_))
-    values = np.concatenate([one.values for one in found])[order]
+    values = np.concatenate([changes.values for changes in found])[order]
     return Changes(positions[is_last], values[is_last])
 
 
@@ -74,7 +74,7 @@ Array = NDArray[Any]
 
 
 class Changes(NamedTuple):
-    """Elements of a tensor: their positions in row-major order, increasing, and their new values as stored."""
+    """Changed elements of a tensor: increasing positions in row-major order, and the new values as stored bits."""
 
     positions: Array
     values: Array
@@ -84,12 +84,12 @@ class Changes(NamedTuple):
         return len(self.positions)
 
 
-Take = Callable[[str, int, Changes], None]  # the tensor, the first element of a block, and what changed in it
+Take = Callable[[str, int, Changes], None]  # tensor name, first element of the block, changes in the block
 
 
 @dataclass(frozen=True, slots=True)
 class SumsOfBoth:
-    """The CRC-32 of each tensor in both checkpoints, and how many bytes had one to be compared with."""
+    """The CRC-32 of each tensor in both checkpoints, and the number of source bytes with a verified checksum."""
 
     before: dict[str, int]
     after: dict[str, int]
@@ -97,17 +97,17 @@ class SumsOfBoth:
 
 
 def view(data: memoryview | bytes | bytearray, itemsize: int) -> Array:
-    """Return elements as integers of their width, or as bytes where no integer is that wide."""
-    found: Array = np.frombuffer(data, f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
-    return found
+    """Return the elements as unsigned integers of their width, or as raw bytes above 8 bytes."""
+    elements: Array = np.frombuffer(data, f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
+    return elements
 
 
 def changes_in(old: memoryview, new: memoryview, itemsize: int) -> Changes:
-    """Return the elements of `new` whose bits differ from those of `old`; positions count from the first."""
-    narrow = min(itemsize, 8)
-    differ = view(old, narrow) != view(new, narrow)
-    if itemsize > narrow:
-        differ = differ.reshape(-1, itemsize // narrow).any(axis=1)
+    """Return the elements of `new` whose bits differ from `old`; positions start at 0."""
+    word_size = min(itemsize, 8)
+    differ = view(old, word_size) != view(new, word_size)
+    if itemsize > word_size:
+        differ = differ.reshape(-1, itemsize // word_size).any(axis=1)
     positions = np.flatnonzero(differ)
     return Changes(positions, view(new, itemsize)[positions])
 
@@ -115,41 +115,43 @@ def changes_in(old: memoryview, new: memoryview, itemsize: int) -> Changes:
 def find_changes(
     before: Layout, after: Layout, take: Take, *, jobs: int | None = None, progress: Told | None = None
 ) -> SumsOfBoth:
-    """Compare two located layouts of the same tensors in the same dtypes and shapes; `take` gets what changed.
+    """Compare two located layouts with the same tensors, dtypes and shapes, and pass each change to `take`.
 
-    `take` gets the blocks of a tensor in any order, from one thread at a time. Every chunk is compared with the CRC-32
-    recorded for it.
+    `take` gets the blocks of a tensor in any order, from one thread at a time. The checksum of every chunk that has one
+    is verified.
     """
     plan = Plan(before, after, tuple(targets_of(before, after)), (after,))
     sources = Sources(plan, Ledger())
     sums: tuple[Checksums[str], Checksums[str]] = (Checksums(), Checksums())
 
-    def look(worker: Worker, block: Block) -> tuple[int, int, Changes | None]:
+    def compare_block(worker: Worker, block: Block) -> tuple[int, int, Changes | None]:
         old, new = worker.read(block, 0), worker.read(block, 1)
         crc = crc32(old)
         if are_equal(old, new):
             return crc, crc, None
         return crc, crc32(new), changes_in(old, new, block.target.chunk.dtype.itemsize)
 
-    def note(block: Block, seen: tuple[int, int, Changes | None], pieces: Pieces) -> None:
+    def record_block(block: Block, seen: tuple[int, int, Changes | None], pieces: Pieces) -> None:
         sources.note(pieces)
         name, changes = block.target.name, seen[2]
-        for each, crc in zip(sums, seen[:2], strict=True):
-            each.add(name, block.start, block.nbytes, crc)
+        for checksums, crc in zip(sums, seen[:2], strict=True):
+            checksums.add(name, block.start, block.nbytes, crc)
         if changes is not None:
             take(name, block.start // block.target.chunk.dtype.itemsize, changes)
         if progress:
             progress(2 * block.nbytes)
 
-    visit(plan, look, note, jobs, sums=sources.compares)
+    visit(plan, compare_block, record_block, jobs, sums=sources.compares)
     scrub(sources, jobs)
     specs = before.specs
-    one, two = ({name: each.whole(name, spec.nbytes) or 0 for name, spec in specs.items()} for each in sums)
-    return SumsOfBoth(one, two, sources.checked_bytes)
+    before_sums, after_sums = (
+        {name: checksums.whole(name, spec.nbytes) or 0 for name, spec in specs.items()} for checksums in sums
+    )
+    return SumsOfBoth(before_sums, after_sums, sources.checked_bytes)
 
 
 def targets_of(before: Layout, after: Layout) -> Iterator[Target]:
-    """Yield each tensor as though it were to lie row-major and in one piece."""
+    """Yield each tensor as a contiguous row-major target."""
     for name, spec in before.specs.items():
         chunk = Chunk(whole(spec.shape), name, 0, spec.nbytes, spec.dtype)
         yield from join(name, StoredTensor(spec, (chunk,)), (before, after))

@@ -1,4 +1,4 @@
-"""Write what changed between two checkpoints of one model."""
+"""Write the changes between two checkpoints of one model."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from ckptkit.plugins.deltas.spool import Spool
     from ckptkit.plugins.deltas.write_delta import FoundChanges
 
-LARGEST = 0.6  # of the model, unless it is forced
+LARGEST = 0.6  # fraction of the model size; `force` allows more
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenDelta(Summarized):
-    """A delta from checkpoint `base` to `new` that was written to `output`, or would be.
+    """A delta from checkpoint `base` to `new`, written to `output`, or planned with `dry_run`.
 
-    `record` says what changed, `nbytes` are those of the new values and their positions, `files` the files of the
-    delta with their bytes. Of the sources `checked_bytes` had a CRC-32 to be compared with.
+    `record` lists the changes, `nbytes` is the size of the new values and positions, `files` maps the files of the
+    delta to their sizes in bytes. `checked_bytes` is the number of source bytes with a verified checksum.
     """
 
     base: Path
@@ -62,7 +62,7 @@ class WrittenDelta(Summarized):
 
     @property
     def share(self) -> float:
-        """Return the bytes of the delta as a fraction of those of the model."""
+        """Return the size of the delta as a fraction of the size of the model."""
         return self.nbytes / self.record.nbytes if self.record.nbytes else 0.0
 
     def summary(self) -> Iterator[str]:
@@ -101,42 +101,42 @@ def delta(
         require_separate_destination(side.checkpoint, output, side.draft.writer)
     pair = ComparedPair(sides, jobs, report_progress(progress, 2 * sides[0].layout.nbytes))
     if dry_run:
-        made = pair.measure(output)
+        written = pair.measure(output)
         if not force:
-            require_small(made)
+            require_small(written)
     elif is_remote(output):
-        made = pair.send(output, force=force)
+        written = pair.send(output, force=force)
     else:
-        made = pair.write(output, output, force=force, sync=sync)
-    return replace(made, seconds=time.perf_counter() - began)
+        written = pair.write(output, output, force=force, sync=sync)
+    return replace(written, seconds=time.perf_counter() - began)
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedPair:
-    """Two checkpoints of one model that are compared, to write what changed."""
+    """Two checkpoints of one model, compared to write their differences."""
 
     sides: tuple[ConsolidatedView, ConsolidatedView]
     jobs: int | None
     told: Told | None
 
     def measure(self, output: Path) -> WrittenDelta:
-        """Return what would be written."""
+        """Return the delta that `write` would write."""
         from ckptkit.plugins.deltas.spool import Spool
 
         with Spool(None, self.sides[0].layout.specs) as spool:
             return self.report(output, *self.find(spool))
 
     def send(self, output: Path, *, force: bool) -> WrittenDelta:
-        """Write the delta into a temporary directory, then copy it to a store. It appears whole or not at all."""
+        """Write the delta to a temporary directory, then copy it to an object store. The result is atomic."""
         from ckptkit.hub.cp import cp
 
-        with TemporaryDirectory(prefix="ckptkit-") as room:
-            made = self.write(output, Path(room, "delta"), force=force, sync=False)
-            cp(Path(room, "delta"), output, jobs=self.jobs)
-        return made
+        with TemporaryDirectory(prefix="ckptkit-") as temporary:
+            written = self.write(output, Path(temporary, "delta"), force=force, sync=False)
+            cp(Path(temporary, "delta"), output, jobs=self.jobs)
+        return written
 
     def write(self, output: Path, place: Path, *, force: bool, sync: bool) -> WrittenDelta:
-        """Write the delta into directory `place`, to be `output`. It appears whole or not at all."""
+        """Write the delta to `output` by way of directory `place`. The result is atomic."""
         from ckptkit.plugins.deltas.spool import Spool
         from ckptkit.plugins.deltas.write_delta import write_delta
 
@@ -146,11 +146,11 @@ class ComparedPair:
             stage.open()
             make_folder(stage.work)
             with Spool(stage.work / "changes", self.sides[0].layout.specs) as spool:
-                found, checked = self.find(spool)
-                made = self.report(output, found, checked)
+                changes, checked = self.find(spool)
+                written = self.report(output, changes, checked)
                 if not force:
-                    require_small(made)
-                record = write_delta(stage.path, found, source_of(self.sides[1].layout))
+                    require_small(written)
+                record = write_delta(stage.path, changes, source_of(self.sides[1].layout))
             for origin in origins:
                 origin.check()
             files = {name: file_size(stage.path / name) for name in sorted(names_in(stage.path)) if "." in name[1:]}
@@ -158,30 +158,30 @@ class ComparedPair:
         except BaseException:
             stage.discard()
             raise
-        return replace(made, record=record, files=files, dry_run=False)
+        return replace(written, record=record, files=files, dry_run=False)
 
     def find(self, spool: Spool) -> tuple[FoundChanges, int]:
-        """Compare all elements and keep what changed. Return also how many bytes had a CRC-32."""
+        """Compare all elements. Returns the changes, and the number of source bytes with a verified checksum."""
         from ckptkit.plugins.deltas.changes import find_changes
-        from ckptkit.plugins.deltas.write_delta import FoundChanges, copying_from
+        from ckptkit.plugins.deltas.write_delta import FoundChanges, fill_from
 
         before, after = (side.layout for side in self.sides)
         sums = find_changes(before, after, spool.add, jobs=self.jobs, progress=self.told)
-        found = FoundChanges(after.specs, sums.before, sums.after, spool, copying_from(after, self.jobs))
-        return found, sums.checked_bytes
+        changes = FoundChanges(after.specs, sums.before, sums.after, spool, fill_from(after, self.jobs))
+        return changes, sums.checked_bytes
 
     def compare_configs(self) -> Iterator[str]:
-        """Yield what the two compute differently by their config.json, which a delta does not contain."""
+        """Yield a note if the two config.json files compute different models; a delta does not contain the config."""
         before, after = (side.checkpoint.companions.config for side in self.sides)
-        if before is not None and after is not None and (found := find_differences(before, after)):
-            differences = describe_differences(found, str(self.sides[1].path))
+        if before is not None and after is not None and (config_differences := find_differences(before, after)):
+            differences = describe_differences(config_differences, str(self.sides[1].path))
             yield f"a delta does not contain {CONFIG}, and the new one differs: {differences}; copy it too"
 
     def report(self, output: Path, found: FoundChanges, checked: int) -> WrittenDelta:
-        """Return what would be written of what was found."""
-        from ckptkit.plugins.deltas.nan import say_nan
+        """Return the planned delta for these changes."""
+        from ckptkit.plugins.deltas.nan import nan_warnings
 
-        notes = say_nan(found.spool.nan) if found.spool.changed else ("no tensor changed",)
+        notes = nan_warnings(found.spool.nan) if found.spool.changed else ("no tensor changed",)
         return WrittenDelta(
             base=self.sides[0].path,
             new=self.sides[1].path,
@@ -195,7 +195,7 @@ class ComparedPair:
 
 
 def require_absent(output: Path) -> None:
-    """Raise `Occupied` if something is where the delta is to be, `Unsupported` for a place on the Hub."""
+    """Raise `Occupied` if the destination exists, `Unsupported` for a destination on the Hub."""
     if is_on_hub(output):
         hint = "write to a local directory, then `ckptkit cp` it there with --yes"
         raise Unsupported("a delta cannot be written to hf:// directly", path=output, hint=hint)
@@ -204,11 +204,11 @@ def require_absent(output: Path) -> None:
             raise Occupied("the destination exists", path=output, hint="choose another directory")
 
 
-def require_small(made: WrittenDelta) -> None:
+def require_small(written: WrittenDelta) -> None:
     """Raise `Unsupported` for a delta that is not much smaller than the model."""
-    if made.share > LARGEST:
+    if written.share > LARGEST:
         message = (
-            f"expected a delta of at most {LARGEST:.0%} of the model, found {per_cent(made.share)} "
-            f"({format_bytes(made.nbytes)}): {per_cent(made.density)} of the elements changed"
+            f"expected a delta of at most {LARGEST:.0%} of the model, found {per_cent(written.share)} "
+            f"({format_bytes(written.nbytes)}): {per_cent(written.density)} of the elements changed"
         )
-        raise Unsupported(message, path=made.output, hint="copy the checkpoint instead, or pass --force")
+        raise Unsupported(message, path=written.output, hint="copy the checkpoint instead, or pass --force")

@@ -81,17 +81,17 @@ def delta(
 
 
 def show_files(done: WrittenDelta) -> None:
-    """Print the result, and the files that were written."""
-    first, *others = done.summary()
+    """Print the summary and the table of written files."""
+    first, *further_lines = done.summary()
     say(first)
     if done.files:
         print_table([(f"  {name}", format_bytes(nbytes)) for name, nbytes in done.files.items()], ("  file", "size"))
-    for line in others:
+    for line in further_lines:
         say(line)
 
 
 def to_json(done: WrittenDelta) -> dict[str, Any]:
-    """Return the result under the keys that scripts rely on."""
+    """Return the result under the JSON keys that scripts rely on."""
     names = ("base", "new", "output", "density", "nbytes", "checked_bytes", "seconds", "notes")
     files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
     record = done.record
@@ -108,7 +108,7 @@ def to_json(done: WrittenDelta) -> dict[str, Any]:
 
 
 def report(done: WrittenDelta) -> None:
-    """Print the result for a reader."""
+    """Print the result as text."""
     show_files(done)
     for text in done.notes:
         note(f"note: {text}")

@@ -1,4 +1,4 @@
-"""Identify a model by its content: the same tensors have the same identity in any format and any shards."""
+"""Identify a model by its content: the same tensors give the same identity in any format and sharding."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ckptkit.layout.box import whole
 
 
 def identify(specs: Mapping[str, Spec], sums: Mapping[str, int]) -> str:
-    """Return the SHA-256 over a line `name dtype shape crc32` for each tensor, in the order of the lines.
+    """Return the SHA-256 over one line `name dtype shape crc32` per tensor, with the lines sorted.
 
-    `sums` has the CRC-32 of the elements of each tensor, row-major.
+    `sums` has the CRC-32 of the elements of each tensor, in row-major order.
     """
-    lines = (line_of(name, spec, sums[name]) for name, spec in specs.items())
+    lines = (identity_line(name, spec, sums[name]) for name, spec in specs.items())
     digest = hashlib.sha256()
     for line in sorted(lines):
         digest.update(line)
     return digest.hexdigest()
 
 
-def line_of(name: str, spec: Spec, crc: int) -> bytes:
+def identity_line(name: str, spec: Spec, crc: int) -> bytes:
     shape = ",".join(map(str, spec.shape))
     return f"{name} {spec.dtype.name} [{shape}] {crc:08x}\n".encode("utf-8", "surrogatepass")
 
 
-def known_sum(tensor: StoredTensor) -> int | None:
-    """Return the CRC-32 that is recorded of all elements of a tensor, row-major in its dtype; None if none is."""
+def recorded_sum(tensor: StoredTensor) -> int | None:
+    """Return the recorded CRC-32 of all elements of a tensor, row-major in its dtype; None if not recorded."""
     if not tensor.spec.numel:
         return 0
     if len(tensor.chunks) != 1 or tensor.splits is not None:
@@ -41,8 +41,8 @@ def known_sum(tensor: StoredTensor) -> int | None:
 
 
 def sums_of(layout: Layout, *, jobs: int | None = None) -> dict[str, int]:
-    """Return the CRC-32 of each tensor of a located layout. Reads only the tensors that no checksum is recorded of."""
-    known = {name: known_sum(tensor) for name, tensor in layout.tensors.items()}
+    """Return the CRC-32 of each tensor of a located layout. Reads only tensors without a recorded checksum."""
+    known = {name: recorded_sum(tensor) for name, tensor in layout.tensors.items()}
     unknown = {name for name, crc in known.items() if crc is None}
-    found = fingerprints(locate(edits.select(layout, unknown.__contains__)), jobs=jobs) if unknown else {}
-    return {name: found[name] if crc is None else crc for name, crc in known.items()}
+    computed = fingerprints(locate(edits.select(layout, unknown.__contains__)), jobs=jobs) if unknown else {}
+    return {name: computed[name] if crc is None else crc for name, crc in known.items()}

@@ -1,8 +1,8 @@
-"""Change a Hugging Face model in place, so that a crash leaves it old, new, or to be completed.
+"""Change a Hugging Face model in place, so that after a crash it is old, new, or can be completed.
 
-What changes is first written as a delta of absolute values into a hidden directory of the model, the journal, and
-forced to the disk. From the rename that gives the journal its name the model is to become new: to write absolute values
-twice does no harm, whatever a crash has left in their places.
+The changes are first written as a delta of absolute values into a hidden directory of the model, the journal, and
+synced to disk. Renaming that directory to its final name commits the change. After that, completing it is idempotent:
+absolute values can be written again over any half-written state.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _SPOOL = ".changes"
 
 
 def write_log(root: Path, base: Layout, sums: Mapping[str, int], successor: Successor) -> DeltaRecord:
-    """Write the delta from a base with these sums to its successor into directory `root`, which is made.
+    """Create directory `root` and write the delta from `base` to its successor there.
 
-    Raises `Corrupt` if the bytes of the base are not those of its sums.
+    Raises `Corrupt` if the data of `base` does not match `sums`.
     """
     make_folder(root)
     after = dict(sums)
@@ -57,30 +57,30 @@ def write_log(root: Path, base: Layout, sums: Mapping[str, int], successor: Succ
                 raise Corrupt(f"expected CRC-32 {sums[name]:08x}, found {old:08x}", path=base.root, tensor=name)
             after[name] = new
 
-        def fill(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
-            return {place: crc for key, name in names.items() for place, crc in fill_one(wanted, key, name)}
+        def fill_tensors(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
+            return {offset: crc for key, name in names.items() for offset, crc in fill_tensor(wanted, key, name)}
 
-        def fill_one(wanted: Layout, key: str, name: str) -> Iterator[tuple[FileOffset, int]]:
+        def fill_tensor(wanted: Layout, key: str, name: str) -> Iterator[tuple[FileOffset, int]]:
             chunk = wanted.tensors[key].chunks[0]
-            at = crc = 0
+            position = crc = 0
             with OpenFiles(wanted.root, writable=True) as files:
                 for block in successor.blocks(name):
-                    files[chunk.path].write_at(block.new, chunk.offset + at)
-                    at, crc = at + len(block.new), crc32(block.new, crc)
+                    files[chunk.path].write_at(block.new, chunk.offset + position)
+                    position, crc = position + len(block.new), crc32(block.new, crc)
             yield (chunk.path, chunk.offset), crc
 
-        record = write_delta(root, FoundChanges(base.specs, sums, after, spool, fill))
+        record = write_delta(root, FoundChanges(base.specs, sums, after, spool, fill_tensors))
     remove(root / _SPOOL)
     return record
 
 
 _NEW, _OLD = f"{JOURNAL}.new", f"{JOURNAL}.old"
-_PIECE = 1 << 18  # bytes that are read, changed and written at once
+_PIECE = 1 << 18  # bytes per read-modify-write
 
 
 @contextmanager
 def locked(local: Path) -> Iterator[None]:
-    """Keep others from writing the model while the block runs. Raises `Occupied` if somebody does."""
+    """Hold an exclusive lock on the model. Raises `Occupied` if another process has the lock."""
     path = lock_path(local.absolute())
     with translate_os_errors(local):
         lock = acquire(path)
@@ -91,12 +91,12 @@ def locked(local: Path) -> Iterator[None]:
 
 
 def has_journal(local: Path) -> bool:
-    """Return whether a change of the model was interrupted that has to be completed."""
+    """Return whether an interrupted change of the model must be completed."""
     return is_there(local / JOURNAL)
 
 
 def clear(local: Path) -> None:
-    """Remove what interrupted calls left, except for a journal."""
+    """Remove the leftovers of interrupted calls, except the journal."""
     with translate_os_errors(local):
         for name in (_NEW, _OLD):
             remove(local / name)
@@ -105,34 +105,35 @@ def clear(local: Path) -> None:
 
 def change(local: Path, base: Layout, sums: Mapping[str, int], successor: Successor) -> DeltaRecord:
     """Write the journal of a change from `base` to `successor`."""
-    made = local / _NEW
+    new_journal = local / _NEW
     try:
-        record = write_log(made, base, sums, successor)
+        record = write_log(new_journal, base, sums, successor)
         with translate_os_errors(local):
-            sync_tree(made)
-            again(os.rename, made, local / JOURNAL)
+            sync_tree(new_journal)
+            # this rename commits the change: after it, a crash is completed and not undone
+            again(os.rename, new_journal, local / JOURNAL)
             sync_path(local)
     except BaseException:
         with translate_os_errors(local):
-            remove(made)
+            remove(new_journal)
         raise
     return record
 
 
 def complete(local: Path) -> Delta:
-    """Do what the journal says, and remove it. Return what was changed.
+    """Apply the journal to the model, remove the journal, and return the applied delta.
 
-    Raises `Corrupt`, and leaves the journal, if the model then is not what the journal says it should be.
+    Raises `Corrupt` and keeps the journal if the model does not match the journal afterwards.
     """
     log = open_delta(local / JOURNAL)
     layout = layout_of(local)
     for name, tensor in log.record.tensors.items():
         if layout.tensors[name].spec != tensor.spec:
             raise Mismatch(f"expected {tensor.spec}, found {layout.tensors[name].spec}", path=local, tensor=name)
-    with OpenFiles(local, writable=True) as written, OpenFiles(local) as there:
+    with OpenFiles(local, writable=True) as written, OpenFiles(local) as read_files:
         for name in log.record.tensors:
             chunk = layout.tensors[name].chunks[0]
-            for start, data in pieces_of(log, name, chunk, there):
+            for start, data in changed_ranges(log, name, chunk, read_files):
                 written[chunk.path].write_at(data, chunk.offset + start)
     touched = sorted({layout.tensors[name].chunks[0].path for name in log.record.tensors})
     for file in touched:
@@ -140,6 +141,7 @@ def complete(local: Path) -> Delta:
     check_result(local, layout, log.record)
     renew_manifest(local, layout, log.record, touched)
     with translate_os_errors(local):
+        # last: a crash before this rename repeats the whole change, which is idempotent
         again(os.rename, local / JOURNAL, local / _OLD)
         sync_path(local)
     clear(local)
@@ -147,7 +149,7 @@ def complete(local: Path) -> Delta:
 
 
 def layout_of(local: Path) -> Layout:
-    """Return where the tensors of the model lie, though it has a journal."""
+    """Return the layout of the model, and ignore its journal."""
 
     def report(problem: CkptError) -> None:
         if not (isinstance(problem, Incomplete) and problem.path == local / JOURNAL):
@@ -156,8 +158,8 @@ def layout_of(local: Path) -> Layout:
     return find_format(local).read(local, report)
 
 
-def pieces_of(log: Delta, name: str, chunk: Chunk, files: OpenFiles) -> Iterator[tuple[int, memoryview]]:
-    """Yield the bytes of a tensor that are not yet as they are to be, each with where it begins."""
+def changed_ranges(log: Delta, name: str, chunk: Chunk, files: OpenFiles) -> Iterator[tuple[int, memoryview]]:
+    """Yield the byte ranges of a tensor that still differ from the journal, each with its start offset."""
     if log.holds_whole(name):
         for first, data in blocks_of(log.layout, name + WHOLE):
             yield first * chunk.dtype.itemsize, memoryview(data)
@@ -174,17 +176,17 @@ def pieces_of(log: Delta, name: str, chunk: Chunk, files: OpenFiles) -> Iterator
 
 
 def check_result(local: Path, layout: Layout, record: DeltaRecord) -> None:
-    """Raise `Corrupt` unless each tensor that changed has the CRC-32 that it should have."""
-    found = fingerprints(edits.select(layout, record.tensors.__contains__))
+    """Raise `Corrupt` unless each changed tensor has the expected CRC-32."""
+    sums = fingerprints(edits.select(layout, record.tensors.__contains__))
     for name, tensor in record.tensors.items():
-        if found[name] != tensor.crc32_new:
-            message = f"expected CRC-32 {tensor.crc32_new:08x} after the change, found {found[name]:08x}"
+        if sums[name] != tensor.crc32_new:
+            message = f"expected CRC-32 {tensor.crc32_new:08x} after the change, found {sums[name]:08x}"
             hint = "something else wrote this model: copy it from its source again"
             raise Corrupt(message, path=local, tensor=name, hint=hint)
 
 
 def renew_manifest(local: Path, layout: Layout, record: DeltaRecord, files: list[str]) -> None:
-    """Put the new checksums into the manifest, if the model has one."""
+    """Update the checksums in the manifest, if the model has one."""
     manifest = read_manifest(local)
     if manifest is None:
         return
@@ -198,5 +200,7 @@ def renew_manifest(local: Path, layout: Layout, record: DeltaRecord, files: list
     renewed = {}
     for file in files:
         size = file_size(local / file)
-        renewed[file] = FileSum(size, sum_file(local, file, size, [one for one in extents if one.path == file]))
+        renewed[file] = FileSum(
+            size, sum_file(local, file, size, [extent for extent in extents if extent.path == file])
+        )
     replace_manifest(local, replace(manifest, files={**manifest.files, **renewed}, tensors=sums))

@@ -1,4 +1,4 @@
-"""Describe a delta without reading its data."""
+"""Summarize a delta without reading its data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.words import count, format_bytes, per_cent
 
 @dataclass(frozen=True, slots=True)
 class InspectedDelta(Summarized):
-    """A delta at a glance: what it says of itself, and the bytes that it holds of tensors."""
+    """A summary of a delta: its `delta.json`, and the bytes of tensor data that it contains."""
 
     path: Path
     format: str

@@ -1,4 +1,4 @@
-"""A delta as `ckptkit inspect`, `verify` and `cp` see it: a kind of `ckptkit.checkpoints.other_kinds`."""
+"""Delta support for `ckptkit inspect`, `verify` and `cp`: one of the kinds in `ckptkit.checkpoints.other_kinds`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptkit.words import per_cent
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a directory contains a complete delta, as far as its `delta.json` shows."""
+    """Return whether a directory contains a complete delta; only checks for `delta.json`."""
     return is_delta(path)
 
 
@@ -29,27 +29,27 @@ def check(path: Path, *, base: Path | None, jobs: int | None) -> Verified:
 
 
 def list_files(path: Path) -> Contents:
-    """Return what of a delta is copied. `delta.json`, without which nobody takes it for one, comes last."""
+    """Return the files of a delta to copy. `delta.json` comes last, because it marks the delta as complete."""
     delta = open_delta(path)
     manifest = read_manifest(path)
     names = [*sorted(delta.layout.files), *([MANIFEST] if manifest else []), RECORD]
     sizes = {name: file_size(path / name) for name in names}
-    sums = {} if manifest is None else {name: one for name, one in manifest.files.items() if name in sizes}
+    sums = {} if manifest is None else {name: file_sum for name, file_sum in manifest.files.items() if name in sizes}
     return Contents(path, FORMAT, (), sizes, (RECORD,), sums=sums)
 
 
 def show(path: Path, *, tensors: bool, json: bool) -> None:
-    """Print what a delta is, for `ckptkit inspect`."""
-    found = inspect_delta(path)
+    """Print a summary of a delta, for `ckptkit inspect`."""
+    inspected = inspect_delta(path)
     if json:
-        print_json(delta_json(found))
+        print_json(delta_json(inspected))
         return
-    for line in found.summary():
+    for line in inspected.summary():
         say(line)
     if tensors:
         rows = [
             (f"{tensor.changed:,}", per_cent(tensor.changed / tensor.spec.numel), str(tensor.spec), name)
-            for name, tensor in found.record.tensors.items()
+            for name, tensor in inspected.record.tensors.items()
         ]
         print_table(rows, ("changed", "", "dtype and shape", "tensor"))
 

@@ -1,4 +1,4 @@
-"""Count new values that are NaN, which some engines refuse."""
+"""Count new values that are NaN, which some inference engines refuse."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ckptkit.layout.small_floats import SMALL_FLOATS
 from ckptkit.plugins.deltas.changes import Array
 from ckptkit.words import count
 
-_INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}  # bits; those of NaN without its sign are more
+_INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}  # bit patterns; without the sign bit, NaN is greater than infinity
 
 
 def count_nan(values: Array, dtype: str) -> int:
-    """Return how many values, given as stored, are NaN."""
+    """Return how many of the values, given as stored bits, are NaN."""
     if dtype in ("float32", "float64"):
         return int(np.isnan(values.view(dtype)).sum())
     if dtype in _INFINITY:
@@ -22,6 +22,6 @@ def count_nan(values: Array, dtype: str) -> int:
     return 0
 
 
-def say_nan(number: int) -> tuple[str, ...]:
-    """Return what you have to know before an engine reads the delta."""
+def nan_warnings(number: int) -> tuple[str, ...]:
+    """Return a warning if the delta contains NaN."""
     return (f"{count(number, 'new value', 'is')} NaN: vLLM refuses such a patch",) if number else ()

@@ -1,4 +1,4 @@
-"""Make the tensors that a chain of deltas leads to, block by block, beside those before."""
+"""Compute the tensors that a chain of deltas produces, block by block, together with the old values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.plugins.deltas.open_delta import WHOLE
 
 
 class NewBlock(NamedTuple):
-    """A run of the elements of a tensor, from element `first`, as it was and as it is to be."""
+    """A block of a tensor from element `first`, with its old and its new bytes."""
 
     first: int
     old: memoryview
@@ -24,18 +24,18 @@ class NewBlock(NamedTuple):
 
 
 class Successor(Protocol):
-    """A model that another becomes."""
+    """The model that a base model becomes."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
         """Return dtype and shape of the tensors that may change."""
 
     def blocks(self, name: str) -> Iterator[NewBlock]:
-        """Yield all blocks of a tensor that may change, in order. Raises `Corrupt` or `Mismatch` for another base."""
+        """Yield all blocks of a tensor in order. Raises `Corrupt` or `Mismatch` for another base."""
 
 
 def blocks_of(layout: Layout, name: str) -> Iterator[tuple[int, bytearray]]:
-    """Yield the elements of a tensor, row-major in blocks, each with the number of its first element."""
+    """Yield the blocks of a tensor in row-major order, each with the index of its first element."""
     spec = layout.tensors[name].spec
     first = 0
     for box in cut(whole(spec.shape), BLOCK_BYTES // spec.dtype.itemsize):
@@ -44,7 +44,7 @@ def blocks_of(layout: Layout, name: str) -> Iterator[tuple[int, bytearray]]:
 
 
 class ChainSuccessor:
-    """What a chain of deltas makes of a base."""
+    """The model that a chain of deltas produces from a base."""
 
     def __init__(self, base: Layout, chain: DeltaChain) -> None:
         self._base, self._chain = base, chain
@@ -54,17 +54,20 @@ class ChainSuccessor:
         return self._chain.specs
 
     def blocks(self, name: str) -> Iterator[NewBlock]:
-        """Yield the blocks of a tensor. Raises `Corrupt` at its end if its CRC-32 is not that of the last delta."""
-        expected, found = self._chain.sums[name], 0
+        """Yield the blocks of a tensor.
+
+        Raises `Corrupt` after the last block if the CRC-32 differs from the CRC-32 in the last delta.
+        """
+        expected, crc = self._chain.sums[name], 0
         last, changes = self._chain.last_whole(name), self._chain.load(name)
         delta = None if last is None else self._chain.deltas[last].layout
-        wholes = None if delta is None else blocks_of(delta, name + WHOLE)
+        full_blocks = None if delta is None else blocks_of(delta, name + WHOLE)
         for first, old in blocks_of(self._base, name):
-            new = bytearray(old) if wholes is None else next(wholes)[1]
+            new = bytearray(old) if full_blocks is None else next(full_blocks)[1]
             if changes is not None:
                 put_into(memoryview(new), first, changes, self.specs[name].dtype.itemsize)
-            found = crc32(new, found)
+            crc = crc32(new, crc)
             yield NewBlock(first, memoryview(old), memoryview(new))
-        if found != expected:
-            message = f"expected CRC-32 {expected:08x} after the change, found {found:08x}"
+        if crc != expected:
+            message = f"expected CRC-32 {expected:08x} after the change, found {crc:08x}"
             raise Corrupt(message, path=self._chain.file_of(name), tensor=name, hint=WRITE_AGAIN)

@@ -1,4 +1,4 @@
-"""Open a delta of ckptkit's own format: its record, and the locations of its tensors."""
+"""Open a delta in ckptkit's own format: its record, and the byte ranges of its tensors."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ckptkit.plugins.deltas.record import DeltaRecord, DeltaTensor, read_record
 
 VALUES, INDICES, WHOLE = ".values", ".indices", ".whole"
 _INT32, _INT64 = DTYPES["int32"], DTYPES["int64"]
-_SMALL = 1 << 31  # positions below fit an int32
+_SMALL = 1 << 31  # positions below this fit into int32
 
 
 def index_dtype(spec: Spec) -> str:
-    """Return the dtype of positions in a tensor: int32 where they fit."""
+    """Return the dtype of the positions in a tensor: int32 if they fit, else int64."""
     return (_INT32 if spec.numel < _SMALL else _INT64).name
 
 
 def is_whole(spec: Spec, changed: int) -> bool:
-    """Return whether a tensor takes less room whole than as so many positions and values."""
+    """Return whether the full tensor takes less space than `changed` positions and values."""
     return changed * (DTYPES[index_dtype(spec)].itemsize + spec.dtype.itemsize) > spec.nbytes
 
 
 def payload_specs(name: str, spec: Spec, changed: int) -> dict[str, Spec]:
-    """Return what a delta holds of a tensor of which so many elements changed, by its name there."""
+    """Return the tensors, by key, that a delta stores for a tensor with `changed` changed elements."""
     if is_whole(spec, changed):
         return {name + WHOLE: spec}
     shape = (changed,)
@@ -41,25 +41,25 @@ _INDEX_DTYPES = (DTYPES["int32"], DTYPES["int64"])
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A delta in directory `path`: what it says of itself, and where its tensors lie, by their names in its files."""
+    """A delta in directory `path`: its record, and the layout of its tensors by their keys in the files."""
 
     path: Path
     record: DeltaRecord
     layout: Layout
 
     def holds_whole(self, name: str) -> bool:
-        """Return whether it has the whole of a tensor that changed, not positions and values."""
+        """Return whether the delta contains the full tensor instead of positions and values."""
         return name + WHOLE in self.layout.tensors
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all that it holds."""
+        """Return the bytes of all tensor data in the delta."""
         return self.layout.nbytes
 
     def nbytes_of(self, name: str) -> int:
-        """Return the bytes that it holds of a tensor that changed."""
-        held = (self.layout.tensors.get(name + suffix) for suffix in (WHOLE, INDICES, VALUES))
-        return sum(tensor.spec.nbytes for tensor in held if tensor is not None)
+        """Return the bytes that the delta stores for a changed tensor."""
+        stored = (self.layout.tensors.get(name + suffix) for suffix in (WHOLE, INDICES, VALUES))
+        return sum(tensor.spec.nbytes for tensor in stored if tensor is not None)
 
     def file_of(self, name: str) -> Path:
         return self.path / self.record.tensors[name].file
@@ -68,7 +68,7 @@ class Delta:
 def open_delta(path: Path) -> Delta:
     """Open the delta in directory `path`.
 
-    Raises `Incomplete` if `delta.json` or a file is missing, `Corrupt` if the files and `delta.json` do not fit.
+    Raises `Incomplete` if `delta.json` or a file is missing, `Corrupt` if the files do not match `delta.json`.
     """
     record = read_record(path)
     manifest = read_manifest(path)
@@ -79,28 +79,28 @@ def open_delta(path: Path) -> Delta:
             if key in tensors:
                 raise Corrupt(f"it is in `{tensors[key].chunks[0].path}` too", path=path / file, tensor=key)
             tensors[key] = StoredTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(crc32=sums.get(key)),))
-    check_held(path, record, tensors)
+    check_payload(path, record, tensors)
     return Delta(path, record, Layout(path, "hf", tensors))
 
 
-def check_held(path: Path, record: DeltaRecord, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise `Corrupt` unless files have, for each tensor that changed, positions and values of it, or all of it."""
+def check_payload(path: Path, record: DeltaRecord, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise `Corrupt` unless the files contain positions and values, or the full tensor, for each changed tensor."""
     known: set[str] = set()
     for name, tensor in record.tensors.items():
-        held = {suffix: tensors[name + suffix] for suffix in (WHOLE, INDICES, VALUES) if name + suffix in tensors}
-        known |= {name + suffix for suffix in held}
-        if held.keys() not in ({WHOLE}, {INDICES, VALUES}):
-            found = ", ".join(sorted(held)) or "nothing"
-            message = f"expected {INDICES} and {VALUES}, or {WHOLE}, found {found}"
+        stored = {suffix: tensors[name + suffix] for suffix in (WHOLE, INDICES, VALUES) if name + suffix in tensors}
+        known |= {name + suffix for suffix in stored}
+        if stored.keys() not in ({WHOLE}, {INDICES, VALUES}):
+            suffixes = ", ".join(sorted(stored)) or "nothing"
+            message = f"expected {INDICES} and {VALUES}, or {WHOLE}, found {suffixes}"
             raise Corrupt(message, path=path / tensor.file, tensor=name)
-        for suffix, one in held.items():
-            check_spec(path, name, suffix, tensor, one)
+        for suffix, payload in stored.items():
+            check_spec(path, name, suffix, tensor, payload)
     if stray := min(tensors.keys() - known, default=None):
         raise Corrupt("`delta.json` does not name this tensor", path=path, tensor=stray)
 
 
 def check_spec(path: Path, name: str, suffix: str, tensor: DeltaTensor, found: StoredTensor) -> None:
-    """Raise `Corrupt` unless what is held of a tensor has the dtype and shape that `delta.json` calls for."""
+    """Raise `Corrupt` unless a stored tensor has the dtype, shape and file that `delta.json` records."""
     shape = tensor.spec.shape if suffix == WHOLE else (tensor.changed,)
     dtypes = _INDEX_DTYPES if suffix == INDICES else (tensor.spec.dtype,)
     if found.spec.shape != shape or found.spec.dtype not in dtypes:

@@ -1,4 +1,4 @@
-"""Read and write `delta.json`, by which a delta is recognized: its base, its result, and the tensors that changed."""
+"""Read and write `delta.json`, which marks a directory as a delta: its base, its result, and the changed tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAYLOAD = re.compile(r"delta-[0-9]+-of-[0-9]+\.safetensors")
 
 
 def is_delta(path: Path) -> bool:
-    """Return whether a directory contains a complete delta, as far as its `delta.json` shows."""
+    """Return whether a directory contains a complete delta; only checks for `delta.json`."""
     return path.is_dir() and is_there(path / RECORD)
 
 
@@ -36,7 +36,7 @@ _LIMIT = 1 << 28  # bytes
 
 @dataclass(frozen=True, slots=True)
 class DeltaTensor:
-    """A tensor that changed: how many of its elements did, the file that has them, its CRC-32 before and after."""
+    """A changed tensor: how many elements changed, its file, and its CRC-32 before and after."""
 
     spec: Spec
     changed: int
@@ -47,9 +47,9 @@ class DeltaTensor:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRecord:
-    """What a delta says of itself: the identities of its base and of the result, and the tensors that changed.
+    """The contents of `delta.json`: the identities of base and result, and the changed tensors.
 
-    `unchanged` is how many tensors did not; `elements` and `nbytes` are those of all tensors of the result.
+    `unchanged` is the number of unchanged tensors; `elements` and `nbytes` count all tensors of the result.
     """
 
     base: str
@@ -70,7 +70,7 @@ class DeltaRecord:
         return self.changed / self.elements if self.elements else 0.0
 
     def to_bytes(self, payload: int) -> bytes:
-        """Return the file, beside files with a `payload` of so many bytes."""
+        """Return the content of `delta.json`, for files with `payload` bytes of tensor data."""
         value = {
             "format": FORMAT,
             "version": VERSION,
@@ -99,9 +99,10 @@ def tensor_json(tensor: DeltaTensor) -> dict[str, Any]:
 
 
 def read_record(root: Path) -> DeltaRecord:
-    """Return what the delta in directory `root` says of itself. Raises `Incomplete` if it does not say anything.
+    """Return the record of the delta in directory `root`.
 
-    Raises `NotACheckpoint` if there is no such directory.
+    Raises `Incomplete` if `delta.json` is missing, `NotACheckpoint` if the directory does not exist, `Corrupt` or
+    `Unsupported` for an unreadable record.
     """
     path = root / RECORD
     if not is_there(path):
@@ -116,7 +117,7 @@ def read_record(root: Path) -> DeltaRecord:
         hint = "use a newer ckptkit"
         raise Unsupported(f"expected version {VERSION}, found {value.get('version')!r}", path=path, hint=hint)
     try:
-        tensors = {name: read_tensor(name, found) for name, found in value["tensors"].items()}
+        tensors = {name: read_tensor(name, described) for name, described in value["tensors"].items()}
         numbers = (int(value[key]) for key in ("unchanged", "elements", "nbytes"))
         record = DeltaRecord(read_identity(value["base"]), read_identity(value["new"]), tensors, *numbers)
     except CkptError as error:
@@ -129,14 +130,14 @@ def read_record(root: Path) -> DeltaRecord:
 
 
 def read_identity(value: object) -> str:
-    """Return the identity of a model. Raises ValueError for anything else."""
+    """Return the identity of a model. Raises ValueError unless it is a SHA-256."""
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
         raise ValueError(f"no SHA-256: {value!r}")
     return value
 
 
 def read_tensor(name: str, value: Mapping[str, Any]) -> DeltaTensor:
-    """Return a tensor as `tensor_json` described it. Raises KeyError, TypeError or ValueError for anything else."""
+    """Return the tensor that `tensor_json` described. Raises KeyError, TypeError or ValueError for other data."""
     dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
     if not all(type(extent) is int and extent >= 0 for extent in shape):
         raise Corrupt(f"expected a shape, found {list(shape)}", tensor=name)

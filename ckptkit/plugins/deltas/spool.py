@@ -1,4 +1,4 @@
-"""Keep changed elements in a file, in any order, until all are counted."""
+"""Collect changed elements in a temporary file, in any order, until all are counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.plugins.deltas.open_delta import index_dtype, is_whole
 
 
 class SpooledBlock(NamedTuple):
-    """What changed in a block: the first element of the block, and where positions and values lie in the spool."""
+    """The changes of one block: the first element of the block, their number, and their byte offset in the spool."""
 
     first: int
     number: int
@@ -24,9 +24,9 @@ class SpooledBlock(NamedTuple):
 
 
 class Spool:
-    """Changed elements of tensors of these specs, in a file at `path`; without one they are counted and not kept.
+    """Changed elements of the tensors in `specs`, in a file at `path`; without a path, they are only counted.
 
-    Nor are those of a tensor that takes less room whole.
+    Changes of a tensor are dropped once storing the full tensor takes less space.
     """
 
     def __init__(self, path: Path | None, specs: Mapping[str, Spec]) -> None:
@@ -48,13 +48,14 @@ class Spool:
         self._file.close()
 
     def add(self, name: str, first: int, changes: Changes) -> None:
-        """Keep what changed in the block of a tensor that begins at element `first`, from which positions count."""
+        """Add the changes of the block that begins at element `first`; positions count from the start of the block."""
         if not changes.number:
             return
         spec = self._specs[name]
         self.changed[name] += changes.number
         self.nan += count_nan(changes.values, spec.dtype.name)
         if self._path is None or is_whole(spec, self.changed[name]):
+            # the full tensor will be stored instead, so its blocks are not needed
             self._blocks.pop(name, None)
             return
         positions = (changes.positions + first).astype(index_dtype(spec))
@@ -66,7 +67,7 @@ class Spool:
         self._end += positions.nbytes + changes.values.nbytes
 
     def read(self, name: str) -> Iterator[tuple[bytes, bytes]]:
-        """Yield positions and values of what changed in a tensor, in the order of its elements."""
+        """Yield positions and values of a tensor's changes, in element order."""
         spec = self._specs[name]
         width = 4 if index_dtype(spec) == "int32" else 8
         for block in sorted(self._blocks[name]):

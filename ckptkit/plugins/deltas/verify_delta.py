@@ -1,6 +1,6 @@
-"""Check a delta, and check whether a checkpoint is its base.
+"""Check a delta, and whether a checkpoint is its base.
 
-Reads all of the delta: checksums, positions, and values that engines refuse.
+Reads the full delta: checksums, positions, and values that inference engines refuse.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptkit.layout import edits
 from ckptkit.plugins.deltas.chain import DeltaChain
 from ckptkit.plugins.deltas.changes import load_changes, read_all, view
 from ckptkit.plugins.deltas.identity import sums_of
-from ckptkit.plugins.deltas.nan import count_nan, say_nan
+from ckptkit.plugins.deltas.nan import count_nan, nan_warnings
 from ckptkit.plugins.deltas.new_blocks import ChainSuccessor, Successor
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import FORMAT, RECORD
@@ -32,7 +32,7 @@ from ckptkit.plugins.deltas.record import FORMAT, RECORD
 
 @dataclass(frozen=True, slots=True)
 class CheckedDelta:
-    """What was found in a delta: bytes that had a checksum, bytes that had none, and new values that are NaN."""
+    """The result of reading a delta: bytes with and without a recorded checksum, and the count of new NaN values."""
 
     checked_bytes: int = 0
     unchecked_bytes: int = 0
@@ -40,10 +40,10 @@ class CheckedDelta:
 
 
 def check_delta(delta: Delta, report: Report = refuse, told: Told | None = None) -> CheckedDelta:
-    """Read all that a delta holds, and report each tensor that is damaged.
+    """Read all data of a delta, and report each damaged tensor.
 
-    Positions must be strictly increasing and inside the tensor; a tensor that is held whole must have the CRC-32 that
-    `delta.json` calls for.
+    Positions must be strictly increasing and inside the tensor; a full tensor must have the CRC-32 that `delta.json`
+    records.
     """
     nan = 0
     for name in delta.record.tensors:
@@ -59,14 +59,14 @@ def check_delta(delta: Delta, report: Report = refuse, told: Told | None = None)
 
 
 def check_tensor(delta: Delta, name: str) -> int:
-    """Check what a delta holds of one tensor, and return how many new values are NaN."""
+    """Check the data of one tensor, and return how many new values are NaN."""
     tensor = delta.record.tensors[name]
     if not delta.holds_whole(name):
         return count_nan(load_changes(delta, name).values, tensor.spec.dtype.name)
     key = name + WHOLE
-    found = sums_of(edits.select(delta.layout, key.__eq__))[key]
-    if found != tensor.crc32_new:
-        message = f"expected CRC-32 {tensor.crc32_new:08x} of the whole tensor, found {found:08x}"
+    crc = sums_of(edits.select(delta.layout, key.__eq__))[key]
+    if crc != tensor.crc32_new:
+        message = f"expected CRC-32 {tensor.crc32_new:08x} of the whole tensor, found {crc:08x}"
         raise Corrupt(message)
     return count_nan(view(read_all(delta, key), tensor.spec.dtype.itemsize), tensor.spec.dtype.name)
 
@@ -85,21 +85,21 @@ def verify_delta(
         raise absent(root)
     opened = None if base is None else as_consolidated(base, {"dtype": dtype} if dtype else {}, root)
     problems = Problems()
-    found = Verified(root, FORMAT)
+    verified = Verified(root, FORMAT)
     try:
         delta = open_delta(root)
-        found = look_into(delta, problems)
+        verified = read_and_check(delta, problems)
         if opened is not None:
             chain = DeltaChain.of([delta])
             chain.check_base(opened.layout, sums_of(opened.layout, jobs=jobs))
             check_blocks(ChainSuccessor(opened.layout, chain), problems)
     except CkptError as error:
         problems.add(error.blame(path=root))
-    return replace(found, problems=problems.list())
+    return replace(verified, problems=problems.list())
 
 
-def look_into(delta: Delta, problems: Problems) -> Verified:
-    """Read all of a delta, and note each tensor and file that is damaged."""
+def read_and_check(delta: Delta, problems: Problems) -> Verified:
+    """Read all data of a delta, and collect each damaged tensor and file in `problems`."""
     checked = check_delta(delta, problems.add)
     manifest = read_manifest(delta.path)
     files = {RECORD, *delta.layout.files}
@@ -108,7 +108,7 @@ def look_into(delta: Delta, problems: Problems) -> Verified:
     return Verified(
         delta.path,
         FORMAT,
-        notes=say_nan(checked.nan),
+        notes=nan_warnings(checked.nan),
         files=len(files),
         tensors=len(delta.record.tensors),
         nbytes=sum(file_size(delta.path / name) for name in files),
@@ -120,7 +120,7 @@ def look_into(delta: Delta, problems: Problems) -> Verified:
 
 
 def check_blocks(successor: Successor, problems: Problems) -> None:
-    """Make every tensor that changes, and note each one that is not what the delta says."""
+    """Compute every changed tensor, and collect each one whose CRC-32 differs from the delta."""
     for name in successor.specs:
         try:
             for _ in successor.blocks(name):
@@ -130,10 +130,10 @@ def check_blocks(successor: Successor, problems: Problems) -> None:
 
 
 def compare_with_manifest(root: Path, manifest: Manifest, files: Iterable[str], problems: Problems) -> None:
-    """Note the files that differ from the manifest, where nothing in them is known to."""
+    """Add the files that differ from the manifest to `problems`, unless the file already has a problem."""
     known = {name: manifest.files[name] for name in sorted(files) if name in manifest.files}
-    found = sum_files(root, known, ())
+    sums = sum_files(root, known, ())
     for name, wanted in known.items():
-        if found[name] != wanted and not problems.are_in(root / name):
-            message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {found[name].crc32:08x}"
+        if sums[name] != wanted and not problems.are_in(root / name):
+            message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {sums[name].crc32:08x}"
             problems.add(Corrupt(message, path=root / name, hint=RESTORE))

@@ -1,4 +1,4 @@
-"""Make the weight transfer of ckptkit known to vLLM, which calls `register` in each of its processes.
+"""Register ckptkit's weight transfer with vLLM, which calls `register` in each of its processes.
 
 vllm serve org/model --load-format ckptkit --weight-transfer-config '{"backend": "ckptkit"}'
 """

@@ -1,6 +1,6 @@
-"""A weight transfer backend for vLLM that patches the weights of a running engine by deltas.
+"""A weight transfer backend for vLLM that patches the weights of a running engine with deltas.
 
-vLLM's interface is that of 0.32, `vllm/distributed/weight_transfer/base.py` and
+Written for vLLM 0.32: `vllm/distributed/weight_transfer/base.py` and
 `vllm/model_executor/model_loader/checkpoint_weight_patch.py`.
 """
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from ckptkit.plugins.deltas.chain import DeltaChain
 
 _RELOAD = "start vLLM with `--load-format ckptkit`; after a failed update call `reload_weights`"
-_logger = init_logger("vllm.plugins.ckptkit")  # a name whose lines vLLM shows
+_logger = init_logger("vllm.plugins.ckptkit")  # vLLM only shows loggers below `vllm`
 
 
 def register_engine(backend: str) -> None:
-    """Make the engine known by its name, unless it is."""
+    """Register the engine under the name `backend`, unless the name is registered already."""
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, DeltaEngine)
 
 
 @dataclass
 class DeltaInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing: the loader knows which weights the engine has."""
+    """Empty: the loader already knows the engine's weights."""
 
 
 @dataclass
 class DeltaUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The directory or URL of a delta, or of several in the order in which they are applied."""
+    """The directory or URL of a delta, or of several deltas in the order in which they are applied."""
 
     path: str | list[str]
 
@@ -59,7 +59,7 @@ class DeltaUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Patch the weights that `--load-format ckptkit` loaded. Every check comes before the first element changes."""
+    """Patch the weights that `--load-format ckptkit` loaded. All checks run before the first element changes."""
 
     init_info_cls = DeltaInitInfo
     update_info_cls = DeltaUpdateInfo
@@ -77,10 +77,13 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: weights change in place."""
 
     def shutdown(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there are no resources to release."""
 
     def receive_weights(self, update_info: DeltaUpdateInfo) -> None:
-        """Apply deltas. Raises a `CkptError`; unless it says that weights are damaged, they are as they were."""
+        """Apply deltas.
+
+        Raises a `CkptError`; the weights are then unchanged, unless the error says that they are damaged.
+        """
         with log_errors():
             weights = self.check_engine()
             chain, result = check_chain(update_info.paths, weights)
@@ -93,14 +96,17 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
             _logger.info("ckptkit applied %s: the weights are now %s", ", ".join(update_info.paths), new)
 
     def check_engine(self) -> LoadedWeights:
-        """Return what is known of the engine's weights. Raises `Unsupported` if they cannot be patched in place."""
+        """Return the recorded state of the engine's weights.
+
+        Raises `Unsupported` if they cannot be patched in place.
+        """
         weights = weights_of(self.model)
         if weights is None:
             raise Unsupported("the state of the engine's weights is unknown to ckptkit", hint=_RELOAD)
         if self.model_config.quantization is not None:
             message = f"vLLM cannot patch weights that it quantized ({self.model_config.quantization})"
             raise Unsupported(message, hint="write the whole model by `ckptkit apply`, then call `reload_weights`")
-        packed = next((name for name, one in self.model.named_parameters() if not one.numel()), None)
+        packed = next((name for name, parameter in self.model.named_parameters() if not parameter.numel()), None)
         if packed is not None:
             message = "vLLM has packed this weight for its kernels: it cannot be patched in place"
             hint = "write the whole model by `ckptkit apply`, then call `reload_weights`"
@@ -108,7 +114,7 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
         return weights
 
     def load_noop_patch(self, patch: CheckpointWeightPatch) -> None:
-        """Load a patch that changes nothing. Raises `Unsupported` where vLLM's loader does not take the tensor."""
+        """Load a patch without changes. Raises `Unsupported` if vLLM cannot load a patch of this tensor."""
         nothing = patch._replace(values=patch.values[:0], indices=patch.indices[:0])
         try:
             loaded = load_checkpoint_weight_patches(self.model, [nothing])
@@ -119,13 +125,13 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
             raise Unsupported("vLLM's model does not load this tensor", tensor=patch.name)
 
     def apply(self, patches: Sequence[CheckpointWeightPatch]) -> None:
-        """Patch the weights. Raises `Corrupt` where that fails: the weights are then of an unknown state."""
+        """Patch the weights. Raises `Corrupt` if that fails; the state of the weights is then unknown."""
         try:
             load_checkpoint_weight_patches(self.model, patches)
         except BaseException as error:
             forget(self.model)
             raise Corrupt(f"the engine's weights are damaged: {error!r}", hint="call `reload_weights`") from error
-        if wrong := [name for name, one in self.model.named_parameters() if torch.isnan(one).any()]:
+        if wrong := [name for name, parameter in self.model.named_parameters() if torch.isnan(parameter).any()]:
             forget(self.model)
             raise Corrupt("the engine's weight has NaN after the patch", tensor=wrong[0], hint="call `reload_weights`")
 
@@ -139,7 +145,7 @@ def patch_of(chain: DeltaChain, name: str) -> CheckpointWeightPatch:
 
 @contextmanager
 def log_errors() -> Iterator[None]:
-    """Log an error of ckptkit's in one line: the traceback is vLLM's."""
+    """Log an error of ckptkit in one line; vLLM logs the traceback."""
     try:
         yield
     except CkptError as error:

@@ -1,4 +1,4 @@
-"""Read and check deltas whole, for an engine that patches its weights in place and cannot undo it."""
+"""Read and check full deltas, for an engine that patches its weights in place and cannot undo it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ckptkit.plugins.deltas.changes import Changes, merge_changes, read_all, vie
 from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, Delta, index_dtype, open_delta
 from ckptkit.plugins.deltas.verify_delta import check_tensor
 
-FLOATS = ("float64", "float32", "float16", "bfloat16")  # NaN marks what does not change in a patch of vLLM
+# in a vLLM patch NaN marks unchanged elements, so only floats can be patched
+FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def check_chain(places: Sequence[str | Path], weights: LoadedWeights) -> tuple[DeltaChain, LoadedWeights]:
-    """Return deltas that follow each other, and the weights that they make of `weights`. Reads all of the deltas.
+    """Return the chain of deltas, and the weights that it produces from `weights`. Reads all delta data.
 
-    Raises `Mismatch` if `weights` are not their base, or a delta is missing between two, `Corrupt` for damaged bytes,
-    wrong positions, and a result other than the one that they name, and `Unsupported` for values that are NaN and
-    dtypes that cannot be patched.
+    Raises `Mismatch` if `weights` are not the base or a delta is missing in between; `Corrupt` for damaged bytes, wrong
+    positions, or a wrong result; `Unsupported` for NaN values and for dtypes that cannot be patched.
     """
-    chain = DeltaChain.of([open_delta(to_path(place)) for place in places])
+    chain = DeltaChain.of([open_delta(to_path(path)) for path in places])
     chain.check_base(weights.layout, weights.sums)
     for delta in chain.deltas:
         for name in delta.record.tensors:
@@ -34,13 +34,13 @@ def check_chain(places: Sequence[str | Path], weights: LoadedWeights) -> tuple[D
 
 
 def check_patchable(delta: Delta, name: str) -> None:
-    """Raise a `CkptError` unless a tensor of a delta has the right checksums, and values that can be patched."""
+    """Raise a `CkptError` unless the tensor's checksums are recorded and correct, and its values can be patched."""
     dtype = delta.record.tensors[name].spec.dtype.name
-    held = (delta.layout.tensors.get(name + suffix) for suffix in (INDICES, VALUES, WHOLE))
+    payload = (delta.layout.tensors.get(name + suffix) for suffix in (INDICES, VALUES, WHOLE))
     try:
         if dtype not in FLOATS:
             raise Unsupported(f"expected one of {', '.join(FLOATS)} to patch in place, found {dtype}")
-        if any(one is not None and one.chunks[0].crc32 is None for one in held):
+        if any(tensor is not None and tensor.chunks[0].crc32 is None for tensor in payload):
             hint = "write the delta again with `ckptkit delta`, or copy it together with that file"
             raise Unsupported("expected a CRC-32 in `ckptkit.json`, found none", hint=hint)
         if number := check_tensor(delta, name):
@@ -50,7 +50,7 @@ def check_patchable(delta: Delta, name: str) -> None:
 
 
 def changes_of(chain: DeltaChain, name: str) -> Changes:
-    """Return all that a chain changes in a tensor: every element of it where a delta holds it whole."""
+    """Return all changes of a chain to one tensor; a full tensor counts as a change of every element."""
     last, later = chain.last_whole(name), chain.load(name)
     if last is None:
         assert later is not None

@@ -1,4 +1,4 @@
-"""Write a delta in ckptkit's own format: safetensors with what changed, `delta.json` and a manifest."""
+"""Write a delta in ckptkit's own format: safetensors with the changes, `delta.json` and a manifest."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from ckptkit.plugins.deltas.spool import Spool
 
 Fill = Callable[[Layout, Mapping[str, str]], dict[FileOffset, int]]
 
-_FILE_BYTES = 5 * 10**9  # of tensors in a file, unless a single one is larger
+_FILE_BYTES = 5 * 10**9  # tensor data per file, unless a single tensor is larger
 
 
 @dataclass(frozen=True, slots=True)
 class FoundChanges:
-    """What a delta is made of: the tensors, their sums before and after, and the elements that changed.
+    """The input of a delta: the tensors, their checksums before and after, and the changed elements.
 
-    `fill` fills tensors of a layout, which the delta holds whole, and returns the CRC-32 of each; it gets their names.
+    `fill` writes the data of full tensors into a layout and returns the CRC-32 of each; its second argument maps each
+    key to the tensor name.
     """
 
     specs: Mapping[str, Spec]
@@ -40,17 +41,17 @@ class FoundChanges:
 
     @property
     def payload(self) -> dict[str, dict[str, Spec]]:
-        """Return what the delta will hold of each tensor that changed."""
+        """Return the tensors that the delta stores for each changed tensor."""
         specs, changed = self.specs, self.spool.changed
         return {name: payload_specs(name, specs[name], changed[name]) for name in specs if changed[name]}
 
     @property
     def payload_bytes(self) -> int:
         """Return the bytes of all tensors in the delta."""
-        return sum(spec.nbytes for held in self.payload.values() for spec in held.values())
+        return sum(spec.nbytes for tensor_specs in self.payload.values() for spec in tensor_specs.values())
 
     def record(self, files: Mapping[str, str]) -> DeltaRecord:
-        """Return what the delta says of itself, with its tensors in these files."""
+        """Return the record of the delta; `files` maps each changed tensor to its file."""
         specs = self.specs
         tensors = {
             name: DeltaTensor(
@@ -69,79 +70,79 @@ class FoundChanges:
 
 
 def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] | None = None) -> DeltaRecord:
-    """Write a delta into the directory `root`, which is there, and return what it says of itself."""
-    held = difference.payload
-    for specs in held.values():
+    """Write a delta into the existing directory `root`, and return its record."""
+    payload = difference.payload
+    for specs in payload.values():
         for key, spec in specs.items():
             check_writable(key, spec)
-    files = split_into_files(held)
+    files = split_into_files(payload)
     check_room(root, difference.payload_bytes)
-    create_files(root, [new_file(file, [held[name] for name in names]) for file, names in files.items()], anew=True)
-    made = read_files(root, files)
-    sums = write_changes(made, difference) | fill_whole(made, difference.fill)
+    create_files(root, [new_file(file, [payload[name] for name in names]) for file, names in files.items()], anew=True)
+    layout = read_files(root, files)
+    sums = write_changes(layout, difference) | fill_whole(layout, difference.fill)
     for file in files:
-        check_readable(root / file, {key: t.chunks[0] for key, t in made.tensors.items() if t.chunks[0].path == file})
+        check_readable(root / file, {key: t.chunks[0] for key, t in layout.tensors.items() if t.chunks[0].path == file})
     record = difference.record({name: file for file, names in files.items() for name in names})
     write_file(root / RECORD, record.to_bytes(difference.payload_bytes))
-    write_manifest(made, sums, [*files, RECORD], anew=True, source=source)
+    write_manifest(layout, sums, [*files, RECORD], anew=True, source=source)
     return record
 
 
-def split_into_files(held: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file; what is held of a tensor is in one file."""
-    shares: list[list[str]] = []
+def split_into_files(payload: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
+    """Return the names of the changed tensors by file; all data of one tensor is in the same file."""
+    files: list[list[str]] = []
     room = 0
-    for name, specs in held.items():
+    for name, specs in payload.items():
         nbytes = sum(spec.nbytes for spec in specs.values())
         if nbytes > room:
-            shares.append([])
+            files.append([])
             room = max(_FILE_BYTES, nbytes)
-        shares[-1].append(name)
+        files[-1].append(name)
         room -= nbytes
-    return {f"delta-{i:05d}-of-{len(shares):05d}.safetensors": names for i, names in enumerate(shares, 1)}
+    return {f"delta-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
 
 def new_file(name: str, held: Iterable[Mapping[str, Spec]]) -> NewFile:
-    specs = {key: spec for each in held for key, spec in each.items()}
+    specs = {key: spec for tensor_specs in held for key, spec in tensor_specs.items()}
     header = make_header(specs)
     return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
 
 
 def read_files(root: Path, files: Iterable[str]) -> Layout:
-    """Return where the tensors of a delta lie in its files, as their headers say."""
+    """Return the layout of the tensors in the files of a delta, from their headers."""
     chunks = {key: chunk for file in files for key, chunk in read_header(root / file).items()}
     tensors = {key: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for key, chunk in chunks.items()}
     return Layout(root, "hf", tensors)
 
 
-def write_changes(made: Layout, difference: FoundChanges) -> dict[FileOffset, int]:
-    """Write positions and values of the tensors that are not held whole, and return the CRC-32 of each."""
-    found: dict[FileOffset, int] = {}
+def write_changes(layout: Layout, difference: FoundChanges) -> dict[FileOffset, int]:
+    """Write positions and values, and return the CRC-32 of each; skips full tensors."""
+    sums_by_offset: dict[FileOffset, int] = {}
     specs, spool = difference.specs, difference.spool
-    with OpenFiles(made.root, writable=True) as files:
+    with OpenFiles(layout.root, writable=True) as files:
         for name in difference.payload:
             if is_whole(specs[name], spool.changed[name]):
                 continue
-            places = [made.tensors[name + suffix].chunks[0] for suffix in (INDICES, VALUES)]
-            at, sums = [0, 0], [0, 0]
+            chunks = [layout.tensors[name + suffix].chunks[0] for suffix in (INDICES, VALUES)]
+            written, sums = [0, 0], [0, 0]
             for piece in spool.read(name):
-                for i, (data, chunk) in enumerate(zip(piece, places, strict=True)):
-                    files[chunk.path].write_at(memoryview(data), chunk.offset + at[i])
-                    at[i], sums[i] = at[i] + len(data), crc32(data, sums[i])
-            found |= {(chunk.path, chunk.offset): crc for chunk, crc in zip(places, sums, strict=True)}
-    return found
+                for i, (data, chunk) in enumerate(zip(piece, chunks, strict=True)):
+                    files[chunk.path].write_at(memoryview(data), chunk.offset + written[i])
+                    written[i], sums[i] = written[i] + len(data), crc32(data, sums[i])
+            sums_by_offset |= {(chunk.path, chunk.offset): crc for chunk, crc in zip(chunks, sums, strict=True)}
+    return sums_by_offset
 
 
-def fill_whole(made: Layout, fill: Fill) -> dict[FileOffset, int]:
-    """Fill the tensors that are held whole, and return the CRC-32 of each."""
-    names = {key: key.removesuffix(WHOLE) for key in made.tensors if key.endswith(WHOLE)}
+def fill_whole(layout: Layout, fill: Fill) -> dict[FileOffset, int]:
+    """Fill the full tensors, and return the CRC-32 of each."""
+    names = {key: key.removesuffix(WHOLE) for key in layout.tensors if key.endswith(WHOLE)}
     if not names:
         return {}
-    return fill(replace(made, tensors={key: made.tensors[key] for key in names}), names)
+    return fill(replace(layout, tensors={key: layout.tensors[key] for key in names}), names)
 
 
-def copying_from(after: Layout, jobs: int | None) -> Fill:
-    """Return what fills tensors with those of a layout."""
+def fill_from(after: Layout, jobs: int | None) -> Fill:
+    """Return a function that fills tensors with the data of `after`."""
 
     def fill(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
         source = replace(after, tensors={key: after.tensors[name] for key, name in names.items()}, blobs={}, keys={})

@@ -1,1 +1,1 @@
-"""Estimate the memory and the disk that a training takes."""
+"""Estimate the GPU memory and the disk space that a training needs."""

@@ -1,4 +1,4 @@
-"""Read a model's parameters, and the widths of its activations, from its config. Has no weights."""
+"""Compute a model's parameters and activation widths from its config, without weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ckptkit.layout.box import Shape
 from ckptkit.models.expected import expected
 from ckptkit.models.known_types import letter_sizes
 
-_UNIT = re.compile(r".*?\.\d+\.")  # `model.layers.0.`, `transformer.h.0.`: a module of a list
+_UNIT = re.compile(r".*?\.\d+\.")  # `model.layers.0.`, `transformer.h.0.`: a module in a ModuleList
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model before it has weights.
+    """A model described by its config.
 
-    `parameters` are shapes by name, each once; `tied` are the further names that a state dict gives to some of them.
-    Widths are numbers per token: of the residual stream (`hidden`), the queries, the keys (as many as values), the
-    middle of the feed-forward half (`inner`), and of each norm in a block. `max_length` is of a sequence, 0 if unknown.
-    `is_llama` says whether its blocks compute what Llama's do.
+    `parameters` are shapes by name, each tensor once; `tied` are the other state-dict names of some of them. Widths are
+    elements per token: of the residual stream (`hidden`), the queries, the keys (equal to the values), the feed-forward
+    intermediate (`inner`), and each norm in a block. `max_length` is the longest sequence in tokens, 0 if unknown.
+    `is_llama` is true if the blocks compute the same as Llama blocks.
     """
 
     model_type: str
@@ -47,7 +47,7 @@ class Architecture:
 
     @cached_property
     def block(self) -> int:
-        """Return the parameters of the largest transformer block: a unit that FSDP gathers and frees."""
+        """Return the parameters of the largest transformer block, which is one FSDP unit."""
         return max(self._blocks.values(), default=0)
 
     @cached_property
@@ -57,27 +57,27 @@ class Architecture:
 
     @property
     def root(self) -> int:
-        """Return the parameters of the root unit, all outside the blocks: the embedding, the head and the last norm."""
+        """Return the parameters of the root FSDP unit: embedding, head and last norm, all outside the blocks."""
         return self.numel - self.blocks
 
     @cached_property
     def head(self) -> int:
-        """Return the parameters of the head, which is the largest matrix outside the blocks, or as large as it."""
+        """Return the parameters of the largest matrix outside the blocks: the head, or a matrix of the same size."""
         return max((prod(shape) for name, shape in self.parameters.items() if not _UNIT.match(name)), default=0)
 
     @cached_property
     def _blocks(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for name, shape in self.parameters.items():
-            if found := _UNIT.match(name):
-                sizes[found[0]] = sizes.get(found[0], 0) + prod(shape)
+            if match := _UNIT.match(name):
+                sizes[match[0]] = sizes.get(match[0], 0) + prod(shape)
         return sizes
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that a config.json describes, by a table of ckptkit's or by transformers.
+    """Return the architecture that a config.json describes, from ckptkit's tables or from transformers.
 
-    Raises `Unsupported` where neither knows the model, and where the config lacks a size.
+    Raises `Unsupported` if both do not know the model, or if the config lacks a size.
     """
     model = expected({key: value for key, value in config.items() if key != "quantization_config"})
     parameters = {name: shape or (1,) for name, shape in model.parameters.items()}
@@ -88,7 +88,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 def assemble(
     config: Mapping[str, Any], parameters: dict[str, Shape], tied: dict[str, Shape], *, is_llama: bool
 ) -> Architecture:
-    """Return the architecture of these parameters, with the widths that a config gives by Llama's names."""
+    """Return the architecture with these parameters; the widths come from Llama's names in `config`."""
     try:
         sizes, layers = letter_sizes(config), int(config["num_hidden_layers"])
         max_length = int(config.get("max_position_embeddings") or 0)
@@ -117,7 +117,7 @@ def assemble(
 
 
 def norm_widths(names: Iterable[str], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the numbers per token that go through each norm of the first block; of two norms where none is found."""
+    """Return the elements per token of each norm in the first block; if there is none, of two norms."""
     widths = {"q_norm": sizes["q"], "k_norm": sizes["k"]}
     modules = [name.split(".")[-2] for name in names if re.match(r".*?\.0\..*norm\.weight$", name)]
     return tuple(widths.get(module, sizes["h"]) for module in modules) or (sizes["h"],) * 2

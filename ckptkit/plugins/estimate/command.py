@@ -1,4 +1,4 @@
-"""Run `ckptkit estimate`: will it fit?"""
+"""Run `ckptkit estimate`, which tells whether a training fits into GPU memory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def estimate(
     """
     from ckptkit.plugins.estimate.estimate import estimate as count_bytes
 
-    found = count_bytes(
+    estimated = count_bytes(
         model,
         world_size=world_size,
         vocab_size=vocab_size,
@@ -109,61 +109,63 @@ def estimate(
         gpu_memory=gpu_memory,
     )
     if json:
-        print_json(to_json(found))
+        print_json(to_json(estimated))
     else:
-        report(found, in_detail=strategy is not None)
-    if gpu_memory is not None and not any(map(found.fits, found.budgets)):
+        report(estimated, in_detail=strategy is not None)
+    if gpu_memory is not None and not any(map(estimated.fits, estimated.budgets)):
         raise typer.Exit(1)
 
 
-def report(found: Estimated, *, in_detail: bool) -> None:
+def report(estimated: Estimated, *, in_detail: bool) -> None:
     """Print the estimate as tables."""
-    model, setup = found.model, found.budgets[0].setup
+    model, setup = estimated.model, estimated.budgets[0].setup
     say(
         f"{model.model_type}: {format_count(model.numel)} parameters, {count(model.layers, 'block')} of "
         f"{format_count(model.block)} and {format_count(model.root)} outside the blocks"
     )
-    say(f"largest unit that is gathered at once: {format_bytes(found.largest_unit)} in {setup.param_dtype}")
+    say(f"largest unit that is gathered at once: {format_bytes(estimated.largest_unit)} in {setup.param_dtype}")
     say(
         f"on each of {count(setup.world_size, 'GPU')}: {count(setup.micro_batch_size, 'sequence')} of "
         f"{count(setup.sequence_length, 'token')}, {recomputed(setup)}, stored in {setup.master_dtype}"
     )
     say("")
     if in_detail:
-        print_detail(found.budgets[0])
+        print_detail(estimated.budgets[0])
     else:
-        print_strategies(found)
-    if found.gpu_memory is not None:
-        for budget in found.budgets:
-            say(verdict(found, budget))
+        print_strategies(estimated)
+    if estimated.gpu_memory is not None:
+        for budget in estimated.budgets:
+            say(verdict(estimated, budget))
     say("")
-    print_table([(CHECKPOINTS[kind], format_bytes(nbytes)) for kind, nbytes in found.disk.items()], ("on disk", "size"))
-    for text in found.notes:
+    print_table(
+        [(CHECKPOINTS[kind], format_bytes(nbytes)) for kind, nbytes in estimated.disk.items()], ("on disk", "size")
+    )
+    for text in estimated.notes:
         note(f"note: {text}")
 
 
 def recomputed(setup: Setup) -> str:
-    """Return in words which activations are computed again."""
+    """Return a phrase that says which activations are recomputed."""
     if setup.recompute_every == 0:
         return "nothing recomputed"
     which = "every block" if setup.recompute_every == 1 else f"one block of {setup.recompute_every}"
     return f"{which} recomputed"
 
 
-def print_strategies(found: Estimated) -> None:
-    """Print a row for each strategy, with a column for the host's memory if any is used."""
-    host = ["host"] if found.budgets[0].host else []
+def print_strategies(estimated: Estimated) -> None:
+    """Print a row per strategy, with a column for host memory if any is used."""
+    host = ["host"] if estimated.budgets[0].host else []
     say("states: parameters, gradients and optimizer; units: gathered parameters and their gradients")
     header = ("strategy", "states", "units", "activations", "logits", "peak", *host, "at")
-    print_table([row(budget) for budget in found.budgets], header)
+    print_table([row(budget) for budget in estimated.budgets], header)
 
 
 def row(budget: Budget) -> tuple[str, ...]:
-    """Return a row: a strategy at its tightest moment."""
+    """Return the row of one strategy, at its peak."""
     parts = budget.parts
     sizes = (
-        sum(parts[part] for part in STATES),
-        sum(parts[part] for part in UNITS),
+        sum(parts[component] for component in STATES),
+        sum(parts[component] for component in UNITS),
         parts["activations"],
         parts["logits"],
         budget.peak,
@@ -178,13 +180,17 @@ def label(setup: Setup) -> str:
 
 
 def print_detail(budget: Budget) -> None:
-    """Print one strategy: what is held at each moment, and a bar for each part of the tightest."""
+    """Print the memory of one strategy at each moment of a step, with bars for its peak."""
     say(f"{label(budget.setup)}, at each moment of a step; the bars show `{budget.tightest}`")
     moments = budget.moments
     rows: list[Sequence[str]] = [
-        (part, *(format_bytes(parts[part]) for parts in moments.values()), bar(budget.parts[part], budget.peak))
-        for part in budget.parts
-        if any(parts[part] for parts in moments.values())
+        (
+            component,
+            *(format_bytes(parts[component]) for parts in moments.values()),
+            bar(budget.parts[component], budget.peak),
+        )
+        for component in budget.parts
+        if any(parts[component] for parts in moments.values())
     ]
     totals = [format_bytes(sum(parts.values())) for parts in moments.values()]
     print_table([*rows, ("in all", *totals, "")], ("", *moments, ""))
@@ -196,20 +202,20 @@ def bar(part: int, whole: int) -> str:
     return "█" * round(BAR * part / whole)
 
 
-def verdict(found: Estimated, budget: Budget) -> str:
-    """Return whether a strategy fits, plainly; and if it does not, at which number of GPUs it would."""
-    assert found.gpu_memory is not None
-    name, needs = label(budget.setup), f"needs {format_bytes(budget.peak)} of {format_bytes(found.gpu_memory)}"
-    if found.fits(budget):
+def verdict(estimated: Estimated, budget: Budget) -> str:
+    """Return whether a strategy fits; if not, on how many GPUs it would."""
+    assert estimated.gpu_memory is not None
+    name, needs = label(budget.setup), f"needs {format_bytes(budget.peak)} of {format_bytes(estimated.gpu_memory)}"
+    if estimated.fits(budget):
         return f"{name} fits: {needs}"
-    enough = found.fits_at(budget)
+    enough = estimated.fits_at(budget)
     remedy = f"it would fit on {count(enough, 'GPU')}" if enough else "no number of GPUs is enough"
     return f"{name} does not fit: {needs}; {remedy}"
 
 
-def to_json(found: Estimated) -> dict[str, Any]:
-    """Return the estimate under the keys that scripts rely on; all sizes in bytes."""
-    model, setup = found.model, found.budgets[0].setup
+def to_json(estimated: Estimated) -> dict[str, Any]:
+    """Return the estimate under the JSON keys that scripts rely on; all sizes are in bytes."""
+    model, setup = estimated.model, estimated.budgets[0].setup
     settings = {name: value for name, value in asdict(setup).items() if name not in {"strategy", "replicas"}}
     return {
         "model": {
@@ -220,15 +226,15 @@ def to_json(found: Estimated) -> dict[str, Any]:
             "root_parameters": model.root,
         },
         "setup": settings | {"param_dtype": setup.param_dtype.name, "master_dtype": setup.master_dtype.name},
-        "largest_unit_bytes": found.largest_unit,
-        "gpu_memory_bytes": found.gpu_memory,
-        "strategies": [strategy_json(found, budget) for budget in found.budgets],
-        "disk_bytes": found.disk,
-        "notes": found.notes,
+        "largest_unit_bytes": estimated.largest_unit,
+        "gpu_memory_bytes": estimated.gpu_memory,
+        "strategies": [strategy_json(estimated, budget) for budget in estimated.budgets],
+        "disk_bytes": estimated.disk,
+        "notes": estimated.notes,
     }
 
 
-def strategy_json(found: Estimated, budget: Budget) -> dict[str, Any]:
+def strategy_json(estimated: Estimated, budget: Budget) -> dict[str, Any]:
     """Return one strategy of the estimate."""
     return {
         "strategy": budget.setup.strategy,
@@ -238,6 +244,6 @@ def strategy_json(found: Estimated, budget: Budget) -> dict[str, Any]:
         "peak_at": budget.tightest,
         "moments": budget.moments,
         "host_bytes": budget.host,
-        "fits": found.fits(budget),
-        "fits_at": found.fits_at(budget),
+        "fits": estimated.fits(budget),
+        "fits_at": estimated.fits_at(budget),
     }

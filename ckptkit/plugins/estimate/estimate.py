@@ -1,4 +1,4 @@
-"""Estimate what training a model needs of each GPU and of the disk, from its config alone. Fetches no weights."""
+"""Estimate the GPU memory and disk space that training a model needs, from its config alone, without weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import torch
 
 _CONFIG = "config.json"
-_CONFIG_LIMIT = 1 << 24  # bytes; a config has a few thousand
+_CONFIG_LIMIT = 1 << 24  # bytes; a usual config has a few thousand
 _USUAL_LENGTH = 4096
 _MOST_GPUS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Estimated(Summarized):
-    """The needs of a training: a `Budget` per strategy, bytes of each kind of checkpoint, and notes on them.
+    """The memory of a training: one `Budget` per strategy, the bytes of each kind of checkpoint, and notes.
 
     `gpu_memory` is the memory of a GPU in bytes, None if unknown.
     """
@@ -49,15 +49,15 @@ class Estimated(Summarized):
 
     @property
     def largest_unit(self) -> int:
-        """Return the bytes of the largest unit that is gathered at once, in the compute dtype."""
+        """Return the bytes of the largest FSDP unit when it is gathered, in the compute dtype."""
         return max(self.model.block, self.model.root) * self.budgets[0].setup.param_dtype.itemsize
 
     def fits(self, budget: Budget) -> bool | None:
-        """Return True if a GPU has the memory for it; None if its memory is unknown."""
+        """Return whether the budget fits into GPU memory; None if the GPU memory is unknown."""
         return None if self.gpu_memory is None else budget.peak <= self.gpu_memory
 
     def fits_at(self, budget: Budget) -> int | None:
-        """Return the world size, doubled as often as needed, at which the strategy fits; None if there is none."""
+        """Return the smallest world size, doubled from this one, at which the strategy fits; None if there is none."""
         setup = budget.setup
         while self.gpu_memory is not None and setup.world_size <= _MOST_GPUS:
             if make_budget(self.model, setup).peak <= self.gpu_memory:
@@ -98,8 +98,8 @@ def estimate(
         sized = ModelConfig.sized(str(model), tied=not untied, vocab_size=vocab_size)
         config: Mapping[str, Any] = json.loads(sized.to_json())
         tied = "tied" if sized.tie_word_embeddings else "untied"
-        what = f"counted `{model}` with a vocabulary of {sized.vocab_size}, {tied}"
-        asked = (f"{what}: change this with --vocab-size and --untied",)
+        counted = f"counted `{model}` with a vocabulary of {sized.vocab_size}, {tied}"
+        asked = (f"{counted}: change this with --vocab-size and --untied",)
     elif vocab_size is not None or untied:
         raise Usage("`--vocab-size` and `--untied` are for sizes", hint=f"those are {', '.join(SIZES)}")
     else:
@@ -115,10 +115,10 @@ def estimate(
         prefetch=prefetch,
         cpu_offload=cpu_offload,
     )
-    setups = vary(setup, strategy, replicas)
+    setups = setups_for(setup, strategy, replicas)
     return Estimated(
         architecture,
-        tuple(make_budget(architecture, each) for each in setups),
+        tuple(make_budget(architecture, variant) for variant in setups),
         disk_bytes(architecture, setup),
         None if gpu_memory is None else parse_bytes(gpu_memory),
         (*asked, *notes_on(architecture, setup)),
@@ -126,7 +126,10 @@ def estimate(
 
 
 def choose_length(model: Architecture, wanted: int | None) -> int:
-    """Return the wanted sequence length, if the model takes it; by default the model's longest, 4096 at most."""
+    """Return the sequence length to use: `wanted`, or by default the model's longest but at most 4096.
+
+    Raises `Usage` if the model does not support `wanted`.
+    """
     if wanted is None:
         return min(model.max_length or _USUAL_LENGTH, _USUAL_LENGTH)
     if model.max_length and wanted > model.max_length:
@@ -134,8 +137,11 @@ def choose_length(model: Architecture, wanted: int | None) -> int:
     return wanted
 
 
-def vary(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
-    """Return the setup under `strategy`, or under each; without hybrid_shard if nobody asked and the ranks are odd."""
+def setups_for(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
+    """Return the setup for `strategy`, or for each strategy.
+
+    Without an explicit request, hybrid_shard is left out if the GPUs cannot be divided into replicas.
+    """
     if replicas is not None and strategy not in {"hybrid_shard", None}:
         raise Usage(
             f"strategy: expected hybrid_shard for {replicas} replicas, found {strategy}",
@@ -150,10 +156,11 @@ def vary(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup
 
 
 def disk_bytes(model: Architecture, setup: Setup) -> dict[str, int]:
-    """Return the bytes of the tensors in each kind of checkpoint; headers and metadata add a few hundred a shard.
+    """Return the tensor bytes of each kind of checkpoint; headers and metadata add a few hundred bytes per shard.
 
-    `model` and `model_and_optimizer` are the loop's own, in shards or one file: tied weights are saved under each of
-    their names, and AdamW's two moments with a count of steps. An export has each weight once.
+    `model` and `model_and_optimizer` are checkpoints of the training loop, in shards or one file: tied weights are
+    saved under each of their names, and AdamW saves two states per parameter and a step count. An export has each
+    weight once.
     """
     weights = setup.master_dtype.itemsize * model.numel
     stored = weights + setup.master_dtype.itemsize * sum(map(prod, model.tied.values()))
@@ -167,7 +174,7 @@ def disk_bytes(model: Architecture, setup: Setup) -> dict[str, int]:
 
 
 def notes_on(model: Architecture, setup: Setup) -> Iterator[str]:
-    """Yield what to know of an estimate."""
+    """Yield the limits of an estimate."""
     if setup.master_dtype.name == "bfloat16":
         yield (
             "weights stored in bfloat16 lose small updates: at a learning rate of 2e-5 AdamW does not move a weight "
@@ -179,10 +186,10 @@ def notes_on(model: Architecture, setup: Setup) -> Iterator[str]:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """Read the config of `model`: a config.json, a directory with one, or a Hub id, of which only it is fetched."""
+    """Read the config of `model`: a config.json, a directory with one, or a Hub id (only the config is fetched)."""
     path = find_config(model)
     try:
-        config = json.loads(read_small(path.resolve(), _CONFIG_LIMIT))  # the Hub's cache is made of links
+        config = json.loads(read_small(path.resolve(), _CONFIG_LIMIT))  # files in the Hub cache are symbolic links
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"not valid JSON ({error})", path=path) from error
     if not isinstance(config, dict) or "model_type" not in config:
@@ -191,7 +198,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def find_config(model: str) -> Path:
-    """Return the path of the config.json of `model`; from the Hub or its cache, if there is no such path here."""
+    """Return the path of the config.json of `model`, downloaded from the Hub if `model` is no local path."""
     path = Path(model)
     if path.is_dir() and not (path / _CONFIG).is_file():
         raise NotACheckpoint("no config.json in this directory", path=path)

@@ -1,7 +1,7 @@
-"""Write to a bucket of the Hub: the files first, then the marks, each by itself, once all others are there.
+"""Write to a Hub bucket: first the files, then each marker file, once all other files are visible.
 
-A bucket changes file by file, without conditions. So the claim is a file that any other process could replace: it keeps
-uploads apart that start one after the other, and not those that start at the same moment.
+A bucket changes file by file, without conditional requests. So the claim is a file that any other process could
+replace: it protects from an upload that starts later, but not from one that starts at the same moment.
 https://huggingface.co/docs/hub/storage-buckets
 """
 
@@ -42,10 +42,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
-    """A repository that is to be written to: its `head`, the `basis` of a new commit, and the files that it has.
+class TargetRepository:
+    """The repository to write to: the `head` of the branch, and the `basis` of the new commit.
 
-    Without a head the branch is new, and without a basis the repository is.
+    `head` is None for a new branch, `basis` is None for a new repository.
     """
 
     repo_id: str
@@ -59,8 +59,11 @@ class Prospect:
         return f"{page_of(self.repo_id)}{at} ({'new, ' if self.basis is None else ''}{access})"
 
 
-def look_at(path: RemotePath) -> Prospect:
-    """Return what is in the repository that a path names, where a branch may be written to."""
+def examine_repository(path: RemotePath) -> TargetRepository:
+    """Return the state of the repository and branch in `path`.
+
+    Raises `Unsupported` for a repository of another kind, `Usage` for a commit instead of a branch.
+    """
     kind, repo_id, named = parse_repository(str(path.top).partition("://")[2])
     revision = named or MAIN
     if kind != "model":
@@ -73,15 +76,15 @@ def look_at(path: RemotePath) -> Prospect:
         basis = find(repo_id, MAIN) if head is None and revision != MAIN else head
     except CkptError as error:
         raise error.blame(path=path) from error.__cause__
-    return Prospect(repo_id, revision, head, basis)
+    return TargetRepository(repo_id, revision, head, basis)
 
 
 def describe_place(path: RemotePath) -> str:
-    """Return the address of what a URL names, and whether it would be made, and is for all to see."""
+    """Return the address of a destination, and whether it is new, private or public."""
     with silent():
         require_token()
         if path.parts[1] != BUCKET:
-            return str(look_at(path))
+            return str(examine_repository(path))
         bucket_id = bucket_of(path)
         is_private = is_private_bucket(bucket_id)
         access = "public" if is_private is False else "private"
@@ -89,11 +92,11 @@ def describe_place(path: RemotePath) -> str:
 
 
 def bucket_of(path: RemotePath) -> str:
-    """Return the name of a bucket, with its namespace, by which the Hub is asked."""
+    """Return the bucket id with its namespace, as requests to the Hub need it."""
     return "/".join(path.top.parts[2:])
 
 
-_MOST = 100  # files that are changed by one request
+_MOST = 100  # file changes per request
 _CLAIM_LIMIT = 1 << 16  # bytes
 
 
@@ -109,85 +112,89 @@ class HubBucketDestination(XetDestination):
         return self._files.sent_bytes
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
-        """Take the folder for this upload; see `Destination`."""
+        """Claim the folder for this upload; see `Destination`."""
         with ExitStack() as quiet:
             quiet.enter_context(silent())
             require_token()
             find_session()
             if is_private_bucket(self._id) is None:
                 create_bucket(self._id)
-            there = self._list()
-            begun = self._read_claim()
-            is_ours = begun is not None and begun.plan == self.plan
-            if begun is not None and not is_ours and not overwrite:
-                raise self._place.is_held(begun)
-            if there and not is_ours and not overwrite:
+            existing = self._list()
+            previous = self._read_claim()
+            is_ours = previous is not None and previous.plan == self.plan
+            if previous is not None and not is_ours and not overwrite:
+                raise self._place.is_held(previous)
+            if existing and not is_ours and not overwrite:
                 raise destination_exists(self.path)
-            first = check() if there and begun is None else ()
+            first = check() if existing and previous is None else ()
             self._files = XetFiles(self.path, ask_access(BUCKET, self._id))
             self._put_claim()
             if not is_ours:
-                marks = dict.fromkeys(name for name in (*first, *self.marks) if name in there)
-                for names in (marks, there.keys() - marks.keys()):
+                marks = dict.fromkeys(name for name in (*first, *self.marks) if name in existing)
+                for names in (marks, existing.keys() - marks.keys()):
                     self._change([{"type": "deleteFile", "path": self._place.key(name)} for name in sorted(names)])
             self._quiet = quiet.pop_all()
 
     def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002
-        """Send a whole file to the storage."""
+        """Send a full file to the storage."""
         self._files.put_small(name, data)
 
     def complete(self, name: str, crc: int) -> None:
-        """Compare the CRC-32 of a large file with that of the bytes that were sent. A mark is shown."""
+        """Check that the CRC-32 of a large file equals the CRC-32 of the sent bytes. Makes a marker visible."""
         if is_large(self.sizes[name]):
             self._files.require_same(name, crc)
             if name in self.marks:
                 self._show_mark(name)
 
     def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
-        """Send a whole file that is a mark, and show it once all others are there."""
+        """Send a marker file, and make it visible after all other files."""
         self.put_small(name, data, crc)
         self._show_mark(name)
 
     def commit(self) -> None:
-        """Delete the claim: the upload is done."""
+        """Make all files visible, and delete the claim: the upload is complete."""
         with self._quiet:
             self._show_others()
             self._change([{"type": "deleteFile", "path": self._place.claim_key}])
 
     def remarks(self) -> list[str]:
-        """Return what the store cannot do."""
+        """Return the limits of the store."""
         return ["a bucket does not refuse to replace a file: two uploads that start at the same moment could collide"]
 
     def _show_mark(self, name: str) -> None:
         self._show_others()
-        found = describe_paths(self._id, [self._place.claim_key, self._place.key(name)])
-        if found.get(self._place.claim_key) != stored(self._claim):
+        listed = describe_paths(self._id, [self._place.claim_key, self._place.key(name)])
+        if listed.get(self._place.claim_key) != expected_entry(self._claim):
             raise self._place.was_lost()
-        if found.get(self._place.key(name), stored(self._files.sent[name])) != stored(self._files.sent[name]):
+        if listed.get(self._place.key(name), expected_entry(self._files.sent[name])) != expected_entry(
+            self._files.sent[name]
+        ):
             hint = "delete this file, then run the same command again"
             raise Occupied("another file is there", path=self.path / name, hint=hint)
         self._show([name])
 
     def _show_others(self) -> None:
-        """Let the files appear that are no marks, unless they have."""
+        """Make all files visible that are no markers and not visible yet."""
         self._show([name for name in sorted(self._files.sent) if name not in self.marks and name not in self._shown])
 
     def _show(self, names: Sequence[str]) -> None:
-        """Let files appear, and compare what the Hub then lists."""
+        """Make files visible, and check that the Hub lists them correctly."""
         if not names:
             return
         self._change([add_line(self._place.key(name), self._files.sent[name]) for name in names])
         self._shown.update(names)
-        there = self._list()
+        listed = self._list()
         for name in self._shown:
-            sent, found = stored(self._files.sent[name]), there.get(name)
-            if found != sent:
-                what = f"found {found.nbytes} bytes, hash {found.xet_hash}" if found else "found no such file"
-                message = f"the bucket has other bytes: expected {sent.nbytes} bytes, hash {sent.xet_hash}; {what}"
+            sent, entry = expected_entry(self._files.sent[name]), listed.get(name)
+            if entry != sent:
+                found_text = f"found {entry.nbytes} bytes, hash {entry.xet_hash}" if entry else "found no such file"
+                message = (
+                    f"the bucket has other bytes: expected {sent.nbytes} bytes, hash {sent.xet_hash}; {found_text}"
+                )
                 raise IOFailure(message, path=self.path / name, hint=AGAIN)
 
     def _read_claim(self) -> StoreClaim | None:
-        """Return what the claim says that is there, None if there is none."""
+        """Return the existing claim; None if there is none."""
         refresh(self.path)
         path = self._place.claim_path
         return self._place.parse_claim(read_small(path, _CLAIM_LIMIT)) if path.exists() else None
@@ -195,6 +202,7 @@ class HubBucketDestination(XetDestination):
     def _put_claim(self) -> None:
         self._files.put_small(CLAIM, StoreClaim.begin(self.plan).to_bytes())
         self._claim = self._files.sent.pop(CLAIM)
+        # the claim is not data of the checkpoint
         self._files.sent_bytes = 0
         self._change([add_line(self._place.claim_key, self._claim)])
 
@@ -203,14 +211,14 @@ class HubBucketDestination(XetDestination):
             change_bucket(self._id, lines[start : start + _MOST])
 
     def _list(self) -> dict[str, StoredFile]:
-        """Return the files that are there, by name, but for the claim."""
+        """Return the files in the bucket by name, without the claim."""
         if self.is_file:
             (name,) = self.sizes
-            found = describe_paths(self._id, [self.path.key])
-            return {name: found[self.path.key]} if found else {}
-        there = list_bucket(self._id, self.path.key)
-        there.pop(CLAIM, None)
-        return there
+            described = describe_paths(self._id, [self.path.key])
+            return {name: described[self.path.key]} if described else {}
+        listed = list_bucket(self._id, self.path.key)
+        listed.pop(CLAIM, None)
+        return listed
 
     @property
     def _id(self) -> str:
@@ -222,10 +230,10 @@ class HubBucketDestination(XetDestination):
 
 
 def add_line(key: str, sent: XetFile) -> Line:
-    """Return the line of a request that lets a file appear."""
+    """Return the operation that makes a file visible in the bucket."""
     return {"type": "addFile", "path": key, "xetHash": sent.hash, "mtime": int(time.time() * 1000)}
 
 
-def stored(sent: XetFile) -> StoredFile:
-    """Return a file that was sent as a bucket lists it."""
+def expected_entry(sent: XetFile) -> StoredFile:
+    """Return the entry with which a bucket lists a sent file."""
     return StoredFile(sent.nbytes, sent.hash)

@@ -1,7 +1,7 @@
-"""Read from buckets of the Hugging Face Hub. Keeps no bytes.
+"""Read from buckets of the Hugging Face Hub.
 
-Files are read by range from where the Hub redirects, as those of repositories are. A bucket has no commits: what is
-replaced while it is read is told by the hash that the Hub has of its content.
+Files are read by byte range from the URL to which the Hub redirects, like files in repositories. A bucket has no
+commits, so a file that is replaced during reading is recognized by the Hub's hash of its content.
 https://huggingface.co/docs/hub/storage-buckets
 """
 
@@ -16,7 +16,7 @@ from ckptkit.io.stores.hub import HubDownload, HubStore, connect
 
 
 class HubBucketStore:
-    """The bucket that `hf://buckets/namespace/name` means."""
+    """The bucket at `hf://buckets/namespace/name`."""
 
     hint = HubStore.hint
 
@@ -41,8 +41,8 @@ class HubBucketStore:
             tree = list(self._api.list_bucket_tree(self._id, prefix=key or None, recursive=False))
         except BucketNotFoundError as error:
             raise NotACheckpoint("the Hub shows us no such bucket", hint=self.hint) from error
-        found = {(entry := entry_of(item)).name: entry for item in tree if is_in(item.path, base)}
-        return list(found.values())
+        by_name = {(entry := entry_of(item)).name: entry for item in tree if is_in(item.path, base)}
+        return list(by_name.values())
 
     def open(self, key: str, entry: StoreEntry) -> Read:
         """Return a function that reads from the file at `key`."""
@@ -50,7 +50,7 @@ class HubBucketStore:
         return self._sources.setdefault((key, entry.tag), HubDownload(address, entry.size)).read
 
     def forget(self) -> None:
-        """Forget where files were: they may be replaced."""
+        """Drop the cached file addresses, because files may have been replaced."""
         self._sources.clear()
 
     def _is_there(self) -> bool:
@@ -64,7 +64,7 @@ class HubBucketStore:
 
 
 def is_in(path: str, base: str) -> bool:
-    """Return whether a path is directly in the folder whose paths begin with `base`."""
+    """Return whether a path is directly in the folder with the path prefix `base`."""
     return path.startswith(base) and path != base and "/" not in path.removeprefix(base).strip("/")
 
 

@@ -1,7 +1,7 @@
-"""Write to a repository of the Hub: all files appear in one commit, behind the one that was the head at the start.
+"""Write to a Hub repository: all files appear in one commit on top of the head at the start.
 
-Large files go to the Hub's storage first, which shows them to nobody. So nothing has to be claimed: a commit of
-somebody else meanwhile makes ours fail, and the same command begins anew with the files that the storage has.
+Large files go to the Hub's storage first, where nobody sees them. No lock is needed: if somebody else commits in the
+meantime, our commit fails, and a new run of the command skips the files that the storage already has.
 https://huggingface.co/docs/huggingface_hub/package_reference/hf_api
 """
 
@@ -39,7 +39,7 @@ from ckptkit.io.stores.hub_calls import (
     silent,
 )
 from ckptkit.io.stores.hub_errors import MAIN
-from ckptkit.plugins.hub_writing.bucket_destination import Prospect, look_at
+from ckptkit.plugins.hub_writing.bucket_destination import TargetRepository, examine_repository
 from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, find_session
 from ckptkit.version import __version__
 
@@ -53,13 +53,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 class HubRepoDestination(XetDestination):
     """A repository, a folder in it, or a single file: a `Destination`.
 
-    After `commit`, `made` is the id of the commit, "" if the repository had all files before.
+    After `commit`, `made` is the commit id, or "" if the repository already had all files.
     """
 
     made: str = ""
-    _repository: Prospect = field(init=False, repr=False)
+    _repository: TargetRepository = field(init=False, repr=False)
     _inline: dict[str, bytes] = field(default_factory=dict)
-    _replaced: frozenset[str] = frozenset()  # the files of the checkpoint that was there
+    _replaced: frozenset[str] = frozenset()  # the files of the checkpoint to replace
     _overwrite: bool = False
     _inline_bytes: int = 0
     _lock: Lock = field(default_factory=Lock)
@@ -69,62 +69,62 @@ class HubRepoDestination(XetDestination):
         return self._files.sent_bytes + self._inline_bytes
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
-        """Look at the repository, which is made if it is missing; see `Destination`."""
+        """Check the repository, and create it if it is missing; see `Destination`."""
         with ExitStack() as quiet:
             quiet.enter_context(silent())
             require_token()
             find_session()
-            found = look_at(self.path)
+            prospect = examine_repository(self.path)
             if self.is_file and not self.path.key:
                 hint = f"name a file in the repository, like {self.path}/{next(iter(self.sizes))}"
                 raise Usage("a repository is a directory, and this format is one file", path=self.path, hint=hint)
             self._overwrite = overwrite
-            self._replaced = self._find_replaced(found, check)
-            self._require_free([*self.sizes, *self.marks], found)
-            if found.basis is None:
-                basis = create_repository(found.repo_id, private=True)
-                head = basis if found.revision == MAIN else None
-                found = Prospect(found.repo_id, found.revision, head, basis)
-            self._repository = found
-            self._files = XetFiles(self.path, ask_access(MODEL, found.repo_id, self._branch))
+            self._replaced = self._find_replaced(prospect, check)
+            self._require_free([*self.sizes, *self.marks], prospect)
+            if prospect.basis is None:
+                basis = create_repository(prospect.repo_id, private=True)
+                head = basis if prospect.revision == MAIN else None
+                prospect = TargetRepository(prospect.repo_id, prospect.revision, head, basis)
+            self._repository = prospect
+            self._files = XetFiles(self.path, ask_access(MODEL, prospect.repo_id, self._branch))
             self._quiet = quiet.pop_all()
 
     def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002
-        """Send a whole file to the storage, or hold it for the commit if the Hub wants that."""
-        key, there = self._key(name), self._repository
-        if len(data) > _INLINE or is_kept_as_data(there.repo_id, self._branch, key, bytes(data)):
+        """Send a full file to the storage, or keep it for the commit if the Hub stores it in git."""
+        key, repository = self._key(name), self._repository
+        if len(data) > _INLINE or is_kept_as_data(repository.repo_id, self._branch, key, bytes(data)):
             self._files.put_small(name, data)
             return
         with self._lock:
             self._inline[name] = bytes(data)
 
     def complete(self, name: str, crc: int) -> None:
-        """Compare the CRC-32 of a large file with that of the bytes that were sent."""
+        """Check that the CRC-32 of a large file equals the CRC-32 of the sent bytes."""
         if is_large(self.sizes[name]):
             self._files.require_same(name, crc)
 
     def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
-        """Send a whole file: a mark appears with all others."""
+        """Send a full file. Markers need no special order, because all files appear in one commit."""
         self.put_small(name, data, crc)
 
     def commit(self) -> None:
-        """Make all files appear, and compare them with what the Hub then lists.
+        """Commit all files, and compare them with the files that the Hub then lists.
 
-        Raises `Occupied` if somebody else changed the branch since `claim`, and `Corrupt` if a file differs there.
+        Raises `Occupied` if the branch changed since `claim`, and `Corrupt` if a file differs on the Hub.
         """
-        there = self._repository
-        basis = there.basis
+        repository = self._repository
+        basis = repository.basis
         assert basis is not None
-        self._require_free(self._names, there)
-        lines = list(self._lines(basis))
+        self._require_free(self._names, repository)
+        lines = list(self._operations(basis))
         with self._quiet:
-            if there.head is None:
-                create_branch(there.repo_id, there.revision, basis.commit)
-            self.made = self._commit(there, basis, lines) if lines else ""
-            self._require_same(look_up(there.repo_id, self.made or basis.commit))
+            if repository.head is None:
+                create_branch(repository.repo_id, repository.revision, basis.commit)
+            self.made = self._commit(repository, basis, lines) if lines else ""
+            self._require_same(look_up(repository.repo_id, self.made or basis.commit))
 
     def remarks(self) -> list[str]:
-        """Return which commit shows the files."""
+        """Return the commit that contains the files."""
         if not self.made:
             return ["the repository had all of these files before: there is nothing to commit"]
         at = "" if self._repository.revision == MAIN else f" of {self._repository.revision}"
@@ -136,26 +136,27 @@ class HubRepoDestination(XetDestination):
 
     @property
     def _branch(self) -> str:
-        """Return a branch that exists by which the Hub is asked."""
+        """Return an existing branch for requests to the Hub: the target branch, or main."""
         return self._repository.revision if self._repository.head else MAIN
 
-    def _find_replaced(self, there: Prospect, check: Check) -> frozenset[str]:
-        """Return the files that our commit deletes unless it has them: a new branch begins with all of main's.
+    def _find_replaced(self, prospect: TargetRepository, check: Check) -> frozenset[str]:
+        """Return the files that the commit deletes unless it replaces them.
 
-        Raises `Occupied` if a checkpoint is there that is not to be replaced.
+        A new branch starts with all files of main. Raises `Occupied` if a checkpoint exists and `overwrite` was not
+        passed.
         """
-        if there.head is None:
+        if prospect.head is None:
             base = "" if self.is_file else self._key("")
-            keys = there.basis.files if there.basis and not self.is_file else {}
+            keys = prospect.basis.files if prospect.basis and not self.is_file else {}
             return frozenset(key.removeprefix(base) for key in keys if key.startswith(base) and key not in _OF_GIT)
-        found = frozenset(check())
-        if found and not self._overwrite:
+        names = frozenset(check())
+        if names and not self._overwrite:
             raise destination_exists(self.path)
-        return found
+        return names
 
-    def _require_free(self, names: Iterable[str], there: Prospect) -> None:
-        """Raise `Occupied` if files of these names are there and are not to be replaced."""
-        files = there.head.files if there.head else {}
+    def _require_free(self, names: Iterable[str], prospect: TargetRepository) -> None:
+        """Raise `Occupied` if files of these names exist and must not be replaced."""
+        files = prospect.head.files if prospect.head else {}
         keys = {self._key(name): name for name in names}
         above = {str(folder) for key in keys for folder in PurePosixPath(key).parents}
         below = tuple(f"{key}/" for key in keys)
@@ -169,8 +170,8 @@ class HubRepoDestination(XetDestination):
             hint = "choose another folder, or replace these files with --overwrite"
             raise Occupied(f"the repository has files of these names: {named}", path=self.path, hint=hint)
 
-    def _lines(self, basis: HubRepository) -> Iterator[Line]:
-        """Yield what the commit changes."""
+    def _operations(self, basis: HubRepository) -> Iterator[Line]:
+        """Yield the operations of the commit."""
         for name, sent in sorted(self._files.sent.items()):
             if not is_same_data(sent, basis.files.get(self._key(name))):
                 yield data_line(self._key(name), sent.nbytes, sent.sha256)
@@ -183,49 +184,49 @@ class HubRepoDestination(XetDestination):
             if self._key(name) in basis.files:
                 yield deletion_line(self._key(name))
 
-    def _commit(self, there: Prospect, basis: HubRepository, lines: Sequence[Line]) -> str:
-        """Make the commit, or find out that a request without an answer made it. Returns its id."""
-        what = self.path.key.rpartition("/")[2] or there.repo_id.partition("/")[2]
-        message = f"Upload {what} with ckptkit {__version__}"
+    def _commit(self, prospect: TargetRepository, basis: HubRepository, lines: Sequence[Line]) -> str:
+        """Make the commit and return its id. If the response was lost, check whether the commit was made."""
+        subject = self.path.key.rpartition("/")[2] or prospect.repo_id.partition("/")[2]
+        message = f"Upload {subject} with ckptkit {__version__}"
         try:
-            return commit_files(there.repo_id, there.revision, message, basis.commit, lines)
+            return commit_files(prospect.repo_id, prospect.revision, message, basis.commit, lines)
         except Occupied as error:
-            message = f"somebody else pushed to {there.revision} of `{there.repo_id}` since {basis.commit[:8]}"
+            message = f"somebody else pushed to {prospect.revision} of `{prospect.repo_id}` since {basis.commit[:8]}"
             raise Occupied(message, path=self.path, hint="run the same command again") from error
         except IOFailure:
-            head = find(there.repo_id, there.revision)
+            head = find(prospect.repo_id, prospect.revision)
             if head is None or head.commit == basis.commit or self._differences(head):
                 raise
             return head.commit
 
-    def _require_same(self, there: HubRepository) -> None:
+    def _require_same(self, repository: HubRepository) -> None:
         """Raise `Corrupt` unless the Hub lists every file with its size and checksum."""
-        for name, words in self._differences(there).items():
+        for name, words in self._differences(repository).items():
             hint = "run the same command again with --overwrite"
             raise Corrupt(f"the Hub has other bytes: {words}", path=self.path / name, hint=hint)
 
-    def _differences(self, there: HubRepository) -> dict[str, str]:
-        """Say of each file that the Hub does not list as it was sent what it lists, by name."""
-        found = {}
+    def _differences(self, repository: HubRepository) -> dict[str, str]:
+        """Return, by name, a description of each file that the Hub lists differently than it was sent."""
+        differences = {}
         for name in self._names:
-            listed, sent = there.files.get(self._key(name)), self._files.sent.get(name)
-            same = is_same_data(sent, listed) if sent else is_same_text(self._inline[name], listed)
-            if not same:
+            listed, sent = repository.files.get(self._key(name)), self._files.sent.get(name)
+            is_same = is_same_data(sent, listed) if sent else is_same_text(self._inline[name], listed)
+            if not is_same:
                 expected = f"{sent.nbytes} bytes, SHA-256 {sent.sha256}" if sent else describe_text(self._inline[name])
-                found[name] = f"expected {expected}; found {describe(listed)}"
-        return found
+                differences[name] = f"expected {expected}; found {describe(listed)}"
+        return differences
 
     def _key(self, name: str) -> str:
         return UploadTarget(self.path, self.is_file).key(name)
 
 
 def is_same_data(sent: XetFile, listed: HubFile | None) -> bool:
-    """Return whether the Hub lists a file of its storage as it was sent."""
+    """Return whether the Hub lists a file in its storage with the size and checksum that was sent."""
     return listed is not None and (listed.nbytes, listed.sha256) == (sent.nbytes, sent.sha256)
 
 
 def is_same_text(data: bytes, listed: HubFile | None) -> bool:
-    """Return whether the Hub lists a file of these bytes in git."""
+    """Return whether the Hub lists a file with this content in git."""
     return listed is not None and listed.sha256 is None and listed.oid == git_id(data)
 
 
@@ -241,5 +242,5 @@ def describe(listed: HubFile | None) -> str:
 
 
 def git_id(data: bytes) -> str:
-    """Return what git calls a file of these bytes."""
+    """Return the git blob id of this content."""
     return sha1(b"blob %d\0%b" % (len(data), data), usedforsecurity=False).hexdigest()

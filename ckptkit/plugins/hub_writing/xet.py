@@ -1,6 +1,8 @@
-"""Send files to the Hub's storage while their bytes are made. It keeps no chunk twice, and shows no file to anybody.
+"""Stream files to the Hub's storage.
 
-A file is there once its upload has ended; a repository or a bucket then refers to it by a hash of its content.
+It deduplicates chunks, and the files stay invisible until something refers to them.
+
+A file is stored when its upload ends; a repository or bucket then refers to it by a hash of its content.
 https://huggingface.co/docs/xet
 """
 
@@ -25,7 +27,7 @@ from ckptkit.io.stores.hub_errors import AGAIN, redact
 
 @dataclass(slots=True)
 class XetDestination(ABC):
-    """A `Destination` on the Hub, but for the steps that make its files visible."""
+    """A `Destination` on the Hub, without the steps that make its files visible."""
 
     path: RemotePath
     sizes: Mapping[str, int]
@@ -33,15 +35,15 @@ class XetDestination(ABC):
     plan: str
     is_file: bool = False
     _files: XetFiles = field(init=False, repr=False)
-    _quiet: ExitStack = field(init=False, repr=False)  # what keeps the libraries silent as long as the upload lasts
+    _quiet: ExitStack = field(init=False, repr=False)  # silences the output of the libraries during the upload
 
     @property
     def kept_bytes(self) -> int:
-        """Return 0: the storage does not say which upload sent a chunk."""
+        """Return 0: the storage does not report which upload sent a chunk."""
         return 0
 
     def join(self) -> NoReturn:
-        """Raise `Unsupported`: one process makes a commit, and nothing keeps processes apart in a bucket."""
+        """Raise `Unsupported`: only one process can make a commit, and a bucket cannot lock out other processes."""
         message = "several processes cannot write to hf:// together"
         hint = "drop --part and torchrun; or write to a local directory or to s3://, then `ckptkit cp` it there"
         raise Unsupported(message, path=self.path, hint=hint)
@@ -55,7 +57,7 @@ class XetDestination(ABC):
         self.join()
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        """Send a piece of a file."""
+        """Send a byte range of a file."""
         if piece.count > 1:
             self._files.put(piece, data)
         else:
@@ -63,21 +65,21 @@ class XetDestination(ABC):
 
     @abstractmethod
     def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:
-        """Send a whole file to the storage."""
+        """Send a full file to the storage."""
 
     def stop(self, error: BaseException) -> None:
-        """Give up the files that are not whole."""
+        """Abort the incomplete uploads."""
         self._files.stop(error)
         self._quiet.close()
 
 
-_NOT_OURS = "authorization"  # a header for the Hub alone
+_NOT_OURS = "authorization"  # this header must only go to the Hub
 _ADVICE = "run `pip install -U huggingface_hub hf_xet`"
 
 
 @dataclass(frozen=True, slots=True)
 class XetFile:
-    """A file that storage has: by `hash` in a bucket, by `sha256` in a repository."""
+    """A file in the storage; a bucket refers to it by `hash`, a repository by `sha256`."""
 
     nbytes: int
     crc32: int
@@ -87,24 +89,24 @@ class XetFile:
 
 @dataclass(slots=True)
 class XetUpload:
-    """A file that is being sent: the bytes so far, and their CRC-32."""
+    """An upload in progress: the number of bytes so far, and their CRC-32."""
 
-    group: Any  # of hf_xet: what becomes known to the storage at once
+    group: Any  # of hf_xet: a group of files that is registered together
     stream: Any
     nbytes: int = 0
     crc32: int = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.stream.write(bytes(data))  # it takes nothing else
+        self.stream.write(bytes(data))  # hf_xet accepts only bytes
         self.crc32 = combine(self.crc32, crc32(data), len(data))
         self.nbytes += len(data)
 
 
 @dataclass(slots=True)
 class XetFiles:
-    """Files on their way to storage from any number of threads, for a destination at `path`.
+    """Uploads to the storage from any number of threads, for a destination at `path`.
 
-    `sent` has those that are there, by name. `sent_bytes` are without what the storage had already.
+    `sent` are the completed files by name. `sent_bytes` leaves out bytes that the storage already had.
     """
 
     path: RemotePath
@@ -113,41 +115,41 @@ class XetFiles:
     sent_bytes: int = 0
     _session: Any = field(init=False)
     _open: dict[str, XetUpload] = field(default_factory=dict)
-    _turns: OrderedWriter = field(init=False)
+    _ordered: OrderedWriter = field(init=False)
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
         self._session = find_session()()
-        self._turns = OrderedWriter(self._write)
+        self._ordered = OrderedWriter(self._write)
 
     def put(self, piece: FilePiece, data: memoryview) -> None:
-        """Send a piece of a file, once the pieces before it are sent."""
-        self._turns.put(piece, data)
+        """Send a byte range of a file, after the ranges before it."""
+        self._ordered.put(piece, data)
 
     def put_small(self, name: str, data: bytes | bytearray | memoryview) -> None:
-        """Send a whole file."""
+        """Send a full file."""
         with self._sending(name):
             upload = self._begin(name)
             upload.write(data)
             self._end(name, upload)
 
     def require_same(self, name: str, crc: int) -> None:
-        """Raise `Corrupt` unless a file was sent whose CRC-32 is `crc`."""
-        found = self.sent.get(name)
-        if found is None or found.crc32 != crc:
-            there = "no such file" if found is None else f"{found.crc32:08x}"
-            message = f"other bytes were sent than were read: expected CRC-32 {crc:08x}, found {there}"
+        """Raise `Corrupt` unless the file was sent and has this CRC-32."""
+        sent = self.sent.get(name)
+        if sent is None or sent.crc32 != crc:
+            found = "no such file" if sent is None else f"{sent.crc32:08x}"
+            message = f"other bytes were sent than were read: expected CRC-32 {crc:08x}, found {found}"
             raise Corrupt(message, path=self.path / name, hint="run the same command again")
 
     def stop(self, error: BaseException) -> None:
-        """Give up the files that are not whole; storage forgets them."""
-        self._turns.stop(error)
+        """Abort the incomplete uploads; the storage discards them."""
+        self._ordered.stop(error)
         with self._lock:
             abandoned, self._open = self._open, {}
         for upload in abandoned.values():
             try:
                 upload.group.abort()
-            except (OSError, RuntimeError):  # it has failed already
+            except (OSError, RuntimeError):  # the upload has already failed: nothing to abort
                 continue
 
     def _write(self, piece: FilePiece, data: memoryview) -> None:
@@ -173,20 +175,20 @@ class XetFiles:
         return upload
 
     def _end(self, name: str, upload: XetUpload) -> None:
-        """Let storage know the file, from which on it is there for good, also for a later attempt."""
-        found = upload.stream.finish().xet_info
+        """Complete an upload. The file then stays in the storage, also for a later attempt."""
+        stored = upload.stream.finish().xet_info
         report = upload.group.wait_to_finish()
-        if found.file_size != upload.nbytes:
-            message = f"expected {upload.nbytes} bytes in the Hub's storage, found {found.file_size}"
+        if stored.file_size != upload.nbytes:
+            message = f"expected {upload.nbytes} bytes in the Hub's storage, found {stored.file_size}"
             raise Corrupt(message, path=self.path / name, hint=AGAIN)
         with self._lock:
             self._open.pop(name, None)
-            self.sent[name] = XetFile(upload.nbytes, upload.crc32, found.hash, found.sha256)
+            self.sent[name] = XetFile(upload.nbytes, upload.crc32, stored.hash, stored.sha256)
             self.sent_bytes += report.dedup_metrics.new_bytes
 
     @contextmanager
     def _sending(self, name: str) -> Iterator[None]:
-        """Turn what hf_xet raises inside the block into one of ours; it has no errors of its own for most."""
+        """Translate exceptions of hf_xet into a `CkptError`; hf_xet uses built-in exceptions for most errors."""
         try:
             yield
         except CkptError:
@@ -200,7 +202,7 @@ class XetFiles:
 
 
 def find_session() -> Any:
-    """Return the class of a session of hf_xet. Raises `Unsupported` if there is none, or it is turned off."""
+    """Return the session class of hf_xet. Raises `Unsupported` if it is missing or disabled."""
     if constants.HF_HUB_DISABLE_XET:
         message = "ckptkit writes to the Hub through hf_xet, which HF_HUB_DISABLE_XET turns off"
         raise Unsupported(message, hint="unset HF_HUB_DISABLE_XET")

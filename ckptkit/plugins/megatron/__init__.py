@@ -1,1 +1,1 @@
-"""Read Megatron's legacy checkpoints: a directory with a file of torch.save for each rank of tensors and pipeline."""
+"""Read Megatron checkpoints and adapters: legacy per-rank files, tensor names, arguments."""

@@ -1,9 +1,9 @@
-"""Give adapters that Megatron's trainers saved the names of PEFT on the Hub's modules. No bytes move.
+"""Translate the adapters of Megatron's trainers to PEFT's names on the Hub's modules, without copying data.
 
-Megatron-Bridge calls the matrices `linear_qkv.adapter.linear_in` (A) and `linear_out` (B), and those of its canonical
-LoRA `linear_qkv.adapter.adapter_q.linear_in`; ms-swift has PEFT's own names on Megatron's modules. B has the rows of
-Megatron's weight, so queries, keys and values, or gate and up, are cut apart as that weight is; A belongs to all of
-them. Layers that are alike may be one tensor. Sources: megatron/bridge/peft/{utils,canonical_lora,lora}.py and
+Megatron-Bridge names the matrices `linear_qkv.adapter.linear_in` (A) and `linear_out` (B), and those of its canonical
+LoRA `linear_qkv.adapter.adapter_q.linear_in`; ms-swift uses PEFT's names on Megatron's modules. B has the rows of
+Megatron's weight, so the fused query, key and value matrix, or gate and up, is split as that weight is; all of them
+share A. Equal layers may be stacked in one tensor. Sources: megatron/bridge/peft/{utils,canonical_lora,lora}.py and
 models/conversion/peft_bridge.py of Megatron-Bridge; swift/megatron/utils/megatron_lm_utils.py.
 """
 
@@ -36,7 +36,7 @@ _BRIDGE = re.compile(r"(.+)\.adapter(?:\.adapter_(q|k|v|gate|up))?\.(linear_in|l
 _SWIFT = re.compile(
     r"(?:base_model\.model\.)?(decoder\.(?:.+\.)?(?:linear_\w+|router))()\.(lora_A|lora_B)(?:\.([^.]+))?\.weight"
 )
-_WHOLE = re.compile(r"(?:base_model\.model\.)?((?:.+\.)?)modules_to_save\.([^.]+)\.(.+)")  # a module trained whole
+_WHOLE = re.compile(r"(?:base_model\.model\.)?((?:.+\.)?)modules_to_save\.([^.]+)\.(.+)")  # a fully trained module
 _OF_PEFT = re.compile(r"(?:.*\.)?(?:lora_\w+|modules_to_save)\..*")
 _OF_BASE = "of the base, not the adapter"
 _SAVED = "run_config.yaml"
@@ -46,7 +46,7 @@ _LORA = re.compile(r"megatron\.bridge\.peft\.(lora\.(VLM)?LoRA|canonical_lora\.C
 
 @dataclass(frozen=True, slots=True)
 class TrainerMatrix:
-    """A matrix A or B of an adapter, the module of Megatron's that it changes, and the `part` of it if not all."""
+    """A LoRA matrix A or B: the Megatron module that it changes, and the `part` of the module if not all of it."""
 
     module: str
     part: str
@@ -54,26 +54,26 @@ class TrainerMatrix:
 
 
 def read_matrix(name: str) -> TrainerMatrix | None:
-    """Return which matrix a tensor of this name is as Megatron's trainers call it; None for any other tensor."""
+    """Return the LoRA matrix that a tensor name of Megatron's trainers stands for; None for any other tensor."""
     match = _BRIDGE.fullmatch(name) or _SWIFT.fullmatch(name)
     return TrainerMatrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
 
 
-def read_whole(name: str) -> str | None:
-    """Return what Megatron calls a tensor of a module that ms-swift trained whole; None for any other tensor."""
+def read_full_module(name: str) -> str | None:
+    """Return Megatron's name of a tensor in a fully trained module of ms-swift; None for any other tensor."""
     match = _WHOLE.fullmatch(name)
     return match[1] + match[3] if match else None
 
 
 def has_matrix(names: Collection[str]) -> bool:
-    """Return whether there is a matrix under a name of Megatron's trainers."""
+    """Return whether any name is a LoRA matrix of Megatron's trainers."""
     return any(read_matrix(name) for name in names)
 
 
 def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
     """Return the matrices of an adapter under PEFT's names for the Hub's modules, as config.json describes the model.
 
-    Raises `Usage` without a config.json, `Unsupported` for what such an adapter has beside the matrices of LoRA.
+    Raises `Usage` without a config.json, `Unsupported` for adapter tensors other than LoRA matrices.
     """
     layout = weights.layout
     check_known(layout)
@@ -83,33 +83,33 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
         first = next(name for name in layout.tensors if read_matrix(name))
         raise Usage(message, path=path, tensor=first, hint="pass --base MODEL")
     pairs = pairs_in(layout)
-    wholes = {name: own for name in layout.tensors if (own := read_whole(name)) is not None}
-    used = {name for names in pairs.values() for name in names.values()} | wholes.keys()
-    found = locate(unpack(edits.select(layout, used.__contains__)))
-    named = [*hub_matrices(found, pairs, Sizes(config)), *hub_wholes(found, wholes, Sizes(config))]
+    full_modules = {name: own_name for name in layout.tensors if (own_name := read_full_module(name)) is not None}
+    used = {name for names in pairs.values() for name in names.values()} | full_modules.keys()
+    unpacked = locate(unpack(edits.select(layout, used.__contains__)))
+    named = [*hub_matrices(unpacked, pairs, Sizes(config)), *hub_full_modules(unpacked, full_modules, Sizes(config))]
     tensors = {new: tensor for new, tensor, _ in named}
     came_from = {new: weights.came_from[old] for new, _, old in named}
     others = {old: _OF_BASE for name, old in weights.came_from.items() if name not in used}
-    made = replace(found, tensors=tensors, blobs={}, keys={}, twins={})
-    return replace(weights, layout=made, came_from=came_from, left_out={**weights.left_out, **others})
+    translated = replace(unpacked, tensors=tensors, blobs={}, keys={}, twins={})
+    return replace(weights, layout=translated, came_from=came_from, left_out={**weights.left_out, **others})
 
 
 def pairs_in(layout: Layout) -> dict[tuple[str, str], dict[str, str]]:
-    """Return the names of the matrices by module and part, and by "A" and "B". Raises `Mismatch` for one alone."""
+    """Return the matrix names by (module, part), then by "A" and "B". Raises `Mismatch` if one of a pair is missing."""
     pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for name in layout.tensors:
-        if (found := read_matrix(name)) is not None:
-            pairs[found.module, found.part][found.kind] = name
-    alone = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
-    if alone is not None:
-        raise Mismatch("the other of the two matrices is missing", path=layout.path, tensor=alone)
+        if (matrix := read_matrix(name)) is not None:
+            pairs[matrix.module, matrix.part][matrix.kind] = name
+    unpaired = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
+    if unpaired is not None:
+        raise Mismatch("the other of the two matrices is missing", path=layout.path, tensor=unpaired)
     return pairs
 
 
 def hub_matrices(
     found: Layout, pairs: Mapping[tuple[str, str], Mapping[str, str]], sizes: Sizes
 ) -> Iterator[tuple[str, StoredTensor, str]]:
-    """Yield the matrices under PEFT's names for the Hub's modules, each with the name that it had."""
+    """Yield each matrix as (new PEFT name, tensor, old name)."""
     for (module, part), names in pairs.items():
         a, b = (found.tensors[names[kind]] for kind in "AB")
         try:
@@ -121,10 +121,10 @@ def hub_matrices(
                 yield f"{new.removesuffix('.weight')}.lora_{kind}.{DEFAULT}.weight", tensor, names[kind]
 
 
-def hub_wholes(found: Layout, wholes: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[str, StoredTensor, str]]:
-    """Yield the tensors of modules that were trained whole, without padding, each with the name that it had."""
-    for name, own in wholes.items():
-        for new, tensor in MEGATRON.to_hub({own: found.tensors[name]}, sizes).tensors.items():
+def hub_full_modules(found: Layout, wholes: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[str, StoredTensor, str]]:
+    """Yield the tensors of fully trained modules, without padding, as (new name, tensor, old name)."""
+    for name, own_name in wholes.items():
+        for new, tensor in MEGATRON.to_hub({own_name: found.tensors[name]}, sizes).tensors.items():
             module, _, leaf = new.rpartition(".")
             yield f"{module}.modules_to_save.{DEFAULT}.{leaf}", tensor, name
 
@@ -134,16 +134,16 @@ def check_known(layout: Layout) -> None:
     adapters = set()
     for name in layout.tensors:
         match = _SWIFT.fullmatch(name)
-        whole = _WHOLE.fullmatch(name)
-        adapters |= {match[4]} if match else {whole[2]} if whole else set()
-        found = read_matrix(name)
+        full_module = _WHOLE.fullmatch(name)
+        adapters |= {match[4]} if match else {full_module[2]} if full_module else set()
+        matrix = read_matrix(name)
         hint = "merge the adapter with the trainer that wrote it, and convert the model"
-        if found is not None and ".experts." in name:
+        if matrix is not None and ".experts." in name:
             raise Unsupported("an adapter of experts under Megatron's names", path=layout.path, tensor=name, hint=hint)
-        if found is None and ".adapter." in name and not name.endswith("_extra_state"):
+        if matrix is None and ".adapter." in name and not name.endswith("_extra_state"):
             message = "expected linear_in and linear_out of LoRA in an adapter of Megatron-Bridge, found another tensor"
             raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
-        if found is None and whole is None and _OF_PEFT.fullmatch(name):
+        if matrix is None and full_module is None and _OF_PEFT.fullmatch(name):
             message = "expected LoRA of linear layers in an adapter of ms-swift, found another tensor"
             raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
     if len(adapters) > 1:
@@ -154,19 +154,19 @@ def check_known(layout: Layout) -> None:
 def hub_pairs(
     module: str, part: str, a: StoredTensor, b: StoredTensor, sizes: Sizes
 ) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
-    """Yield the weights on the Hub that a module of Megatron's is, each with its matrices A and B."""
+    """Yield the Hub's weights that a Megatron module consists of, each with its matrices A and B."""
     layers = axes.unstack(a) if len(a.spec.shape) == 3 else None
     rows = placeholder(module, b, sizes) if part else b
     for name, cut in MEGATRON.to_hub({f"{module}.weight": rows}, sizes).tensors.items():
         layer = next((int(step) for step in name.split(".") if step.isdecimal()), 0)
         if part and not name.endswith(f".{part}_proj.weight"):
             continue
-        of_part = axes.unstack(b)[layer] if part and layers is not None else b
-        yield name, a if layers is None else layers[layer], of_part if part else cut
+        part_b = axes.unstack(b)[layer] if part and layers is not None else b
+        yield name, a if layers is None else layers[layer], part_b if part else cut
 
 
 def placeholder(module: str, b: StoredTensor, sizes: Sizes) -> StoredTensor:
-    """Return zeros of the shape that B has if it is of all parts of a module, to find the names of the parts."""
+    """Return zeros in the shape of a B for all parts of a module, used to find the Hub's names of the parts."""
     *layers, _, rank = b.spec.shape
     groups, per_group, width = group(sizes)
     rows = groups * (per_group + 2) * width if module.endswith("linear_qkv") else 2 * b.spec.shape[-2]
@@ -177,20 +177,20 @@ def placeholder(module: str, b: StoredTensor, sizes: Sizes) -> StoredTensor:
 def hub_config(
     config: AdapterConfig | None, saved: Layout, modules: Collection[str], replaced: Collection[str]
 ) -> AdapterConfig:
-    """Return the config of an adapter with the Hub's modules as targets: its own, or made of what its trainer saved.
+    """Return the adapter config with the Hub's modules as targets, from `config` or from the trainer's settings.
 
-    `replaced` are the parameters of modules that were trained whole. Raises `NotACheckpoint` where no trainer says it.
+    `replaced` are the parameters of fully trained modules. Raises `NotACheckpoint` if the trainer saved no settings.
     """
     targets = sorted({module.rpartition(".")[2] for module in modules})
-    path, said = (config.path, config.values) if config else trainer_values(saved)
-    wholes = sorted({parameter.split(".")[-2] for parameter in replaced})
-    values = {**said, "target_modules": targets, "modules_to_save": wholes or None}
+    path, settings = (config.path, config.values) if config else trainer_values(saved)
+    full_modules = sorted({parameter.split(".")[-2] for parameter in replaced})
+    values = {**settings, "target_modules": targets, "modules_to_save": full_modules or None}
     content = (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
     return AdapterConfig(path, content, values)
 
 
 def trainer_values(saved: Layout) -> tuple[Path, dict[str, Any]]:
-    """Return what PEFT's config says of an adapter, by what its trainer saved, and where that lies."""
+    """Return the file with the trainer's settings, and these settings in keys of PEFT's config."""
     if (file := saved.root / _SAVED).is_file():
         return file, bridge_values(file)
     values = swift_values(read_args(saved))
@@ -201,7 +201,7 @@ def trainer_values(saved: Layout) -> tuple[Path, dict[str, Any]]:
 
 
 def swift_values(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what PEFT's config says of an adapter, by the arguments of ms-swift; None if they do not say it."""
+    """Return ms-swift's arguments in keys of PEFT's config; None without rank or alpha."""
     rank, alpha = args.get("lora_rank"), args.get("lora_alpha")
     if type(rank) is not int or type(alpha) not in (int, float):
         return None
@@ -209,7 +209,7 @@ def swift_values(args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def bridge_values(file: Path) -> dict[str, Any]:
-    """Return what PEFT's config says of an adapter, by the section `peft` of Megatron-Bridge's run_config.yaml."""
+    """Return the section `peft` of Megatron-Bridge's run_config.yaml in keys of PEFT's config."""
     section = re.search(r"^peft:\n((?:[ -].*\n?)+)", read_small(file, _LIMIT).decode(errors="replace"), re.MULTILINE)
     facts = dict(re.findall(r"^  (\w+): *(\S+) *$", section[1], re.MULTILINE)) if section else {}
     if not _LORA.fullmatch(facts.get("_target_", "")):

@@ -1,9 +1,9 @@
 """Compare the arguments in a Megatron checkpoint with the config of the model.
 
-Source: megatron/training/arguments.py. They lie in `common.pt` beside the shards, or in the checkpoint itself: as an
-entry of their own, or since core 0.20 in `common_state` (`save` in megatron/core/dist_checkpointing/serialization.py).
-What ckptkit writes has no arguments, which Megatron would compare with its own, but `apply_layernorm_1p` beside the
-step.
+Source: megatron/training/arguments.py. The arguments are in `common.pt` next to the shards, or in the checkpoint
+itself: as an entry, or since core 0.20 in `common_state` (`save` in megatron/core/dist_checkpointing/serialization.py).
+Checkpoints written by ckptkit have no arguments, because Megatron would compare them with its own; only
+`apply_layernorm_1p` is stored next to the step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ckptkit.plugins.megatron import hybrid_names as hybrid
 COMMON, _ARGS = "common.pt", "args"
 _INSIDE = "common_state/shard_0_1"  # since core 0.20: a list with the dict that was in `common.pt` before
 LAYERNORM_1P = "apply_layernorm_1p"
-ZERO_CENTERED = ("gemma",)  # types whose norms lie around zero on the Hub
-_OF_GPT = frozenset("*-E|")  # in the pattern of a HybridModel: what a GPT has, and where stages of a pipeline begin
-_ACTIVATION = "relu2"  # what transformers calls it, and its default for these types
+ZERO_CENTERED = ("gemma",)  # types whose norm weights are centered at zero on the Hub
+_OF_GPT = frozenset("*-E|")  # letters of a HybridModel pattern that a GPT can have; `|` separates pipeline stages
+_ACTIVATION = "relu2"  # transformers' name, and its default for these types
 _TENSOR_PARALLEL = "tensor_model_parallel_size"
-_JOINED = "megatron"  # the format of files of ranks, whose tensors are joined by rules
+_JOINED = "megatron"  # the format of legacy per-rank files, whose tensors ckptkit joins
 _COMPUTED = {"norm_epsilon": "rms_norm_eps"}
 _OF_ROUTER = {
     "moe_router_topk": "num_experts_per_tok",
@@ -37,7 +37,7 @@ _OF_ROUTER = {
     "moe_router_num_groups": "n_group",
     "moe_router_group_topk": "topk_group",
 }
-_ROTARY = ("rope", "mrope", "yarn")  # kinds of positions that transformers has as rope
+_ROTARY = ("rope", "mrope", "yarn")  # position types that transformers implements as rope
 _ROTARY_NUMBERS = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
 _OF_MAMBA = [
     ("mamba_num_heads", "mamba_heads"),
@@ -53,7 +53,10 @@ _SWITCHES = {
 
 
 def check(checkpoint: Layout, sizes: Sizes) -> None:
-    """Raise `Mismatch` for arguments that contradict a config, `Unsupported` where more than names would change."""
+    """Check the arguments against the config.
+
+    Raises `Mismatch` if they contradict the config, `Unsupported` if translating the names is not enough.
+    """
     args = read_args(checkpoint)
     is_hybrid = sizes.model_type in hybrid.TYPES
     pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
@@ -61,10 +64,10 @@ def check(checkpoint: Layout, sizes: Sizes) -> None:
         check_hybrid(checkpoint, args, pattern, sizes)
     else:
         check_pattern(pattern)
-    for name, said, wanted in list_numbers(args, sizes):
-        if said != wanted:
+    for name, saved, wanted in list_numbers(args, sizes):
+        if saved != wanted:
             hint = "check that config.json belongs to this model"
-            raise Mismatch(f"expected {name} {wanted} (config.json), found {said} in Megatron's arguments", hint=hint)
+            raise Mismatch(f"expected {name} {wanted} (config.json), found {saved} in Megatron's arguments", hint=hint)
     if args.get("swiglu") is is_hybrid:
         gates = "no gated" if is_hybrid else "gated"
         raise Mismatch(
@@ -77,48 +80,48 @@ def check(checkpoint: Layout, sizes: Sizes) -> None:
 
 
 def describe(checkpoint: Layout) -> dict[str, Any]:
-    """Return what the arguments say of the computation, in keys of config.json; {} where none are kept.
+    """Return the arguments that affect the computation, in keys of config.json; {} without saved arguments.
 
     Source: megatron/training/arguments.py and megatron/core/transformer/transformer_config.py.
     """
     args = read_args(checkpoint)
     numbers = _COMPUTED | (_OF_ROUTER if args.get("num_experts") else {})
-    found = {hub: args[own] for own, hub in numbers.items() if args.get(own) is not None}
+    config = {hub: args[own] for own, hub in numbers.items() if args.get(own) is not None}
     if args.get("swiglu") is True:
-        found["hidden_act"] = "silu"
+        config["hidden_act"] = "silu"
     elif args.get("squared_relu") is True:
-        found["hidden_act"] = _ACTIVATION
+        config["hidden_act"] = _ACTIVATION
     if (
         args.get("num_experts")
         and args.get("moe_router_score_function") == "softmax"
         and type(args.get("moe_router_pre_softmax")) is bool
     ):
-        found["norm_topk_prob"] = not args["moe_router_pre_softmax"]
-    return found | describe_positions(args) if args else {}
+        config["norm_topk_prob"] = not args["moe_router_pre_softmax"]
+    return config | describe_positions(args) if args else {}
 
 
 def describe_positions(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the arguments say of positions and windows.
+    """Return the arguments about positions and attention windows, in keys of config.json.
 
-    A window of Megatron's is the tokens before and after one; transformers' counts the token itself, too.
+    Megatron's window counts only the tokens before and after a token; transformers also counts the token itself.
     """
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     window = args.get("window_size")
     if "window_size" in args:
-        found["sliding_window"] = window[0] + 1 if isinstance(window, list | tuple) and window else 0
+        config["sliding_window"] = window[0] + 1 if isinstance(window, list | tuple) and window else 0
     kind = args.get("position_embedding_type")
     if kind in _ROTARY:
-        found |= {hub: args[own] for own, hub in _ROTARY_NUMBERS.items() if args.get(own) is not None}
+        config |= {hub: args[own] for own, hub in _ROTARY_NUMBERS.items() if args.get(own) is not None}
         scaled = "llama3" if args.get("use_rope_scaling") is True else "default"
         scaled = "linear" if args.get("rotary_seq_len_interpolation_factor") else scaled
-        found["rope_type"] = "yarn" if kind == "yarn" else scaled
+        config["rope_type"] = "yarn" if kind == "yarn" else scaled
     if kind is not None:
-        found[POSITIONS] = "rope" if kind in _ROTARY else kind
-    return found
+        config[POSITIONS] = "rope" if kind in _ROTARY else kind
+    return config
 
 
 def check_pattern(pattern: object) -> None:
-    """Raise `Unsupported` for a HybridModel, which has a layer for attention and the next one for what comes after."""
+    """Raise `Unsupported` for a HybridModel, which has separate layers for attention and feed-forward."""
     if not isinstance(pattern, str) or not pattern:
         return
     message = f"Megatron's arguments say hybrid_layer_pattern {pattern}: the layers are those of a HybridModel"
@@ -127,15 +130,18 @@ def check_pattern(pattern: object) -> None:
 
 
 def check_hybrid(checkpoint: Layout, args: Mapping[str, Any], pattern: object, sizes: Sizes) -> None:
-    """Raise `Mismatch` for a pattern of other layers than a config calls for, `Unsupported` for rows in no known order.
+    """Check the layer pattern, positions and activation of a hybrid model.
 
-    A pattern has `|` where a stage of a pipeline begins, and behind `/` the layers that predict further tokens.
+    Raises `Mismatch` if the pattern has other layers than the config, `Unsupported` if the order of rows is unknown. In
+    a pattern `|` starts a pipeline stage, and `/` starts the layers for multi-token prediction.
     """
     kinds = hybrid.kinds_of(sizes)
-    said = pattern.partition("/")[0].replace("|", "") if isinstance(pattern, str) and pattern else kinds
-    if said != kinds:
+    saved_kinds = pattern.partition("/")[0].replace("|", "") if isinstance(pattern, str) and pattern else kinds
+    if saved_kinds != kinds:
         hint = "check that config.json belongs to this model"
-        raise Mismatch(f"expected the layers {kinds} (config.json), found {said} in Megatron's arguments", hint=hint)
+        raise Mismatch(
+            f"expected the layers {kinds} (config.json), found {saved_kinds} in Megatron's arguments", hint=hint
+        )
     positions = args.get("position_embedding_type")
     if positions not in (None, "none"):
         expected = f"expected position_embedding_type none for a model of type `{sizes.model_type}`"
@@ -144,14 +150,16 @@ def check_hybrid(checkpoint: Layout, args: Mapping[str, Any], pattern: object, s
     if args.get("squared_relu") is False and sizes.text.get("mlp_hidden_act", _ACTIVATION) == _ACTIVATION:
         wanted = f"expected squared_relu True ({_ACTIVATION} in config.json)"
         raise Mismatch(f"{wanted}, found False in Megatron's arguments")
-    whole = next((name for name in checkpoint.tensors if name.endswith(f".mixer.{hybrid.IN_PROJ}")), None)
-    if whole is not None and checkpoint.format != _JOINED and args.get(_TENSOR_PARALLEL) != 1:
+    in_proj = next((name for name in checkpoint.tensors if name.endswith(f".mixer.{hybrid.IN_PROJ}")), None)
+    if in_proj is not None and checkpoint.format != _JOINED and args.get(_TENSOR_PARALLEL) != 1:
         message = f"the order of its rows depends on {_TENSOR_PARALLEL}, which is not 1 in Megatron's arguments"
-        raise Unsupported(message, tensor=whole, hint="save it as torch_dist, which has a tensor for each kind of rows")
+        raise Unsupported(
+            message, tensor=in_proj, hint="save it as torch_dist, which has a tensor for each kind of rows"
+        )
 
 
 def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
-    """Yield the numbers that arguments say, each with the one that the config calls for."""
+    """Yield the sizes in the arguments as (name, size in the arguments, size in the config)."""
     groups = "num_attention_heads" if args.get("group_query_attention") is False else "num_query_groups"
     symbols = [("hidden_size", "hidden"), ("num_attention_heads", "heads")]
     symbols += _OF_MAMBA if sizes.model_type in hybrid.TYPES else [("num_layers", "layers")]
@@ -162,34 +170,34 @@ def list_numbers(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, i
         yield "kv_channels", args["kv_channels"], sizes.head_width
 
 
-def check_norms(around_zero: object, model: str) -> None:
-    """Raise `Unsupported` where one would have to be added to all norms or taken off, or nothing tells that."""
-    if model in ZERO_CENTERED and around_zero is not True:
+def check_norms(is_zero_centered: object, model: str) -> None:
+    """Raise `Unsupported` if 1 would have to be added to or subtracted from all norms, or if that is unknown."""
+    if model in ZERO_CENTERED and is_zero_centered is not True:
         message = f"the norms of `{model}` are centered at zero on the Hub, but no `{LAYERNORM_1P}` says so here"
         raise Unsupported(message, hint="pass --names keep to keep the names")
-    if around_zero is True and model not in ZERO_CENTERED:
+    if is_zero_centered is True and model not in ZERO_CENTERED:
         message = f"Megatron's arguments say {LAYERNORM_1P}: all norms of `{model}` would need 1 added"
         raise Unsupported(message, hint="pass --names keep to keep the names")
 
 
 def read_args(checkpoint: Layout) -> Mapping[str, Any]:
-    """Return the arguments of the job by name, or what else all ranks have in common; {} where none are kept."""
+    """Return the arguments of the job by name, or else the entries that all ranks share; {} without either."""
     entries = {checkpoint.key(name): blob for name, blob in checkpoint.blobs.items()}
     if (_ARGS,) in entries:
-        found = load_value(checkpoint.root, entries[_ARGS,])
+        saved = load_value(checkpoint.root, entries[_ARGS,])
     else:
         common = dict(pairs_of(read_common(checkpoint, entries.get((_INSIDE,)))) or ())
-        found = common.get(_ARGS, common)
-    state = found.state if isinstance(found, Record) else found
+        saved = common.get(_ARGS, common)
+    state = saved.state if isinstance(saved, Record) else saved
     return {str(name): value for name, value in pairs_of(state) or ()}
 
 
 def read_common(checkpoint: Layout, inside: Blob | None) -> object:
-    """Return the dict that all ranks have in common, from the entry with it or from its file; None without either."""
+    """Return the dict that all ranks share, from its entry `inside` or from `common.pt`; None without either."""
     if inside is not None:
-        found = load_value(checkpoint.root, inside)
-        if not (isinstance(found, list) and len(found) == 1):
+        saved = load_value(checkpoint.root, inside)
+        if not (isinstance(saved, list) and len(saved) == 1):
             raise Corrupt("expected a list of one dict, found something else", path=checkpoint.root, tensor=_INSIDE)
-        return found[0]
+        return saved[0]
     is_beside = is_there(checkpoint.root / COMMON)
     return read_state_file(checkpoint.root, COMMON).value if is_beside else None

@@ -1,8 +1,8 @@
-"""Read Megatron's legacy checkpoints, a file of torch.save for each rank of tensors and pipeline, as one model.
+"""Read Megatron's legacy checkpoints, one torch.save file per tensor-parallel and pipeline rank, as one model.
 
 Source: megatron/training/checkpointing.py, `--ckpt-format torch`. Names stay those of Megatron's modules; tensors are
-joined by the rule for each name, layers and experts are numbered through. What is of one rank only, such as its random
-state, lies under `rank_state` and the number of its directory.
+joined by the rule for each name, and layers and experts get global indices. Per-rank state, such as random state, is
+under `rank_state` and the index of the rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import is_there, names_in
 from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, StoredTensor
 from ckptkit.layout.wrappers import PARAM_NAMES
-from ckptkit.plugins.megatron.join import Job
+from ckptkit.plugins.megatron.join import SavedJob
 from ckptkit.plugins.megatron.saved import (
     BUFFERS,
     FILES,
@@ -30,45 +30,49 @@ from ckptkit.plugins.megatron.saved import (
     Rank,
     SavedRank,
     check_arguments,
+    directory_names_by_rank,
     file_in,
     find_directories,
     has_rank,
     is_own_state,
-    place,
 )
-from ckptkit.plugins.megatron.states import Named, name_states
+from ckptkit.plugins.megatron.states import NamedOptimizer, name_states
 
 _MODEL = "model"
 _RANKS = "rank_state"
-_ARGS = "args"  # of which the first rank's are as good as any
+_ARGS = "args"  # the arguments of the first rank are enough
 
 
 @dataclass
-class Result:
-    """The tensors and entries of a checkpoint as they are gathered."""
+class LayoutBuilder:
+    """The tensors and entries of the layout under construction."""
 
-    job: Job
+    job: SavedJob
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     keys: dict[str, KeyPath] = field(default_factory=dict)
     spares: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
 
     def add_model(self) -> None:
-        """Add the model's tensors, and what its layers on each rank hold beside."""
+        """Add the model's tensors, and the per-rank entries of its layers."""
         for name, joined in self.job.tensors().items():
             self.put((_MODEL, name), joined.tensor, joined.spares)
         for i, saved in enumerate(self.job.ranks.values()):
             for run, flat in saved.models.items():
-                own: dict[str, StoredTensor | Blob] = {**flat.blobs}
-                own |= {name: tensor for name, tensor in flat.tensors.items() if is_own_state(name)}
-                for name, entry in own.items():
+                rank_entries: dict[str, StoredTensor | Blob] = {**flat.blobs}
+                rank_entries |= {name: tensor for name, tensor in flat.tensors.items() if is_own_state(name)}
+                for name, entry in rank_entries.items():
                     self.put((_RANKS, i, f"{_MODEL}{run or ''}", name), entry)
 
     def add_optimizer(self, report: Report) -> None:
-        """Add the optimizer by name if that is certain on every rank, or else each rank's as it is."""
+        """Add the optimizer by parameter name if the names are certain on every rank, or else unchanged per rank."""
         ranks = {rank: name_states(saved) for rank, saved in self.job.ranks.items()}
         first = ranks[Rank(0, 0, 0)]
-        named = {rank: alike for rank, one in ranks.items() if one and first and (alike := one.in_order_of(first))}
+        named = {
+            rank: alike
+            for rank, optimizer in ranks.items()
+            if optimizer and first and (alike := optimizer.in_order_of(first))
+        }
         if len(named) == len(ranks):
             self.add_named(named)
         else:
@@ -79,39 +83,39 @@ class Result:
                 self.add_buffers(i, path, report)
 
     def add_buffers(self, rank: int, path: str, report: Report) -> None:
-        """Add what data-parallel ranks share of an optimizer. Reports a file that is missing or cannot be read."""
+        """Add the optimizer state that data-parallel ranks share. Reports a file that is missing or unreadable."""
         try:
             state = read_state_file(self.job.root, path)
             self.put_all((_RANKS, rank, PurePosixPath(BUFFERS).stem), flatten(state.value, state.entries, path))
         except CkptError as error:
             report(error.blame(path=self.job.root / path))
 
-    def add_named(self, named: Mapping[Rank, Named]) -> None:
-        """Add the states of parameters, joined as these are, and the groups with the names of all."""
+    def add_named(self, named: Mapping[Rank, NamedOptimizer]) -> None:
+        """Add the optimizer states, joined like the parameters, and the parameter groups with all names."""
         first = named[Rank(0, 0, 0)]
-        for moment in dict.fromkeys(moment for one in named.values() for moment in one.tensors):
-            by_rank = {rank: one.tensors.get(moment, {}) for rank, one in named.items()}
+        for moment in dict.fromkeys(moment for optimizer in named.values() for moment in optimizer.tensors):
+            by_rank = {rank: optimizer.tensors.get(moment, {}) for rank, optimizer in named.items()}
             for name, joined in self.job.join(by_rank).items():
                 self.put((OPTIMIZER, "state", name, moment), joined.tensor, joined.spares)
         names: list[dict[str, None]] = [{} for _ in first.groups]
-        for rank, one in named.items():
-            for group, members in zip(names, one.groups, strict=True):
-                group.update({self.whole_name(name, run, rank): None for run, name, _ in members})
-            for (run, name, moment), blob in one.blobs.items():
-                self.put((OPTIMIZER, "state", self.whole_name(name, run, rank), moment), blob)
+        for rank, optimizer in named.items():
+            for group, members in zip(names, optimizer.groups, strict=True):
+                group.update({self.global_name(name, run, rank): None for run, name, _ in members})
+            for (run, name, moment), blob in optimizer.blobs.items():
+                self.put((OPTIMIZER, "state", self.global_name(name, run, rank), moment), blob)
         saved = self.job.sound
         for i, (group, settings) in enumerate(zip(names, first.settings, strict=True)):
             lists = {key: list(group) for key in ("params", *(settings.keys() & {PARAM_NAMES}))}
             self.put_all((OPTIMIZER, "param_groups", i), saved.flatten({**settings, **lists}))
         for key in first.others:
-            self.add_common((OPTIMIZER,), key, {rank: one.others.get(key) for rank, one in named.items()})
+            self.add_common((OPTIMIZER,), key, {rank: optimizer.others.get(key) for rank, optimizer in named.items()})
 
-    def whole_name(self, name: str, run: int, rank: Rank) -> str:
-        """Return what a parameter of a rank is called in the whole model."""
+    def global_name(self, name: str, run: int, rank: Rank) -> str:
+        """Return the name in the full model of a parameter on one rank."""
         return self.job.numbering.name(name, (run, rank.stage), rank.expert)
 
     def add_rest(self) -> None:
-        """Add what lies beside model and optimizer: once if it is the same on all ranks, or else for each."""
+        """Add the entries outside model and optimizer: once if they are equal on all ranks, or else per rank."""
         first = self.job.ranks[Rank(0, 0, 0)]
         if self.job.version > (first.number(VERSION) or 0):
             self.put((VERSION,), Blob(first.path, 0, 0, dump(self.job.version)))
@@ -119,32 +123,32 @@ class Result:
             self.add_common((), key, {rank: saved.others.get(key) for rank, saved in self.job.ranks.items()})
 
     def add_common(self, above: KeyPath, key: str, values: Mapping[Rank, Any]) -> None:
-        """Add an entry of all ranks once, under its own key; or for each rank, if they differ or hold tensors."""
+        """Add an entry once, under its own key; or per rank, if the ranks differ or have tensors in it."""
         flats = [self.job.ranks[rank].flatten({key: value}) for rank, value in values.items()]
-        sound = [flat for rank, flat in zip(values, flats, strict=True) if not self.job.ranks[rank].is_lost]
-        contents = [{name: blob.content for name, blob in flat.blobs.items()} for flat in sound]
-        is_same = not sound[0].tensors and all(one == contents[0] for one in contents)
+        readable = [flat for rank, flat in zip(values, flats, strict=True) if not self.job.ranks[rank].is_lost]
+        contents = [{name: blob.content for name, blob in flat.blobs.items()} for flat in readable]
+        is_same = not readable[0].tensors and all(one == contents[0] for one in contents)
         if len(flats) == 1 or is_same or key == _ARGS:
-            self.put_all(above, sound[0])
+            self.put_all(above, readable[0])
             return
         for i, flat in enumerate(flats):
             self.put_all((_RANKS, i, *above), flat)
 
     def add_of_ranks(self, key: str, values: Mapping[Rank, Any]) -> None:
-        """Add an entry of each rank as it is; that of an only rank under its own key."""
+        """Add an entry per rank, unchanged; with a single rank under its own key."""
         for i, (rank, value) in enumerate(values.items()):
             if value is not None:
                 above: KeyPath = (_RANKS, i) if len(values) > 1 else ()
                 self.put_all(above, self.job.ranks[rank].flatten({key: value}))
 
     def put_all(self, above: KeyPath, flat: FlatState) -> None:
-        """Add what was flattened, below a key path."""
+        """Add flattened tensors and entries below a key path."""
         entries: dict[str, StoredTensor | Blob] = {**flat.tensors, **flat.blobs}
         for name, entry in entries.items():
             self.put((*above, *flat.keys[name]), entry)
 
     def put(self, key: KeyPath, entry: StoredTensor | Blob, spares: tuple[Chunk, ...] = ()) -> None:
-        """Add one entry by its key path, with other copies of its chunks."""
+        """Add one entry at its key path, with the replicas of its chunks."""
         name = ".".join(map(str, key))
         self.keys[name] = key
         self.spares[name] = spares
@@ -154,8 +158,8 @@ class Result:
             self.tensors[name] = entry
 
     def layout(self, format_name: str, files: tuple[str, ...]) -> Layout:
-        """Return what was gathered; `files` are those of the ranks that could be read."""
-        ranks, spares = len(self.job.ranks), {name: found for name, found in self.spares.items() if found}
+        """Return the layout; `files` are the rank files that could be read."""
+        ranks, spares = len(self.job.ranks), {name: replicas for name, replicas in self.spares.items() if replicas}
         return Layout(self.job.root, format_name, self.tensors, self.blobs, self.keys, ranks, files, spares=spares)
 
 
@@ -163,7 +167,7 @@ _EMBEDDING = "word_embeddings.weight"
 
 
 class Megatron(FormatReader):
-    """The format of Megatron's legacy checkpoints, which is only read."""
+    """The format of Megatron's legacy checkpoints, which ckptkit reads and does not write."""
 
     name = "megatron"
     known_by = "Megatron's `mp_rank_00`"
@@ -174,21 +178,23 @@ class Megatron(FormatReader):
         return bool(find_directories([name]))
 
     def rank_of(self, name: str) -> int | None:
-        found = find_directories([name])
-        return int("".join(f"{number:04d}" for number in found[0].numbers)) if found else None
+        directories = find_directories([name])
+        return int("".join(f"{number:04d}" for number in directories[0].numbers)) if directories else None
 
     def detect(self, path: Path) -> bool:
-        """Return True for a directory with those of ranks, for one of these, and for the file in it."""
+        """Return True for a directory with rank directories, for a rank directory, and for the file in it."""
         if path.is_dir():
-            return any(has_rank(path / found.name) for found in find_directories(names_in(path))) or has_rank(path)
+            return any(has_rank(path / directory.name) for directory in find_directories(names_in(path))) or has_rank(
+                path
+            )
         return path.name in FILES and is_there(path)
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report each rank that is missing, each one's directory without a file, and each file that breaks off."""
+        """Report each missing rank, each rank directory without a file, and each truncated file."""
         root, files = find_files(path, report)
         numbers = [found.numbers for found in find_directories(files)]
         if len({len(one) for one in numbers}) == 1 and len(numbers) > 1:
-            place(root, find_directories(files), None, has_stages=True, report=report)
+            directory_names_by_rank(root, find_directories(files), None, has_stages=True, report=report)
         for file in (file for file in files.values() if is_there(root / file)):
             try:
                 with opened(root / file) as (read, length):
@@ -197,91 +203,98 @@ class Megatron(FormatReader):
                 report(error.blame(path=root / file))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of the whole model, with its optimizer where it is certain what its states are of.
+        """Return the layout of the full model; the optimizer is by name if its parameters are certain.
 
-        Reports ranks that are missing or cannot be read; what they had others of their stage tell. Raises `Corrupt` if
-        none does, or one is of another job, `Unsupported` for a tensor of which no rule says how it is split.
+        Ranks that are missing or unreadable are reported, and their tensors get the shapes of another rank in the same
+        stage. Raises `Corrupt` if a stage has no readable rank, or a file comes from another job, `Unsupported` for a
+        tensor without a known splitting rule.
         """
         root, files = find_files(path, report)
         saved = read_files(root, files, report)
-        job = Job(root, arrange(root, files, saved, report))
+        job = SavedJob(root, assign_ranks(root, files, saved, report))
         check_same_job(job)
         check_arguments(job.ranks[Rank(0, 0, 0)], job.sizes)
-        result = Result(job)
+        result = LayoutBuilder(job)
         result.add_model()
         result.add_optimizer(report)
         result.add_rest()
-        return result.layout(self.name, tuple(one.path for one in saved.values()))
+        return result.layout(self.name, tuple(rank.path for rank in saved.values()))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Return every entry of the files: storages, pickles and what torch puts beside them."""
+        """Return every zip entry of the files: storages, pickles and torch's own records."""
         return extents_of(layout, layout.paths | set(layout.descriptions), report)
 
 
 def find_files(path: Path, report: Report) -> tuple[Path, dict[str, str]]:
-    """Return the directory of a checkpoint, and each rank's file as seen from there, by its directory.
+    """Return the directory of a checkpoint, and the file of each rank relative to it, by rank directory.
 
-    Reports directories of ranks without one. One rank's directory, or its file, is a checkpoint only if there is no
-    other.
+    Reports rank directories without a file. A single rank directory, or its file, is accepted only if there are no
+    other ranks.
     """
     if path.is_dir() and not has_rank(path):
-        return path, {found.name: file_in(path, found.name, report) for found in find_directories(names_in(path))}
+        return path, {
+            directory.name: file_in(path, directory.name, report) for directory in find_directories(names_in(path))
+        }
     folder = path if path.is_dir() else path.parent
-    others = len(find_directories(names_in(folder.parent))) if find_directories([folder.name]) else 1
+    rank_count = len(find_directories(names_in(folder.parent))) if find_directories([folder.name]) else 1
     name = path.name if not path.is_dir() else next(name for name in FILES if is_there(path / name))
     sizes = SavedRank.read(folder, name).sizes
-    if others > 1 or (sizes and sizes != (1, 1, 1)):
+    if rank_count > 1 or (sizes and sizes != (1, 1, 1)):
         message = "this is one of several ranks; each has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"pass the directory above, {folder.parent}")
     return folder, {"": name}
 
 
 def read_files(root: Path, files: Mapping[str, str], report: Report) -> dict[str, SavedRank]:
-    """Return what is in the files of ranks, by directory; report those that cannot be read. Raises if none can."""
-    there = {name: file for name, file in files.items() if is_there(root / file)}
-    saved = read_each(root, there, lambda _, file: SavedRank.read(root, file), report)
+    """Return the saved ranks by directory; report those that cannot be read. Raises `Corrupt` if none can."""
+    existing = {name: file for name, file in files.items() if is_there(root / file)}
+    saved = read_each(root, existing, lambda _, file: SavedRank.read(root, file), report)
     if not saved:
         raise Corrupt("no rank's file can be read", path=root)
     return saved
 
 
-def arrange(
+def assign_ranks(
     root: Path, files: Mapping[str, str], saved: Mapping[str, SavedRank], report: Report
 ) -> Mapping[Rank, SavedRank]:
-    """Return the files by rank, of which those in `saved` could be read; others are as those of their stage."""
+    """Return the saved states by rank; an unreadable rank is modeled on a readable rank of the same stage."""
     if "" in saved:
         return {Rank(0, 0, 0): saved[""]}
     sizes = next(iter(saved.values())).sizes
     has_stages = sizes.stages > 1 or sizes.experts == 1 if sizes else not all(map(has_embedding, saved.values()))
-    places = place(root, find_directories(files), sizes, has_stages, report)
-    of_stages = {rank.stage: saved[name] for rank, name in places.items() if name in saved}
+    directory_names = directory_names_by_rank(root, find_directories(files), sizes, has_stages, report)
+    of_stages = {rank.stage: saved[name] for rank, name in directory_names.items() if name in saved}
     ranks: dict[Rank, SavedRank] = {}
-    for rank, name in sorted(places.items()):
-        like = saved.get(name) or of_stages.get(rank.stage)
-        if like is None:
+    for rank, name in sorted(directory_names.items()):
+        model_rank = saved.get(name) or of_stages.get(rank.stage)
+        if model_rank is None:
             message = f"no rank of stage {rank.stage} of the pipeline can be read, so its layers are unknown"
             raise Corrupt(message, path=root / name)
-        ranks[rank] = like if name in saved else replace(like, path=files.get(name, f"{name}/{FILES[0]}"), is_lost=True)
+        ranks[rank] = (
+            model_rank
+            if name in saved
+            else replace(model_rank, path=files.get(name, f"{name}/{FILES[0]}"), is_lost=True)
+        )
     return ranks
 
 
 def has_embedding(saved: SavedRank) -> bool:
-    """Return whether a rank has the first tensor of a model, as only those of the first stage do."""
+    """Return whether a rank has the word embedding, which only the first pipeline stage has."""
     return any(name.endswith(_EMBEDDING) for run in saved.models for name in saved.specs(run))
 
 
-def check_same_job(job: Job) -> None:
-    """Raise `Corrupt` if the files are of several saves, or of jobs of several sizes."""
+def check_same_job(job: SavedJob) -> None:
+    """Raise `Corrupt` if the files come from several saves, or from jobs of different sizes."""
     first = next(iter(job.ranks.values()))
     for saved in job.ranks.values():
-        for what, one, other in (
+        for label, expected, found in (
             ("iteration", first.number("iteration"), saved.number("iteration")),
             ("checkpoint version", first.number(VERSION), saved.number(VERSION)),
             ("number of ranks", first.sizes, saved.sizes),
         ):
-            if one != other:
+            if expected != found:
                 message = (
-                    f"expected {what} {one} as in `{first.path}`, found {other}: this directory mixes "
+                    f"expected {label} {expected} as in `{first.path}`, found {found}: this directory mixes "
                     "files of several saves"
                 )
                 raise Corrupt(message, path=job.root / saved.path)

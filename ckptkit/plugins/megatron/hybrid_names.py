@@ -1,9 +1,9 @@
-"""Know the names of Megatron-Core's hybrid models, of Mamba, attention, MLP and experts, and map them to the Hub's.
+"""Translate the names of Megatron-Core's hybrid models (Mamba, attention, MLP and experts) to the Hub's names.
 
 Source: `sharded_state_dict` in megatron/core/ssm/{mamba_block,mamba_layer,mamba_mixer}.py of core 0.16, and in
 megatron/core/models/hybrid/hybrid_block.py of core 0.20; nemotron_h_bridge.py of Megatron-Bridge 067f987 (August 2026).
-Every layer has a number and one norm, which has another name in each kind of layer. The rows of Mamba's `in_proj` and
-`conv1d` that belong together are tensors of their own, so that ranks can share them.
+Every layer has an index and one norm, whose name depends on the kind of layer. Mamba's `in_proj` and `conv1d` are
+stored as several tensors of related rows, so that ranks can split each of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ TYPES = ("nemotron_h",)
 IN_PROJ = "in_proj.weight"
 _IN_LAYER, _LAYER = "decoder.layers.{layer}.", "backbone.layers.{layer}."
 _NORM = "norm.weight"
-_NORMS = {  # by the letter of a kind of layer in Megatron's pattern: what Transformer Engine's modules call its norm
+_NORMS = {  # by the letter in Megatron's layer pattern: the norm's name in Transformer Engine's modules
     "M": "mixer.in_proj.layer_norm_weight",
     "*": "self_attention.linear_qkv.layer_norm_weight",
     "-": "mlp.linear_fc1.layer_norm_weight",
     "E": "pre_mlp_layernorm.weight",
 }
-_KINDS = {  # what transformers calls these, `NemotronHConfig`, and what it called them before
+_KINDS = {  # names in transformers' `NemotronHConfig`, current and older ones
     "linear_attention": "M",
     "mamba": "M",
     "full_attention": "*",
@@ -58,7 +58,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def mamba() -> Iterator[Rule]:
-    """Yield the rules for a layer of Mamba: in pieces, or whole as a job without tensor parallelism may have it."""
+    """Yield the rules for a Mamba layer: split into row groups, or unsplit as in jobs without tensor parallelism."""
     mixer = "mixer."
     for name, pieces in ((IN_PROJ, "z x B C dt"), ("conv1d.weight", "x B C"), ("conv1d.bias", "x B C")):
         own, hub = f"{_IN_LAYER}{mixer}{name}", f"{_LAYER}{mixer}{name}"
@@ -69,7 +69,7 @@ def mamba() -> Iterator[Rule]:
 
 
 def experts() -> Iterator[Rule]:
-    """Yield the rules for a mixture of experts, which have no gates; those of a latent size have projections to it."""
+    """Yield the rules for a mixture of ungated experts; experts of a latent size also have projections."""
     yield from mixers(
         {
             "mlp.router.weight": "gate.weight",
@@ -91,37 +91,37 @@ def experts() -> Iterator[Rule]:
 
 
 def mixers(names: dict[str, str]) -> Iterator[Rule]:
-    """Yield a rule for each tensor of a layer that only has another name on the Hub, below `mixer` there."""
+    """Yield a rule for each layer tensor that the Hub only renames, with the prefix `mixer`."""
     for own, hub in names.items():
         yield Rule.of(_IN_LAYER + own, f"{_LAYER}mixer.{hub}")
 
 
 @dataclass(frozen=True, slots=True)
 class MambaRows:
-    """Several tensors in the family whose rows follow each other in the one on the Hub.
+    """Concatenate the row groups of a Mamba tensor into the Hub's single tensor.
 
-    z and x are the gates and inputs of all heads, B and C the states of each group, and dt has a row for each head.
+    z and x are the gates and inputs of all heads, B and C the states of each group, and dt has one row per head.
     """
 
     parts: tuple[str, ...]
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return the one tensor of several."""
-        for part, tensor, rows in zip(self.parts, tensors, self.of(sizes), strict=True):
+        """Return the row groups as one tensor."""
+        for part, tensor, rows in zip(self.parts, tensors, self.row_counts(sizes), strict=True):
             if tensor.spec.shape[0] != rows:
                 raise Mismatch(f"expected {rows} rows of {part} (config.json), found {tensor.spec.shape[0]}")
         return (axes.concatenate(tensors, 0),)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return the tensors that the one is joined of."""
-        (whole,) = tensors
-        ends = (0, *accumulate(self.of(sizes)))
-        if ends[-1] != whole.spec.shape[0]:
-            raise Mismatch(f"expected {ends[-1]} rows (config.json), found {whole.spec.shape[0]}")
-        return tuple(axes.cut(whole, 0, start, stop) for start, stop in pairwise(ends))
+        """Return the row groups that the tensor consists of."""
+        (full,) = tensors
+        ends = (0, *accumulate(self.row_counts(sizes)))
+        if ends[-1] != full.spec.shape[0]:
+            raise Mismatch(f"expected {ends[-1]} rows (config.json), found {full.spec.shape[0]}")
+        return tuple(axes.cut(full, 0, start, stop) for start, stop in pairwise(ends))
 
-    def of(self, sizes: Sizes) -> tuple[int, ...]:
-        """Return how many rows each has."""
+    def row_counts(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the number of rows in each group."""
         inner = sizes["mamba_heads"] * sizes["mamba_width"]
         states = sizes["mamba_groups"] * sizes["mamba_states"]
         rows = {"z": inner, "x": inner, "B": states, "C": states, "dt": sizes["mamba_heads"]}
@@ -129,7 +129,7 @@ class MambaRows:
 
 
 def kinds_of(sizes: Sizes) -> str:
-    """Return the kinds of all layers as Megatron's pattern has them. Raises `Unsupported` if it has no such kind."""
+    """Return the kinds of all layers as letters of Megatron's pattern. Raises `Unsupported` for an unknown kind."""
     keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     kinds = next((sizes.text[key] for key in keys if sizes.text.get(key)), None)
     if not isinstance(kinds, list | str):
@@ -141,7 +141,7 @@ def kinds_of(sizes: Sizes) -> str:
 
 
 def norm_of(layer: int, sizes: Sizes) -> str:
-    """Return what a layer calls its norm. Raises `Mismatch` for one that the config does not have."""
+    """Return the name of the norm in a layer. Raises `Mismatch` if the config does not have this layer."""
     kinds = kinds_of(sizes)
     if layer >= len(kinds):
         raise Mismatch(f"expected {len(kinds)} layers (config.json), found layer {layer}")

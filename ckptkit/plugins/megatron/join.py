@@ -1,4 +1,4 @@
-"""Join the files of all ranks into the tensors of one model, and of its optimizer where that is certain."""
+"""Join the files of all ranks into the tensors of one model, and its optimizer if the parameter order is certain."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from ckptkit.layout import Chunk, StoredTensor, axes
 from ckptkit.plugins.megatron.rules import rule_for
 from ckptkit.plugins.megatron.saved import VERSION, GridSizes, Rank, SavedRank
 
-# Put fused queries, keys and values of checkpoint versions below 2 in the order of later ones. No bytes move.
+# Reorder the fused queries, keys and values of checkpoint versions below 2 as later versions store them.
 #
-# Source: megatron/training/checkpointing.py, `fix_query_key_value_ordering`. The rows of a rank were `[3, heads,
-# width]` in version 0, which is also that of files without one, and `[heads, width, 3]` in version 1. Since 2 they are
-# `[heads, 3, width]`. Keys and values of attention to another sequence are fused likewise, two for three.
+# Source: megatron/training/checkpointing.py, `fix_query_key_value_ordering`. The rows of a rank are `[3, heads,
+# width]` in version 0 (and in files without a version), `[heads, width, 3]` in version 1, and since version 2
+# `[heads, 3, width]`. Keys and values of cross-attention are fused in the same way, with 2 instead of 3.
 CURRENT = 2.0
 _FUSED = re.compile(r"(?:.*\.)?(query_key_value|key_value)\.(?:weight|bias)")
 
 
 def has_fused(names: Iterable[str]) -> bool:
-    """Return whether any of the names is that of fused queries, keys and values."""
+    """Return whether any of the names is a fused query, key and value tensor."""
     return any(map(_FUSED.fullmatch, names))
 
 
-def in_new_order(tensor: StoredTensor, local: str, version: float, heads: int) -> StoredTensor:
-    """Return what a rank with so many `heads` has under a name, its rows in the order of version 2.
+def in_current_order(tensor: StoredTensor, local: str, version: float, heads: int) -> StoredTensor:
+    """Return a fused tensor with its rows in the order of version 2; other tensors are returned unchanged.
 
-    Raises `Corrupt` if its rows are not those of whole heads, `Unsupported` for a version that is not known.
+    `heads` is the number of heads on this rank. Raises `Corrupt` if the heads do not divide the rows, `Unsupported` for
+    an unknown version.
     """
     match = _FUSED.fullmatch(local)
     if match is None or version >= CURRENT:
@@ -40,75 +41,75 @@ def in_new_order(tensor: StoredTensor, local: str, version: float, heads: int) -
     if version not in (0, 1):
         raise Unsupported(f"expected checkpoint version 0, 1, {CURRENT} or later, found {version}")
     fused = 3 if match[1] == "query_key_value" else 2
-    width, rest = divmod(tensor.spec.shape[0], fused * heads)
-    if rest:
+    width, remainder = divmod(tensor.spec.shape[0], fused * heads)
+    if remainder:
         raise Corrupt(f"expected {fused} x {heads} heads to divide the rows, found {tensor.spec.shape[0]} rows")
     extents, order = ((fused, heads, width), (1, 0, 2)) if version == 0 else ((heads, width, fused), (0, 2, 1))
-    apart = axes.split(tensor, 0, extents)
-    moved = axes.permute(apart, (*order, *range(3, len(apart.spec.shape))))
+    split = axes.split(tensor, 0, extents)
+    moved = axes.permute(split, (*order, *range(3, len(split.spec.shape))))
     return axes.unsplit(axes.merge(moved, 0, 3))
 
 
-# Number layers and experts through: each stage of a pipeline counts its layers from 0, each rank its experts.
+# Give layers and experts global indices: each pipeline stage counts its layers from 0, each rank its experts.
 #
 # Source: megatron/core/transformer/transformer_layer.py, get_transformer_layer_offset, and moe/experts.py. With a
-# virtual pipeline each stage has several runs of layers; the first run of every stage comes before the second of any.
+# virtual pipeline each stage has several runs of layers: the first runs of all stages come before the second runs.
 _LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]+)(\..*)", re.DOTALL)
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]+)(.*)", re.DOTALL)
-_MOST = 1 << 20  # layers or experts; ten times those of any model
+_MOST = 1 << 20  # layers or experts; far more than any model has
 
-Run = tuple[int, int]  # the number of a run of layers in its stage, and that of the stage: in the order of the layers
+Run = tuple[int, int]  # (run index in the stage, stage): sorts in layer order
 
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The layers of each run and stage, by what they are in: numbers in the model; and how many experts a rank has."""
+    """The global layer indices by (module list, run), and the number of experts per rank."""
 
     layers: Mapping[tuple[str, Run], range]
     experts: int
 
     def name(self, name: str, run: Run, expert_rank: int) -> str:
-        """Return what a tensor is called in the whole model."""
+        """Return the name of a tensor in the full model."""
         experts = range(expert_rank * self.experts, (expert_rank + 1) * self.experts)
         match = _LAYER.fullmatch(name)
         if match:
-            name = f"{match[1]}{pick(self.layers.get((match[1], run), range(0)), match[2])}{match[3]}"
+            name = f"{match[1]}{global_index(self.layers.get((match[1], run), range(0)), match[2])}{match[3]}"
         match = _EXPERT.fullmatch(name)
-        return f"{match[1]}{pick(experts, match[2])}{match[3]}" if match else name
+        return f"{match[1]}{global_index(experts, match[2])}{match[3]}" if match else name
 
 
-def number(names: Mapping[Run, Iterable[str]]) -> Numbering:
-    """Return how to number through what one rank of each run and stage has, by the names of its tensors."""
+def make_numbering(names: Mapping[Run, Iterable[str]]) -> Numbering:
+    """Return the numbering of layers and experts, from the tensor names on one rank per run."""
     layers: dict[tuple[str, Run], range] = {}
-    reached: dict[str, int] = {}
+    next_layer: dict[str, int] = {}
     experts = 0
     for run in sorted(names):
-        here: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for name in names[run]:
             match, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
             if match:
-                here[match[1]] = max(here.get(match[1], 0), 1 + as_number(match[2]))
+                counts[match[1]] = max(counts.get(match[1], 0), 1 + as_number(match[2]))
             if expert:
                 experts = max(experts, 1 + as_number(expert[2]))
-        for stack, count in here.items():
-            first = reached.get(stack, 0)
+        for stack, count in counts.items():
+            first = next_layer.get(stack, 0)
             layers[stack, run] = range(first, first + count)
-            reached[stack] = first + count
+            next_layer[stack] = first + count
     return Numbering(layers, experts)
 
 
 def count_layers(names: Iterable[str]) -> dict[str, int]:
-    """Return how many layers there are, by what they are in."""
-    found: dict[str, set[int]] = {}
+    """Return the number of layers in each module list."""
+    indices: dict[str, set[int]] = {}
     for name in names:
         match = _LAYER.fullmatch(name)
         if match:
-            found.setdefault(match[1], set()).add(int(match[2]))
-    return {stack: len(numbers) for stack, numbers in found.items()}
+            indices.setdefault(match[1], set()).add(int(match[2]))
+    return {stack: len(numbers) for stack, numbers in indices.items()}
 
 
-def pick(numbers: range, text: str) -> int:
-    """Return the one of the numbers that a local number means. Raises `Corrupt` if the first rank had not as many."""
+def global_index(numbers: range, text: str) -> int:
+    """Return the global index of a local index. Raises `Corrupt` if the local index is out of range."""
     local = as_number(text)
     if local >= len(numbers):
         raise Corrupt(
@@ -118,7 +119,7 @@ def pick(numbers: range, text: str) -> int:
 
 
 def as_number(text: str) -> int:
-    """Return the number of a layer or an expert. Raises `Corrupt` for one that no model has."""
+    """Return the index of a layer or an expert. Raises `Corrupt` if it is implausibly large."""
     if len(text) > 8 or int(text) >= _MOST:
         raise Corrupt(f"expected numbers of layers and experts below {_MOST}, found {text[:20]}")
     return int(text)
@@ -127,20 +128,19 @@ def as_number(text: str) -> int:
 _GROUPED = (".experts.weight1", ".experts.weight2")
 _COUNTED = ".local_tokens_per_expert"
 
-TensorsByRank = Mapping[
-    Rank, Mapping[int, Mapping[str, StoredTensor]]
-]  # what ranks have of runs of layers, by local names
+# tensors by rank, run of layers, and local name
+TensorsByRank = Mapping[Rank, Mapping[int, Mapping[str, StoredTensor]]]
 
 
 class JoinedTensor(NamedTuple):
-    """A whole tensor, and the chunks of the other copies that ranks have of it."""
+    """A full tensor, and the replicas of its chunks on other ranks."""
 
     tensor: StoredTensor
     spares: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
-class Job:
+class SavedJob:
     """The files of all ranks of one job in directory `root`."""
 
     root: Path
@@ -148,64 +148,64 @@ class Job:
 
     @cached_property
     def sizes(self) -> GridSizes:
-        """Return how many ranks there are of each kind."""
+        """Return the number of ranks of each kind."""
         return GridSizes(*(1 + max(numbers) for numbers in zip(*self.ranks, strict=True)))
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Return every run of layers, in the order of the layers."""
+        """Return every run of layers, in layer order."""
         return sorted((run, rank.stage) for rank, saved in self.ranks.items() for run in saved.models if is_first(rank))
 
     @cached_property
     def numbering(self) -> Numbering:
-        """Return how layers and experts are numbered through."""
-        return number({(run, stage): self.ranks[Rank(0, stage, 0)].specs(run) for run, stage in self.runs})
+        """Return the global numbering of layers and experts."""
+        return make_numbering({(run, stage): self.ranks[Rank(0, stage, 0)].specs(run) for run, stage in self.runs})
 
     @property
     def sound(self) -> SavedRank:
-        """Return the first rank's file that could be read."""
+        """Return the file of the first readable rank."""
         return next(saved for saved in self.ranks.values() if not saved.is_lost)
 
     def tensors(self) -> dict[str, JoinedTensor]:
-        """Return the model's tensors, whole and by their names in it. Raises `Corrupt` where the ranks do not fit."""
+        """Return the full model tensors by name. Raises `Corrupt` if the ranks do not fit together."""
         joined = self.join({rank: saved.weights for rank, saved in self.ranks.items()})
         self.check_layers(joined)
         return joined
 
     def join(self, held: TensorsByRank) -> dict[str, JoinedTensor]:
-        """Return what ranks have for the parameters of the model, such as these themselves, by their names in it."""
-        found: dict[str, JoinedTensor] = {}
+        """Return the full tensors by name, joined from tensors that each rank has per parameter (weights or states)."""
+        tensors: dict[str, JoinedTensor] = {}
         for run, stage in self.runs:
             for expert in range(self.sizes.experts):
                 for name, local, parts in self.parts_of(held, run, Rank(0, stage, expert)):
                     try:
                         tensor = self.join_parts(local, parts, run, stage)
-                        found[name] = joined(name, tensor, parts, found.get(name))
+                        tensors[name] = joined(name, tensor, parts, tensors.get(name))
                     except CkptError as error:
                         raise error.blame(path=self.root, tensor=name) from None
-        return found
+        return tensors
 
     def parts_of(self, held: TensorsByRank, run: int, first: Rank) -> Iterator[tuple[str, str, list[StoredTensor]]]:
-        """Yield each tensor of a run of layers: its name in the model, its local one, and each tensor rank's part."""
-        found = [held[first._replace(tensor=i)].get(run, {}) for i in range(self.sizes.tensor)]
-        for i, one in enumerate(found):
-            missing = found[0].keys() ^ one.keys()
+        """Yield each tensor of a run of layers: global name, local name, and the shard of each tensor-parallel rank."""
+        by_rank = [held[first._replace(tensor=i)].get(run, {}) for i in range(self.sizes.tensor)]
+        for i, on_rank in enumerate(by_rank):
+            missing = by_rank[0].keys() ^ on_rank.keys()
             if missing:
                 path = self.root / self.ranks[first._replace(tensor=i)].path
                 raise Corrupt("some tensor-parallel ranks do not have this tensor", path=path, tensor=min(missing))
-        for local in found[0]:
+        for local in by_rank[0]:
             try:
                 name = self.numbering.name(local, (run, first.stage), first.expert)
             except CkptError as error:
                 raise error.blame(path=self.root / self.ranks[first].path, tensor=local) from None
-            yield name, local, [one[local] for one in found]
+            yield name, local, [on_rank[local] for on_rank in by_rank]
 
     @cached_property
     def version(self) -> float:
-        """Return the version of the order of queries, keys and values, as the model is given.
+        """Return the checkpoint version whose row order the joined queries, keys and values have.
 
-        That is the files' own, but where it is known how those of an older one lie. Raises `Unsupported` for such an
-        order on several ranks, if the number of heads is not known.
+        It is the recorded version, or the current version if ckptkit can reorder the rows. Raises `Unsupported` for an
+        old order on several ranks if the number of heads is unknown.
         """
         first = self.ranks[Rank(0, 0, 0)]
         recorded = first.number(VERSION) or 0
@@ -230,7 +230,7 @@ class Job:
         return count // self.sizes.tensor if type(count) is int and count % self.sizes.tensor == 0 else 0
 
     def join_parts(self, local: str, parts: list[StoredTensor], run: int, stage: int) -> StoredTensor:
-        """Return the tensor of which each tensor rank has a part, by the rule for its name."""
+        """Return the tensor joined from the shards of all tensor-parallel ranks, by the rule for its name."""
         ranks, experts = self.sizes.tensor, self.sizes.experts
         if local.endswith(_GROUPED) and max(ranks, experts) > 1:
             raise Unsupported(
@@ -241,13 +241,13 @@ class Job:
         first = self.ranks[Rank(0, stage, 0)]
         recorded = first.number(VERSION) or 0
         if recorded < self.version:
-            parts = [in_new_order(part, local, recorded, self.heads) for part in parts]
+            parts = [in_current_order(part, local, recorded, self.heads) for part in parts]
         if len(parts) == 1:
             return parts[0]
         return join_ranks(parts, rule_for(local, first.specs(run), ranks, first.args))
 
     def check_layers(self, tensors: Iterable[str]) -> None:
-        """Raise `Corrupt` if there are not as many layers as the arguments say."""
+        """Raise `Corrupt` if the number of layers differs from the arguments."""
         first = self.ranks[Rank(0, 0, 0)]
         stacks = {stack: count for stack, count in count_layers(tensors).items() if not stack.startswith("mtp.")}
         wanted = first.args.get("num_layers")
@@ -258,9 +258,9 @@ class Job:
 
 
 def joined(name: str, tensor: StoredTensor, parts: Sequence[StoredTensor], other: JoinedTensor | None) -> JoinedTensor:
-    """Return a tensor that was joined of parts, or the `other` that ranks of other experts have, with its copies.
+    """Return the joined tensor, or `other` from ranks with other experts, with all replicas.
 
-    Each rank counts for itself how many tokens an expert gets: its numbers are no copy of another rank's.
+    Each rank counts the tokens of its experts by itself, so these counts are not replicas of each other.
     """
     spares = () if name.endswith(_COUNTED) else spares_of(tensor, parts)
     if other is None:

@@ -1,10 +1,10 @@
-"""Know the names of Megatron-Core's models, however they were saved, and map them to the Hub's.
+"""Translate the names of Megatron-Core's models, in any of its formats, to the Hub's names.
 
 Source: `sharded_state_dict` in megatron/core/transformer/{transformer_block,transformer_layer,mlp}.py and
-moe/experts.py, and fsdp_dtensor_checkpoint.py. `torch_dist` has layers that are alike stacked in one tensor, and so
-experts; where layers differ they have numbers. With `singleton_local_shards`, and in `fsdp_dtensor`, experts have
-numbers as well, and gates (`_w`) lie apart from what they gate (`_v`). What is written has layers with numbers and
-experts stacked, which Megatron loads where its `sharded_state_dict` is asked for `non_homogeneous_layers`.
+moe/experts.py, and fsdp_dtensor_checkpoint.py. `torch_dist` stacks equal layers in one tensor, and also experts; if
+layers differ they have indices. With `singleton_local_shards`, and in `fsdp_dtensor`, experts have indices too, and
+gates (`_w`) are separate from the values that they gate (`_v`). ckptkit writes indexed layers and stacked experts,
+which Megatron loads if its `sharded_state_dict` uses `non_homogeneous_layers`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptkit.plugins.megatron.arguments import LAYERNORM_1P, ZERO_CENTERED, chec
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "glm4_moe")
-_WITH_BIAS = ("glm4_moe",)  # of the router
+_WITH_BIAS = ("glm4_moe",)  # types whose router has a bias
 _TYPES = (*_DENSE, *_MIXTURES, *hybrid.TYPES)
 
 _IN_LAYER = "decoder.layers[.{layer}]."
@@ -34,7 +34,7 @@ _BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
+    """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type("Megatron", _TYPES)
     if model in hybrid.TYPES:
         return hybrid.rules()
@@ -58,7 +58,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def written_as(name: str, sizes: Sizes) -> str:
-    """Return what a layer calls its norm: without experts that before them lies inside of `linear_fc1`."""
+    """Return the name under which to write a norm: without experts, the norm before the MLP is inside `linear_fc1`."""
     outline, layer = outline_of(name)
     if outline == "decoder.layers.#.norm.weight":
         return name.replace("norm.weight", hybrid.norm_of(layer[0], sizes))
@@ -69,7 +69,7 @@ def written_as(name: str, sizes: Sizes) -> str:
 
 
 def attention(model: str) -> tuple[Rule, ...]:
-    """Return the rules for queries, keys and values, which are one tensor, and for what comes after them."""
+    """Return the rules for fused queries, keys and values, the output projection, and head norms."""
     names = tuple(f"{LAYER}self_attn.{name}_proj" for name in "qkv")
     norms = {"q_layernorm": "q_norm", "k_layernorm": "k_norm"} if model in _HEAD_NORMS else {}
     return (
@@ -80,7 +80,7 @@ def attention(model: str) -> tuple[Rule, ...]:
 
 
 def feed_forward(own: str, hub: str, size: str) -> tuple[Rule, ...]:
-    """Return the rules for a gated layer of a size: gates and what they gate are one tensor, or two."""
+    """Return the rules for a gated MLP of intermediate size `size`: gate and up are fused, or separate."""
     gate, up = f"{hub}.gate_proj", f"{hub}.up_proj"
     return (
         *with_bias(f"{own}.linear_fc1", (gate, up), Concatenated(2, size=size)),
@@ -108,7 +108,7 @@ def mixture(model: str, hub: ExpertNames) -> tuple[Rule, ...]:
 
 
 def of_experts(layer: str, half: str = "") -> str:
-    """Return each way to call a weight of experts: of all at once, of one by its number, and by its module."""
+    """Return all names of an expert weight: stacked, by expert index, and by module."""
     inside = f"{_IN_LAYER}mlp.experts."
     return " | ".join(
         (
@@ -121,10 +121,10 @@ def of_experts(layer: str, half: str = "") -> str:
 
 
 def files(step: int, model_type: str) -> Mapping[str, bytes]:
-    """Return what Megatron looks for beside the shards: how they are stored, and what all ranks have in common.
+    """Return the files that Megatron expects next to the shards: the storage format, and the shared state.
 
-    Where norms lie around zero, as on the Hub, that is said too: Megatron has to be told by `--apply-layernorm-1p`.
-    Source: megatron/core/dist_checkpointing/core.py; without a version, Megatron-LM would reorder queries and keys.
+    If norms are centered at zero on the Hub, this is recorded too, and Megatron needs `--apply-layernorm-1p`. Source:
+    megatron/core/dist_checkpointing/core.py; without a version, Megatron-LM would reorder queries and keys.
     """
     config = {**_BACKENDS, "sharded_backend_version": 1, "common_backend_version": 1}
     state = {"iteration": step, "checkpoint_version": 3.0}

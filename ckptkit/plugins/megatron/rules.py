@@ -1,11 +1,11 @@
-"""Say how the tensors of Megatron's layers are split over tensor-parallel ranks, by name.
+"""Decide by name how the tensors of Megatron's layers are split over tensor-parallel ranks.
 
 Source: megatron/core/tensor_parallel/layers.py, transformer/{attention,mlp}.py, transformer/moe/{experts,router}.py: a
-ColumnParallelLinear has rows of its weight and of its bias on each rank, a RowParallelLinear columns of its weight and
-all of its bias. Of a gated layer each rank has its gates and then what they gate. Queries, keys and values lie by
-groups, and each rank has whole groups. The names before Megatron-Core are those of megatron/legacy/model. In a layer of
-Mamba (megatron/core/ssm/mamba_mixer.py), each rank has some heads and groups: its rows of z, x, B, C and dt follow one
-another.
+ColumnParallelLinear splits the rows of weight and bias, a RowParallelLinear splits the columns of its weight and copies
+its bias. A rank has the gates of a gated layer first, then the up projection. Queries, keys and values are interleaved
+by groups, and each rank has full groups. The names before Megatron-Core come from megatron/legacy/model. In a Mamba
+layer (megatron/core/ssm/mamba_mixer.py) each rank has some heads and groups, and its rows of z, x, B, C and dt follow
+each other.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _SIZES = {"q": ("q_lora_rank",), "kv": ("kv_lora_rank", "qk_pos_emb_head_dim")}
 
 
 def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str, int | float]) -> JoinRule:
-    """Return how the ranks share a tensor. `specs` are those of all tensors of one rank, by the same names.
+    """Return how the ranks split a tensor; `specs` are all tensors of one rank by the same names.
 
-    `args` are the arguments of the job. Raises `Unsupported` for a name that is not known.
+    `args` are the arguments of the job. Raises `Unsupported` for an unknown name.
     """
     narrow = _NARROWED.fullmatch(name)
     if narrow is not None:
-        return rule_for_narrowed(specs[name].shape[0], ranks, [args.get(size) for size in _SIZES[narrow[1]]])
+        return rule_for_down_projection(specs[name].shape[0], ranks, [args.get(size) for size in _SIZES[narrow[1]]])
     mamba = _MAMBA.fullmatch(name)
     if mamba is not None:
         others = specs.get(f"{mamba[1]}out_proj.weight"), specs.get(f"{mamba[1]}dt_bias")
@@ -74,9 +74,10 @@ def rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mapping[str
 
 
 def rule_for_mamba(rows: int, others: tuple[Spec | None, Spec | None], *, has_gates: bool) -> JoinRule:
-    """Return how ranks share a layer of Mamba that has rows of x, B and C, and with gates of z and dt, too.
+    """Return how ranks split a Mamba tensor with rows of x, B and C, and with `has_gates` also of z and dt.
 
-    `others` are the projection of the output, whose columns are the channels of x, and dt's bias, one for each head.
+    `others` are the output projection, whose columns are the channels of x, and the bias of dt, which has one value per
+    head.
     """
     out, bias = others
     if out is None or bias is None or len(out.shape) != 2 or len(bias.shape) != 1:
@@ -89,11 +90,11 @@ def rule_for_mamba(rows: int, others: tuple[Spec | None, Spec | None], *, has_ga
     return JoinRule(0, extents=(*front, states, states, *back))
 
 
-def rule_for_narrowed(rows: int, ranks: int, sizes: Sequence[object]) -> JoinRule:
-    """Return how ranks share the layer that narrows what latent attention is of, by its size in all.
+def rule_for_down_projection(rows: int, ranks: int, sizes: Sequence[object]) -> JoinRule:
+    """Return how ranks split the down projection of latent attention, given its total `sizes`.
 
-    Source: megatron/core/transformer/multi_latent_attention.py. Transformer Engine's is there in full on every rank,
-    any other has rows on each.
+    Source: megatron/core/transformer/multi_latent_attention.py. Transformer Engine copies it to every rank; other
+    implementations split its rows.
     """
     if not all(type(size) is int for size in sizes):
         raise Unsupported("the job's `args` do not give the size: cannot tell whether every rank has the whole tensor")

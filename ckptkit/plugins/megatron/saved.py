@@ -1,6 +1,6 @@
-"""The files of Megatron's ranks.
+"""Read the files of Megatron's ranks.
 
-The directories by their names, and the arguments, model, optimizer and other entries in each.
+Rank directories by their names, and the arguments, model, optimizer and other entries in each file.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ckptkit.formats.shards.join_ranks import as_lost
 from ckptkit.io.file import is_there, names_in
 from ckptkit.layout import Spec, StoredTensor
 
-# Find the directories of ranks that share tensors, pipeline and experts, and tell by their names which is which.
+# Find the directories of tensor-, pipeline- and expert-parallel ranks, and parse their names.
 #
-# Source: megatron/training/checkpointing.py, get_checkpoint_name: `mp_rank_TT`, `mp_rank_TT_PPP` with several stages of
-# a pipeline, and at the end the number of the rank of experts, if there are several of these.
+# Source: megatron/training/checkpointing.py, get_checkpoint_name: `mp_rank_TT`, `mp_rank_TT_PPP` with several pipeline
+# stages, and at the end the expert-parallel rank, if there are several.
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-BUFFERS = "distrib_optim.pt"  # of the optimizer that data-parallel ranks share
-_MOST = 1 << 12  # ranks that are missing
+BUFFERS = "distrib_optim.pt"  # the optimizer state that data-parallel ranks share
+_MOST = 1 << 12  # reported missing ranks
 _RANK = re.compile(r"mp_rank_([0-9]{2,4})((?:_[0-9]{3,4}){0,2})")
 
 
 class GridSizes(NamedTuple):
-    """The numbers of ranks that share tensors, of stages of the pipeline, and of ranks that share experts."""
+    """The number of tensor-parallel ranks, pipeline stages, and expert-parallel ranks."""
 
     tensor: int
     stages: int
@@ -41,7 +41,7 @@ class GridSizes(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """The place of a rank among those that share tensors, in the pipeline, and among those that share experts."""
+    """The tensor-parallel, pipeline and expert-parallel index of a rank."""
 
     tensor: int
     stage: int
@@ -57,65 +57,70 @@ class Directory:
 
 
 def find_directories(names: Iterable[str]) -> list[Directory]:
-    """Return those of the names that are directories of ranks, in order."""
+    """Return the rank directories among the names, sorted by their numbers."""
     matches = ((name, _RANK.fullmatch(name)) for name in names)
-    found = [
+    directories = [
         Directory(name, (int(match[1]), *(int(n) for n in match[2].split("_") if n)))
         for name, match in matches
         if match
     ]
-    return sorted(found, key=lambda directory: directory.numbers)
+    return sorted(directories, key=lambda directory: directory.numbers)
 
 
 def file_in(root: Path, directory: str, report: Report) -> str:
-    """Return the file of a rank, as seen from `root`. Reports a directory that has none."""
+    """Return the file of a rank, relative to `root`. Reports a directory without a file."""
     names = names_in(root / directory)
-    found = next((name for name in FILES if name in names), None)
-    if found is None:
+    file_name = next((name for name in FILES if name in names), None)
+    if file_name is None:
         report(
             Incomplete(
                 f"`{FILES[0]}` is missing from the directory of this rank", path=root / directory, hint=ELSEWHERE
             )
         )
-    return f"{directory}/{found or FILES[0]}"
+    return f"{directory}/{file_name or FILES[0]}"
 
 
 def has_rank(path: Path) -> bool:
-    """Return whether a directory is that of one rank, with its file in it."""
+    """Return whether a directory belongs to one rank and contains its file."""
     return path.is_dir() and any(is_there(path / name) for name in FILES)
 
 
-def place(
+def directory_names_by_rank(
     root: Path, directories: Iterable[Directory], sizes: GridSizes | None, has_stages: bool, report: Report
 ) -> Mapping[Rank, str]:
-    """Return the directory of each rank; `sizes` as the ranks were told, None where their files do not say.
+    """Return the directory name of each rank; `sizes` come from the arguments, or None if the files do not record them.
 
-    Of two numbers the second is that of a stage if `has_stages`. Reports ranks that have none. Raises `Corrupt` for
-    those of several jobs.
+    With two numbers in a name, the second is the pipeline stage if `has_stages`, else the expert-parallel rank. Reports
+    ranks without a directory. Raises `Corrupt` for directories of several jobs.
     """
-    found = {as_rank(directory.numbers, has_stages): directory.name for directory in directories}
+    names_by_rank = {as_rank(directory.numbers, has_stages): directory.name for directory in directories}
     lengths = {len(directory.numbers) for directory in directories}
     if len(lengths) > 1:
         raise Corrupt("this directory mixes the ranks of several jobs: their names differ in length", path=root)
-    sizes = sizes or GridSizes(*(1 + max(numbers) for numbers in zip(*found, strict=True)))
-    more = sorted(rank for rank in found if not all(number < size for number, size in zip(rank, sizes, strict=True)))
-    count = prod(sizes) - (len(found) - len(more))
+    sizes = sizes or GridSizes(*(1 + max(numbers) for numbers in zip(*names_by_rank, strict=True)))
+    unexpected = sorted(
+        rank for rank in names_by_rank if not all(number < size for number, size in zip(rank, sizes, strict=True))
+    )
+    missing_count = prod(sizes) - (len(names_by_rank) - len(unexpected))
     length = max(*lengths, 1 + (sizes.stages > 1) + (sizes.experts > 1))
-    tensors, stages, experts = map(range, sizes)  # as many as somebody's file says
+    tensors, stages, experts = map(range, sizes)  # sizes recorded in a readable file
     ranks = (Rank(i, j, k) for i in tensors for j in stages for k in experts)
-    missing = {rank: name_of(rank, length, has_stages) for rank in islice((r for r in ranks if r not in found), _MOST)}
-    if count:
+    missing = {
+        rank: directory_name(rank, length, has_stages)
+        for rank in islice((r for r in ranks if r not in names_by_rank), _MOST)
+    }
+    if missing_count:
         names = ", ".join(islice(missing.values(), 8))
         problem = Incomplete(
-            f"the files of {count} of {prod(sizes)} ranks are missing: {names}", path=root, hint=ELSEWHERE
+            f"the files of {missing_count} of {prod(sizes)} ranks are missing: {names}", path=root, hint=ELSEWHERE
         )
-        (report if count <= _MOST else refuse)(problem)
-    if more:
-        names = ", ".join(found[rank] for rank in more[:8])
+        (report if missing_count <= _MOST else refuse)(problem)
+    if unexpected:
+        names = ", ".join(names_by_rank[rank] for rank in unexpected[:8])
         shape = f"{sizes.tensor} x {sizes.stages} x {sizes.experts}"
         hint = "move the files of the other job to another directory"
         raise Corrupt(f"expected {shape} ranks, as the files say, found these too: {names}", path=root, hint=hint)
-    return found | missing
+    return names_by_rank | missing
 
 
 def as_rank(numbers: tuple[int, ...], has_stages: bool) -> Rank:
@@ -130,10 +135,10 @@ def as_rank(numbers: tuple[int, ...], has_stages: bool) -> Rank:
     raise Unsupported(f"expected 1 to 3 numbers in the name of a rank's directory, found {len(numbers)}")
 
 
-def name_of(rank: Rank, length: int, has_stages: bool) -> str:
-    """Return the name of the directory of a rank, in a checkpoint with so many numbers in each."""
-    more = {1: (), 2: (rank.stage if has_stages else rank.expert,), 3: (rank.stage, rank.expert)}[length]
-    return f"mp_rank_{rank.tensor:02d}" + "".join(f"_{number:03d}" for number in more)
+def directory_name(rank: Rank, length: int, has_stages: bool) -> str:
+    """Return the directory name of a rank, in a checkpoint with `length` numbers per name."""
+    further = {1: (), 2: (rank.stage if has_stages else rank.expert,), 3: (rank.stage, rank.expert)}[length]
+    return f"mp_rank_{rank.tensor:02d}" + "".join(f"_{number:03d}" for number in further)
 
 
 _MODEL = re.compile(r"model([0-9]{0,3})")
@@ -146,9 +151,10 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_
 
 @dataclass(frozen=True)
 class SavedRank:
-    """The file `path` of a rank, as seen from directory `root`.
+    """The file `path` of a rank, relative to directory `root`.
 
-    Of one that `is_lost` the `state` is that of another rank of its stage: its tensors are as large, and unreadable.
+    If `is_lost`, the file is unreadable and `state` comes from another rank of the same stage: same shapes, unreadable
+    chunks.
     """
 
     root: Path
@@ -158,7 +164,7 @@ class SavedRank:
 
     @classmethod
     def read(cls, root: Path, path: str) -> SavedRank:
-        """Read a rank's file inertly. Raises `Corrupt` if there is no model in it."""
+        """Read the file of a rank without running its pickle. Raises `Corrupt` if it contains no model."""
         saved = cls(root, path, read_state_file(root, path))
         if not any(_MODEL.fullmatch(key) for key in saved.entries):
             raise Corrupt("the file has no `model`", path=root / path)
@@ -166,7 +172,7 @@ class SavedRank:
 
     @cached_property
     def entries(self) -> Mapping[str, Any]:
-        """Return what it holds, by key."""
+        """Return the top-level entries of the file."""
         pairs = pairs_of(self.state.value)
         if pairs is None:
             raise Corrupt("the file does not contain a dict", path=self.root / self.path)
@@ -174,22 +180,22 @@ class SavedRank:
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
-        """Return those of the arguments of the job that are numbers or switches, by name; {} where there are none."""
-        found = self.entries.get("args")
+        """Return the numeric and boolean arguments of the job by name; {} without saved arguments."""
+        saved = self.entries.get("args")
         try:
-            pairs = found.attributes().items() if isinstance(found, Record) else pairs_of(found) or ()
+            pairs = saved.attributes().items() if isinstance(saved, Record) else pairs_of(saved) or ()
         except (TypeError, ValueError):
             pairs = ()
         return {str(name): value for name, value in pairs if is_number(value)}
 
     def number(self, key: str) -> int | float | None:
-        """Return a number that it holds, None if there is none under this key."""
-        found = self.entries.get(key)
-        return found if is_number(found) else None
+        """Return the number under a key; None if there is none."""
+        value = self.entries.get(key)
+        return value if is_number(value) else None
 
     @property
     def sizes(self) -> GridSizes | None:
-        """Return how many ranks there are of each kind, None where the arguments do not say."""
+        """Return the number of ranks of each kind; None if the arguments do not record them."""
         tensor, stages, experts = (self.args.get(name) for name in _SIZES)
         if type(tensor) is not int or type(stages) is not int:
             return None
@@ -203,20 +209,20 @@ class SavedRank:
 
     @cached_property
     def models(self) -> Mapping[int, FlatState]:
-        """Return the tensors and entries of the model, or of each run of layers that this rank has, by name."""
-        found = {int(match[1] or 0): key for key in self.entries if (match := _MODEL.fullmatch(key))}
-        return {run: self.flatten(self.entries[key]) for run, key in sorted(found.items())}
+        """Return the tensors and entries of the model by run of layers (0 if there is only one)."""
+        key_of_run = {int(match[1] or 0): key for key in self.entries if (match := _MODEL.fullmatch(key))}
+        return {run: self.flatten(self.entries[key]) for run, key in sorted(key_of_run.items())}
 
     @cached_property
     def weights(self) -> Mapping[int, Mapping[str, StoredTensor]]:
-        """Return the tensors of the model by run, without those that are the state of this rank's layers."""
+        """Return the model tensors by run, without per-rank layer state."""
         return {
             run: {name: tensor for name, tensor in flat.tensors.items() if not is_own_state(name)}
             for run, flat in self.models.items()
         }
 
     def specs(self, run: int) -> Mapping[str, Spec]:
-        """Return the dtype and shape of each tensor of the model."""
+        """Return dtype and shape of each model tensor in a run."""
         return {name: tensor.spec for name, tensor in self.weights[run].items()}
 
     @property
@@ -224,7 +230,7 @@ class SavedRank:
         return {key: value for key, value in self.entries.items() if not (_MODEL.fullmatch(key) or key == OPTIMIZER)}
 
     def flatten(self, value: Any) -> FlatState:
-        """Return the tensors and entries in a part of what it holds."""
+        """Return all tensors and entries inside a value of the file."""
         flattening = Flattening(self.state.entries, self.path)
         try:
             flattening.add(value, ())
@@ -234,7 +240,7 @@ class SavedRank:
 
 
 def check_arguments(saved: SavedRank, sizes: GridSizes) -> None:
-    """Raise `Unsupported` for ways to split a model of which the names of the directories do not tell all."""
+    """Raise `Unsupported` for ways to split a model that the directory names do not show."""
     args, path = saved.args, saved.root / saved.path
     groups = args.get("num_query_groups")
     if args.get("group_query_attention") and isinstance(groups, int) and groups < sizes.tensor:
@@ -248,10 +254,10 @@ def check_arguments(saved: SavedRank, sizes: GridSizes) -> None:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether something in a pickle is a number or a switch, and no longer than one of any use."""
+    """Return whether a pickled value is a number or bool of plausible size."""
     return type(value) in (bool, int, float) and abs(value) < _LARGEST  # type: ignore[arg-type]
 
 
 def is_own_state(name: str) -> bool:
-    """Return whether an entry of a model is no weight but the state of one rank's layer."""
+    """Return whether a model entry is the per-rank state of a layer, not a weight."""
     return name.endswith(_STATE)

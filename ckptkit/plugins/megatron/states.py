@@ -1,9 +1,9 @@
-"""Name the numbered states of an optimizer, where it is certain which parameter each is of.
+"""Assign the states of an optimizer to parameters by name, if the assignment is certain.
 
-Source: megatron/core/optimizer/__init__.py: groups hold parameters in the model's order, in one group those with weight
-decay, in another biases and whatever has one axis; optimizer.py: masters of 16-bit parameters lie beside the states.
-The file does not say which number is which parameter. If numbers and shapes do not agree with the model's, nothing is
-named, and the states are copied unchanged.
+Source: megatron/core/optimizer/__init__.py: parameter groups list parameters in the model's order, one group with
+weight decay, another with biases and one-dimensional tensors; optimizer.py: the fp32 master weights of 16-bit
+parameters are stored next to the states. The file does not record which index belongs to which parameter. If indices
+and shapes do not match the model, nothing is named, and the states are copied unchanged.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _BUFFERS = ("inv_freq", "expert_bias", "local_tokens_per_expert")
 _NARROW = ("float16", "bfloat16")
 _KIND = ("wd_mult", "lr_mult")
 
-Parameter = tuple[int, str, Spec]  # of which run of layers, its name there, and what it is
+Parameter = tuple[int, str, Spec]  # run of layers, name in the run, dtype and shape
 
 
 @dataclass(frozen=True)
-class Named:
-    """The optimizer of one rank by the names of its parameters, each with the run of layers that it is in.
+class NamedOptimizer:
+    """The optimizer of one rank by parameter name, per run of layers.
 
-    `groups` are the parameters of each group, `settings` its other entries, `others` what lies beside all groups.
+    `groups` are the parameters of each group, `settings` its other entries, `others` the entries outside all groups.
     """
 
     tensors: dict[str, dict[int, dict[str, StoredTensor]]] = field(default_factory=dict)
@@ -46,13 +46,13 @@ class Named:
 
     @property
     def kinds(self) -> list[list[Any]]:
-        """Return what tells each group from others."""
+        """Return the settings that distinguish the groups."""
         return [[settings.get(key) for key in _KIND] for settings in self.settings]
 
-    def in_order_of(self, other: Named) -> Named | None:
-        """Return the optimizer with its groups in the order of another rank's; None if those are other groups.
+    def in_order_of(self, other: NamedOptimizer) -> NamedOptimizer | None:
+        """Return the optimizer with its groups in the order of another rank; None if the groups differ.
 
-        A rank has its groups in the order in which its own parameters begin with them.
+        A rank orders its groups by the first parameter in each of them.
         """
         kinds, wanted = self.kinds, other.kinds
         if kinds == wanted:
@@ -64,18 +64,18 @@ class Named:
 
 
 class Uncertain(Exception):
-    """A sign that numbers and shapes are not those of the model's parameters in their order."""
+    """Raised when indices and shapes do not match the model's parameters in order."""
 
 
-def name_states(saved: SavedRank) -> Named | None:
-    """Return the optimizer in a rank's file by the names of parameters; None where these are not certain."""
+def name_states(saved: SavedRank) -> NamedOptimizer | None:
+    """Return the optimizer in the file of a rank by parameter name; None if the names are not certain."""
     try:
         return read_states(saved)
     except Uncertain:
         return None
 
 
-def read_states(saved: SavedRank) -> Named:
+def read_states(saved: SavedRank) -> NamedOptimizer:
     """Return the optimizer by name. Raises `Uncertain`."""
     outer = as_dict(saved.entries.get(OPTIMIZER))
     inner = as_dict(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
@@ -84,11 +84,13 @@ def read_states(saved: SavedRank) -> Named:
     if numbers is None:
         raise Uncertain
     flats = flatten_states(saved, as_dict(inner.get("state")), list(chain.from_iterable(numbers)))
-    found = match_members(saved, groups, numbers, flats)
-    members = [[found[number] for number in group] for group in numbers]
-    named = Named(groups=members, settings=[{k: v for k, v in group.items() if k != "params"} for group in groups])
+    parameter_of = match_members(saved, groups, numbers, flats)
+    members = [[parameter_of[number] for number in group] for group in numbers]
+    named = NamedOptimizer(
+        groups=members, settings=[{k: v for k, v in group.items() if k != "params"} for group in groups]
+    )
     for number, flat in flats.items():
-        add_state(named, found[number], flat)
+        add_state(named, parameter_of[number], flat)
     named.others.update({key: value for key, value in inner.items() if key not in ("state", "param_groups")})
     if outer is not inner:
         add_masters(named, saved, as_list(outer.get(_MASTERS, [])))
@@ -97,7 +99,7 @@ def read_states(saved: SavedRank) -> Named:
 
 
 def flatten_states(saved: SavedRank, states: Mapping[Any, Any], numbers: Sequence[int]) -> dict[int, FlatState]:
-    """Return what the states hold, in the order of `numbers`. Raises `Uncertain` for a state of any other number."""
+    """Return the flattened states in the order of `numbers`. Raises `Uncertain` for another parameter index."""
     if not states.keys() <= set(numbers):
         raise Uncertain
     known = {number: as_dict(states.get(number, {})) for number in numbers}
@@ -105,7 +107,7 @@ def flatten_states(saved: SavedRank, states: Mapping[Any, Any], numbers: Sequenc
 
 
 def flatten_state(saved: SavedRank, state: dict[Any, Any]) -> FlatState:
-    """Return what the state of one parameter holds. Raises `Uncertain` for tensors that are nested in it."""
+    """Return the flattened state of one parameter. Raises `Uncertain` for nested tensors."""
     flat = saved.flatten(state)
     if not flat.tensors.keys() <= state.keys():
         raise Uncertain
@@ -118,7 +120,7 @@ def match_members(
     numbers: Sequence[Sequence[int]],
     flats: Mapping[int, FlatState],
 ) -> dict[int, Parameter]:
-    """Return the parameter that each number means, by whether its group decays weights. Raises `Uncertain`."""
+    """Return the parameter of each index, using shapes and weight decay. Raises `Uncertain`."""
     if any(group.get("is_expert_parallel") or group.get("is_decoupled_lr") for group in groups):
         raise Uncertain
     decays = [group.get("wd_mult") for group in groups]
@@ -132,10 +134,10 @@ def match_members(
     shapes = {number: shape for number, flat in flats.items() if (shape := shape_of(flat)) is not None}
     if any(PARAM_NAMES in group for group in groups):
         return match_names(groups, numbers, shapes, parameters)
-    found = match_if_certain(numbers, shapes, parameters, may_hold)
-    if found is None:
+    matched = match_if_certain(numbers, shapes, parameters, may_hold)
+    if matched is None:
         raise Uncertain
-    return found
+    return matched
 
 
 def match_names(
@@ -144,16 +146,16 @@ def match_names(
     shapes: Mapping[int, Shape],
     parameters: Mapping[Parameter, Shape],
 ) -> dict[int, Parameter]:
-    """Return the parameter that each number means by the names that its groups record. Raises `Uncertain`."""
+    """Return the parameter of each index, using the names that the groups record. Raises `Uncertain`."""
     known = {name: (run, name, spec) for run, name, spec in parameters}
     try:
         recorded = read_recorded(numbers, [group.get(PARAM_NAMES) for group in groups])
-        found = match_recorded(recorded, shapes, {name: spec.shape for name, (_, _, spec) in known.items()})
+        matched = match_recorded(recorded, shapes, {name: spec.shape for name, (_, _, spec) in known.items()})
     except (Mismatch, Unsupported):
         raise Uncertain from None
-    if len(known) < len(parameters):  # runs of layers that count from 0 have the same names
+    if len(known) < len(parameters):  # every run counts layers from 0, so names can repeat
         raise Uncertain
-    return {number: known[name] for number, name in found.items()}
+    return {number: known[name] for number, name in matched.items()}
 
 
 def parameters_of(saved: SavedRank) -> list[Parameter]:
@@ -172,14 +174,14 @@ def is_without_decay(parameter: Parameter) -> bool:
 
 
 def shape_of(flat: FlatState) -> Shape | None:
-    """Return the shape of the tensors in a state, None for one of single numbers. Raises `Uncertain` for several."""
+    """Return the shape of the tensors in a state; None if all are scalars. Raises `Uncertain` for several shapes."""
     shapes = {tensor.spec.shape for tensor in flat.tensors.values()} - {()}
     if len(shapes) > 1:
         raise Uncertain
     return shapes.pop() if shapes else None
 
 
-def add_state(named: Named, member: Parameter, flat: FlatState) -> None:
+def add_state(named: NamedOptimizer, member: Parameter, flat: FlatState) -> None:
     """Add the state of one parameter."""
     run, name, _ = member
     for moment, tensor in flat.tensors.items():
@@ -188,23 +190,23 @@ def add_state(named: Named, member: Parameter, flat: FlatState) -> None:
         named.blobs[run, name, moment] = blob
 
 
-def add_masters(named: Named, saved: SavedRank, masters: Sequence[Any]) -> None:
-    """Add the masters of parameters in 16 bits, which lie by group. Raises `Uncertain`."""
+def add_masters(named: NamedOptimizer, saved: SavedRank, masters: Sequence[Any]) -> None:
+    """Add the fp32 master weights of 16-bit parameters, which are listed by group. Raises `Uncertain`."""
     if masters and len(masters) != len(named.groups):
         raise Uncertain
     for members, values in zip(named.groups, masters, strict=False):
         narrow = {member: member[2].shape for member in members if member[2].dtype.name in _NARROW}
         flats = dict(enumerate(flatten_state(saved, {MASTER: value}) for value in as_list(values)))
         shapes = {number: shape for number, flat in flats.items() if (shape := shape_of(flat)) is not None}
-        found = match_if_certain([list(flats)], shapes, narrow)
-        if found is None:
+        matched = match_if_certain([list(flats)], shapes, narrow)
+        if matched is None:
             raise Uncertain
         for number, flat in flats.items():
-            add_state(named, found[number], flat)
+            add_state(named, matched[number], flat)
 
 
 def as_dict(value: Any) -> dict[Any, Any]:
-    """Return a pickled dict of any kind as one. Raises `Uncertain` for anything else."""
+    """Return a pickled dict of any class as a dict. Raises `Uncertain` for anything else."""
     pairs = pairs_of(value)
     if pairs is None:
         raise Uncertain
@@ -212,7 +214,7 @@ def as_dict(value: Any) -> dict[Any, Any]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list as it is. Raises `Uncertain` for anything else."""
+    """Return the value if it is a list. Raises `Uncertain` for anything else."""
     if not isinstance(value, list):
         raise Uncertain
     return value

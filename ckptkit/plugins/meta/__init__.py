@@ -1,1 +1,1 @@
-"""Read Meta's releases of Llama: `consolidated.NN.pth`, a file of torch.save for each tensor-parallel rank."""
+"""Read Meta's releases of Llama: `consolidated.NN.pth`, one torch.save file per tensor-parallel rank."""

@@ -1,7 +1,7 @@
-"""Read Meta's `consolidated.NN.pth`: a file of torch.save for each tensor-parallel rank, as one model.
+"""Read Meta's `consolidated.NN.pth`: one torch.save file per tensor-parallel rank, as one model.
 
-Source: meta-llama/llama-models, models/llama3/generation.py. Each file holds a plain dict with the same names; the rank
-is in the file's name. Names stay Meta's.
+Source: meta-llama/llama-models, models/llama3/generation.py. Each file contains a plain dict with the same names; the
+rank is in the file name. Names stay Meta's.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ckptkit.formats.shards.join_ranks import (
 from ckptkit.io.file import is_there, names_in, read_small
 from ckptkit.layout import Chunk, Extent, Layout, StoredTensor
 
-# Say how the tensors of Meta's Llama models are split over ranks, by name, and by params.json where names do not tell.
+# How the tensors of Meta's Llama models are split over ranks: by name, or by params.json if the name is not enough.
 #
 # Source: meta-llama/llama-models, models/llama3/model.py, and meta-llama/llama, llama/model.py, with fairscale's
-# layers: a ColumnParallelLinear has rows of its weight on each rank, a RowParallelLinear columns. The embedding of
-# Llama 1 and 2 has columns on each rank, that of Llama 3 rows; its shape says which. With fewer heads of keys than
-# ranks, some ranks have copies.
+# layers: a ColumnParallelLinear splits the rows of its weight, a RowParallelLinear the columns. The embedding of
+# Llama 1 and 2 is split by columns, the embedding of Llama 3 by rows; the shape shows which. With fewer key heads than
+# ranks, some ranks have replicas.
 PARAMS = "params.json"
 _LIMIT = 1 << 20  # bytes
 _EMBEDDING = "tok_embeddings.weight"
@@ -57,7 +57,7 @@ _RULES: JoinRules = (
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """The sizes of a model by its params.json: of its states, its vocabulary, None if not said, and heads."""
+    """The model sizes in params.json: hidden size, vocabulary (None if not recorded), and heads."""
 
     dim: int
     vocabulary: int | None
@@ -67,30 +67,30 @@ class Params:
 
 
 def read_params(root: Path) -> Params | None:
-    """Return what params.json in a directory says of the model's sizes, None if there is none."""
+    """Return the model sizes in params.json; None without the file."""
     path = root / PARAMS
     if not is_there(path):
         return None
-    found = parse_json(read_small(path, _LIMIT), path)
-    found = found if isinstance(found, dict) else {}
-    dim, heads = size_in(found, "dim"), size_in(found, "n_heads")
+    params = parse_json(read_small(path, _LIMIT), path)
+    params = params if isinstance(params, dict) else {}
+    dim, heads = size_in(params, "dim"), size_in(params, "n_heads")
     if dim is None or heads is None:
         raise Corrupt("expected `dim` and `n_heads`, found neither", path=path)
-    key_heads, head_dim = size_in(found, "n_kv_heads") or heads, size_in(found, "head_dim") or dim // heads
-    return Params(dim, size_in(found, "vocab_size"), heads, key_heads, head_dim)
+    key_heads, head_dim = size_in(params, "n_kv_heads") or heads, size_in(params, "head_dim") or dim // heads
+    return Params(dim, size_in(params, "vocab_size"), heads, key_heads, head_dim)
 
 
 def size_in(params: Mapping[str, Any], name: str) -> int | None:
-    """Return a positive number by its name, None where there is none; older files have -1 for a size not known."""
-    found = params.get(name)
-    return found if type(found) is int and 0 < found < 1 << 40 else None
+    """Return a positive number by name, None if there is none; older files use -1 for an unknown size."""
+    value = params.get(name)
+    return value if type(value) is int and 0 < value < 1 << 40 else None
 
 
 def count_ranks(tensors: Mapping[str, StoredTensor], params: Params | None) -> int:
-    """Return how many ranks share the queries of a model, of which one has `tensors`; 0 if nothing tells.
+    """Return how many ranks share the model, given the `tensors` of one rank; 0 if unknown.
 
-    Without params.json all heads together are as wide as the model, as in Meta's own releases: `head_dim` of
-    llama-models is `dim // n_heads`, and each rank has the full norm.
+    Without params.json all heads together are assumed to be as wide as the model, as in Meta's own releases: `head_dim`
+    of llama-models is `dim // n_heads`, and each rank has the full norm.
     """
     rows = next((t.spec.shape[0] for name, t in tensors.items() if name.endswith(_QUERIES) and all(t.spec.shape)), 0)
     norm = tensors.get(_NORM)
@@ -99,9 +99,9 @@ def count_ranks(tensors: Mapping[str, StoredTensor], params: Params | None) -> i
 
 
 def join(name: str, parts: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
-    """Return a tensor of which each rank in turn has a part.
+    """Return a full tensor from the shards of all ranks.
 
-    Raises `Unsupported` where no rule says how, `Corrupt` where the parts do not make up what params.json calls for.
+    Raises `Unsupported` without a splitting rule, `Corrupt` if the shards do not add up to the shape in params.json.
     """
     try:
         tensor = join_parts(name, parts, params) if len(parts) > 1 else parts[0]
@@ -129,7 +129,7 @@ def join_parts(name: str, parts: Sequence[StoredTensor], params: Params | None) 
 
 
 def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
-    """Raise `Corrupt` for a tensor of another shape than params.json calls for: then a rank is missing."""
+    """Raise `Corrupt` if the shape differs from params.json, which means that a rank is missing."""
     if params is None:
         return
     dim, wide, found = params.dim, params.heads * params.head_dim, list(tensor.spec.shape)
@@ -144,9 +144,9 @@ def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
         "wo.weight": [dim, wide],
     }
     match = re.fullmatch(r"layers\.[0-9]+\.attention\.(w[qkvo]\.weight)", name)
-    calls_for = wanted.get(match[1] if match else name)
-    if calls_for and not fits(found, calls_for):
-        shape = ", ".join("any" if n is None else str(n) for n in calls_for)
+    expected = wanted.get(match[1] if match else name)
+    if expected and not fits(found, expected):
+        shape = ", ".join("any" if n is None else str(n) for n in expected)
         hint = "check that all ranks' files are there and belong to one model"
         raise Corrupt(f"expected shape [{shape}] ({PARAMS}), found {found} in the ranks' files", hint=hint)
 
@@ -156,18 +156,18 @@ def fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
 
 
 _RANK = re.compile(r"consolidated\.([0-9]{2})\.pth")
-_MOST = 100  # ranks, of two digits
+_MOST = 100  # ranks have two digits
 
 
 class Consolidated(FormatReader):
-    """The format of Meta's releases, which is only read."""
+    """The format of Meta's releases, which ckptkit reads and does not write."""
 
     name = "consolidated"
     known_by = "Meta's `consolidated.00.pth`"
     is_sharded = True
 
     def owns(self, name: str) -> bool:
-        """Return True for a rank's file."""
+        """Return True for the file of a rank."""
         return bool(_RANK.fullmatch(name))
 
     def rank_of(self, name: str) -> int | None:
@@ -175,12 +175,12 @@ class Consolidated(FormatReader):
         return int(match[1]) if match else None
 
     def detect(self, path: Path) -> bool:
-        """Return True for a rank's file, or a directory with one."""
+        """Return True for the file of a rank, or a directory with such a file."""
         files = [path / name for name in names_in(path) if self.owns(name)] if path.is_dir() else [path]
         return any(self.owns(file.name) and is_torch_save(file) for file in files)
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report each file that breaks off or is missing."""
+        """Report each file that is truncated or missing."""
         root, files = find_files(path, report)
         for name in filter(lambda name: is_there(root / name), files):
             try:
@@ -190,18 +190,17 @@ class Consolidated(FormatReader):
                 report(error.blame(path=root / name))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of the whole model; report ranks whose files are missing or cannot be read.
+        """Return the layout of the full model; report ranks whose files are missing or unreadable.
 
-        Its `world_size` is None if nothing tells whether the only file has the whole model.
-        Raises `Corrupt` if the ranks do not make up the model of params.json, `Unsupported` for a tensor of which no
-        rule says how it is split.
+        `world_size` is None if it is unknown whether the only file contains the full model. Raises `Corrupt` if the
+        ranks do not add up to the model in params.json, `Unsupported` for a tensor without a splitting rule.
         """
         root, files = find_files(path, report)
-        found, params = read_ranks(root, files, report), read_params(root)
-        first = next(iter(found.values()))
+        saved, params = read_ranks(root, files, report), read_params(root)
+        first = next(iter(saved.values()))
         count = count_ranks(first.tensors, params)
         files = with_last(root, files, count, report)
-        ranks = [found.get(name) or as_lost(first, name) for name in files]
+        ranks = [saved.get(name) or as_lost(first, name) for name in files]
         tensors: dict[str, StoredTensor] = {}
         spares: dict[str, tuple[Chunk, ...]] = {}
         for name in first.tensors:
@@ -211,38 +210,38 @@ class Consolidated(FormatReader):
             except CkptError as error:
                 raise error.blame(path=root) from None
             spares |= {name: copies} if (copies := spares_of(tensors[name], parts)) else {}
-        described = (*found, PARAMS) if params else tuple(found)
+        described = (*saved, PARAMS) if params else tuple(saved)
         world = len(files) if params or count or len(files) > 1 else None
         return Layout(root, self.name, tensors, first.blobs, first.keys, world, described, spares=spares)
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Return every entry of the files: storages, pickles and what torch puts beside them."""
+        """Return every zip entry of the files: storages, pickles and torch's own records."""
         return extents_of(layout, filter(self.owns, layout.descriptions), report)
 
 
 def read_ranks(root: Path, files: Sequence[str], report: Report) -> dict[str, FlatState]:
-    """Return what is in the files of ranks that are there; report those that cannot be read.
+    """Return the contents of the existing rank files; report those that cannot be read.
 
-    Raises `Corrupt` if none can, or two do not have the same tensors.
+    Raises `Corrupt` if none can be read, or if two ranks do not have the same tensors.
     """
-    there = {name: name for name in files if is_there(root / name)}
-    found = read_each(root, there, lambda _, name: read_rank(root, name), report)
-    if not found:
+    existing = {name: name for name in files if is_there(root / name)}
+    ranks = read_each(root, existing, lambda _, name: read_rank(root, name), report)
+    if not ranks:
         raise Corrupt("no rank's file can be read", path=root)
-    one, first = next(iter(found.items()))
-    for name, rank in found.items():
+    first_name, first = next(iter(ranks.items()))
+    for name, rank in ranks.items():
         missing = first.tensors.keys() ^ rank.tensors.keys()
         if missing:
             raise Corrupt(
-                f"expected the tensor in both this file and `{one}`, found it in one of them",
+                f"expected the tensor in both this file and `{first_name}`, found it in one of them",
                 path=root / name,
                 tensor=min(missing),
             )
-    return found
+    return ranks
 
 
 def read_rank(root: Path, name: str) -> FlatState:
-    """Return what is in a rank's file."""
+    """Return the contents of the file of a rank."""
     state = read_state_file(root, name)
     try:
         return flatten(state.value, state.entries, name)
@@ -251,27 +250,28 @@ def read_rank(root: Path, name: str) -> FlatState:
 
 
 def find_files(path: Path, report: Report) -> tuple[Path, list[str]]:
-    """Return the directory of a model, and the names of all ranks' files, in order; of a file those beside it.
+    """Return the directory of a model, and the file names of all ranks in order.
 
-    Reports those before the last that are missing. Raises `Unsupported` for one file of several.
+    `path` may be the directory, or the only file in it. Reports missing files before the highest rank. Raises
+    `Unsupported` for one of several files.
     """
     root = path if path.is_dir() else path.parent
-    found = {int(match[1]): name for name in names_in(root) if (match := _RANK.fullmatch(name))}
-    if path != root and len(found) > 1:
-        message = f"this is the file of one of {len(found)} ranks; each has a part of every tensor"
+    by_rank = {int(match[1]): name for name in names_in(root) if (match := _RANK.fullmatch(name))}
+    if path != root and len(by_rank) > 1:
+        message = f"this is the file of one of {len(by_rank)} ranks; each has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"pass the directory {root}")
-    files = [name_of(rank) for rank in range(1 + max(found))]
-    for name in (name_of(rank) for rank in range(max(found)) if rank not in found):
+    files = [name_of(rank) for rank in range(1 + max(by_rank))]
+    for name in (name_of(rank) for rank in range(max(by_rank)) if rank not in by_rank):
         report(missing(root / name))
     return root, files
 
 
 def with_last(root: Path, files: list[str], count: int, report: Report) -> list[str]:
-    """Return the names of the files of `count` ranks: of the last ones no name tells that they are missing."""
-    more = [name_of(rank) for rank in range(len(files), count)] if count <= _MOST else []
-    for name in more:
+    """Return the file names of `count` ranks, and report missing files after the highest existing rank."""
+    missing_names = [name_of(rank) for rank in range(len(files), count)] if count <= _MOST else []
+    for name in missing_names:
         report(missing(root / name))
-    return [*files, *more]
+    return [*files, *missing_names]
 
 
 def name_of(rank: int) -> str:

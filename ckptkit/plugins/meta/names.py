@@ -1,4 +1,4 @@
-"""Know the names of Meta's Llama releases, which Mistral's have too, and map them to the Hub's.
+"""Translate the names of Meta's Llama releases, which Mistral also uses, to the Hub's names.
 
 Source: meta-llama/llama-models, models/llama3/model.py; mistralai/mistral-inference, transformer.py; and for the order
 of rows transformers/models/{llama,mistral,mixtral}/convert_*_weights_to_hf.py.
@@ -45,7 +45,7 @@ _IN_LAYER = {
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the table for a type of model. Raises `Unsupported` for one that is not known here."""
+    """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type(META.name, _TYPES)
     experts = experts_of("mixtral")
     mixture = {
@@ -64,17 +64,18 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what params.json says, in keys of config.json.
+    """Return the contents of params.json in keys of config.json.
 
-    Source of `use_scaled_rope`: `apply_scaling` in llama-models, models/llama3/model.py, whose factors are Llama 3.1's.
+    Source of `use_scaled_rope`: `apply_scaling` in llama-models, models/llama3/model.py, which uses the factors of
+    Llama 3.1.
     """
-    found = {hub: params[own] for own, hub in _SIZES.items() if own in params}
-    mixture = params.get("moe")
-    if isinstance(mixture, Mapping):
-        found |= {hub: mixture[own] for own, hub in _OF_MIXTURE.items() if own in mixture}
+    config = {hub: params[own] for own, hub in _SIZES.items() if own in params}
+    moe = params.get("moe")
+    if isinstance(moe, Mapping):
+        config |= {hub: moe[own] for own, hub in _OF_MIXTURE.items() if own in moe}
     if type(params.get("use_scaled_rope")) is bool:
-        found["rope_parameters"] = {"rope_type": "llama3" if params["use_scaled_rope"] else "default"}
-    return {"model_type": "mixtral" if "moe" in params else "llama", **found}
+        config["rope_parameters"] = {"rope_type": "llama3" if params["use_scaled_rope"] else "default"}
+    return {"model_type": "mixtral" if "moe" in params else "llama", **config}
 
 
 META = Family(

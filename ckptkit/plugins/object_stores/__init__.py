@@ -1,1 +1,1 @@
-"""gs:// and az:// with obstore: read, and written to."""
+"""Read and write gs:// and az:// with obstore."""

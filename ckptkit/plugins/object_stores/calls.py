@@ -1,4 +1,4 @@
-"""Call the operations of Google Cloud Storage or Azure on one bucket, by obstore. Errors of the store become ours."""
+"""Call Google Cloud Storage or Azure on one bucket, with obstore. Errors of the store become a `CkptError`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_IN_FLIGHT = 4  # parts of a stream that are sent at the same time
-_AT_ONCE = 1 << 26  # bytes of an object that is sent in one request
-_PATIENCE = 10  # seconds for a stream to end that is given up
+_IN_FLIGHT = 4  # concurrent requests per stream
+_AT_ONCE = 1 << 26  # largest object in bytes that is sent in one request
+_PATIENCE = 10  # seconds to wait for an aborted stream to end
 _ALLOWS_HTTP = ("AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
-_TIMEOUT = "300s"  # of a request: a part may take long
+_TIMEOUT = "300s"  # per request: a large part may take long
 
 
 class ObjectBucket:
-    """One bucket or container, whose path is `root`. Its methods may be called by several threads at the same time."""
+    """One bucket or container with the path `root`. The methods are thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -38,63 +38,63 @@ class ObjectBucket:
             raise refusal(error, root) from error
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
-        """Make an object of these bytes, in place of one that is there."""
+        """Write an object, and replace an existing one."""
         from obstore import put
 
         self._ask(key, lambda: put(self.store, key, data, chunk_size=_AT_ONCE))
 
     def create(self, key: str, data: bytes | bytearray | memoryview) -> PutResult | None:
-        """Make an object of these bytes, in one request. Returns None if one is there, which stays."""
+        """Create an object in one request. Returns None, and changes nothing, if the object exists."""
         from obstore import put
         from obstore.exceptions import AlreadyExistsError
 
-        def make() -> PutResult | None:
+        def create_object() -> PutResult | None:
             with suppress(AlreadyExistsError):
                 return put(self.store, key, data, mode="create")
             return None
 
-        return self._ask(key, make)
+        return self._ask(key, create_object)
 
     def replace(self, key: str, data: bytes, seen: UpdateVersion) -> PutResult | None:
-        """Replace an object if it is still what was seen, in one request. Returns None if it is not."""
+        """Replace an object in one request if its version is still `seen`. Returns None if it changed."""
         from obstore import put
         from obstore.exceptions import PreconditionError
 
-        def make() -> PutResult | None:
+        def replace_object() -> PutResult | None:
             with suppress(PreconditionError):
                 return put(self.store, key, data, mode=seen)
             return None
 
-        return self._ask(key, make)
+        return self._ask(key, replace_object)
 
     def send(self, key: str, pieces: Iterator[memoryview], part_bytes: int) -> PutResult:
-        """Make an object of pieces, sent in parts of that size. There is none if the iterator raises."""
+        """Stream an object in parts of `part_bytes`. If the iterator raises, no object is created."""
         from obstore import put
 
         return put(self.store, key, pieces, chunk_size=part_bytes, max_concurrency=_IN_FLIGHT)
 
     def head(self, key: str) -> ObjectMeta | None:
-        """Return size and version of an object, None if there is none."""
+        """Return size and version of an object; None if it does not exist."""
         from obstore import head
 
         return self._find(key, lambda: head(self.store, key))
 
     def read(self, key: str) -> tuple[bytes, UpdateVersion] | None:
-        """Return the content of a small object, and what tells its version from others; None if there is none."""
+        """Return content and version of a small object; None if it does not exist."""
         from obstore import get
 
         def ask() -> tuple[bytes, UpdateVersion]:
-            found = get(self.store, key)
-            return bytes(found.bytes()), version_of(found.meta)
+            result = get(self.store, key)
+            return bytes(result.bytes()), version_of(result.meta)
 
         return self._find(key, ask)
 
     def list(self, prefix: str) -> dict[str, ObjectMeta]:
-        """Return all objects whose key begins with `prefix` and a slash."""
-        return self._ask(prefix, lambda: {one["path"]: one for one in list_all(self.store, prefix)})
+        """Return all objects whose key starts with `prefix` and a slash."""
+        return self._ask(prefix, lambda: {meta["path"]: meta for meta in list_all(self.store, prefix)})
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, in any order. One that is missing is no error."""
+        """Delete objects, in any order. A missing object is not an error."""
         from obstore import delete
 
         def remove() -> None:
@@ -111,11 +111,11 @@ class ObjectBucket:
             self._ask(keys[0], remove)
 
     def refusal(self, error: Exception, key: str) -> IOFailure:
-        """Return our error for one of obstore."""
+        """Return the `CkptError` for an exception of obstore."""
         return refusal(fetch_error_detail(self.store, error), self.root / key)
 
     def _find(self, key: str, ask: Callable[[], T]) -> T | None:
-        def find() -> T | None:
+        def find_object() -> T | None:
             try:
                 return ask()
             except FileNotFoundError as error:
@@ -123,17 +123,17 @@ class ObjectBucket:
                     raise
                 return None
 
-        return self._ask(key, find)
+        return self._ask(key, find_object)
 
     def _ask(self, key: str, ask: Callable[[], T]) -> T:
         try:
             return ask()
-        except Exception as error:  # obstore has its own, and those of Python
+        except Exception as error:  # obstore raises its own exceptions and built-in ones
             raise self.refusal(error, key) from error
 
 
 class ObjectStream:
-    """An object that is sent while it is written, from start to end, by one thread at a time. Holds one piece."""
+    """An object that is sent while it is written, in order, by one thread at a time. Buffers one block."""
 
     def __init__(self, bucket: ObjectBucket, key: str, part_bytes: int) -> None:
         self._bucket = bucket
@@ -148,7 +148,7 @@ class ObjectStream:
         self._thread.start()
 
     def write(self, piece: memoryview) -> None:
-        """Add bytes, which the stream keeps. Raises the error of the stream."""
+        """Add bytes; the stream keeps a reference to them. Raises the error of the stream."""
         with self._changed:
             while self._piece is not None and self._error is None:
                 self._changed.wait()
@@ -157,7 +157,7 @@ class ObjectStream:
             self._changed.notify_all()
 
     def finish(self) -> PutResult:
-        """Wait until the object is there."""
+        """Wait until the object exists."""
         with self._changed:
             self._is_whole = True
             self._changed.notify_all()
@@ -167,7 +167,7 @@ class ObjectStream:
         return self._result
 
     def stop(self, error: BaseException) -> None:
-        """Give up. There is no object, unless all of it was sent."""
+        """Abort. There is no object, unless all of it was sent."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -204,7 +204,8 @@ class ObjectStream:
 def connect(url: str) -> ObjectStore:
     """Return the bucket or container at a URL; credentials and endpoint come from the environment.
 
-    obstore takes no option from the environment where some are given.
+    The options for HTTP are read here, because obstore ignores its environment variables for client options once any is
+    passed.
     """
     from obstore.store import from_url
 
@@ -213,14 +214,14 @@ def connect(url: str) -> ObjectStore:
 
 
 def missing_package(root: Path) -> Usage:
-    """Return the error for a bucket that cannot be written to because obstore is not installed."""
+    """Return the error for a bucket that cannot be written because obstore is not installed."""
     scheme = root.parts[0].removesuffix(":")
     hint = f"run `pip install 'ckptkit-fsdp[{scheme}]'`"
     return Usage(f"writing to `{scheme}://` needs a package that is not installed", hint=hint)
 
 
 def list_all(store: ObjectStore, prefix: str) -> Iterator[ObjectMeta]:
-    """Yield all objects whose key begins with `prefix` and a slash."""
+    """Yield all objects whose key starts with `prefix` and a slash."""
     from obstore import list as list_pages
 
     for page in list_pages(store, prefix or None, chunk_size=1000):
@@ -228,7 +229,10 @@ def list_all(store: ObjectStore, prefix: str) -> Iterator[ObjectMeta]:
 
 
 def fetch_error_detail(store: ObjectStore, error: Exception) -> Exception:
-    """Return an error of obstore, or for an answer to HEAD that says no reason the error of a request that does."""
+    """Return an error of obstore with its reason.
+
+    A response to HEAD has no body, so a list request is made to learn why the store refuses.
+    """
     if needs_reason(error):
         try:
             next(list_all(store, "ckptkit"), None)
@@ -238,7 +242,7 @@ def fetch_error_detail(store: ObjectStore, error: Exception) -> Exception:
 
 
 def version_of(found: ObjectMeta) -> UpdateVersion:
-    """Return what tells a version of an object from others, as far as the store says it."""
+    """Return the ETag and version of an object, if the store reports them."""
     seen: UpdateVersion = {}
     if found["e_tag"] is not None:
         seen["e_tag"] = found["e_tag"]

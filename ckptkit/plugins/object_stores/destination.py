@@ -1,9 +1,8 @@
-"""Write a directory of files, or one file, to Google Cloud Storage or Azure: it appears whole or not at all.
+"""Write a directory of files, or one file, to Google Cloud Storage or Azure. The result is atomic.
 
-The claim is an object that only one upload can create; each process that goes on with an upload makes the claim its
-own. A large file is one stream, which the store shows when all of it is there. These stores compare no checksum that
-obstore could send, so ckptkit compares the sizes. A note beside the claim tells a later attempt which large files are
-whole.
+The claim is an object that only one upload can create; a process that resumes an upload takes over its claim. A large
+file is one stream, which becomes visible when it is complete. These stores do not verify a checksum that obstore could
+send, so ckptkit compares sizes. Notes next to the claim record for a later attempt which large files are complete.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SentFile:
-    """A large file that the store has whole, and the ETag under which it has it."""
+    """A large file that is complete in the store, with its ETag."""
 
     nbytes: int
     crc32: int
@@ -41,7 +40,7 @@ class SentFile:
 class ObjectDestination:
     """A prefix of a bucket or container, or a single key: a `Destination`.
 
-    After `claim`, `resumed` says whether an earlier upload of the same files goes on; `whole` has the large files that
+    After `claim`, `resumed` is true if an earlier upload of the same files continues; `whole` has the large files that
     are complete.
     """
 
@@ -56,69 +55,69 @@ class ObjectDestination:
     whole: dict[str, SentFile] = field(default_factory=dict)
     _bucket: ObjectBucket = field(init=False)
     _place: UploadTarget = field(init=False)
-    _turns: OrderedWriter = field(init=False)
+    _ordered: OrderedWriter = field(init=False)
     _owner: str = field(default_factory=lambda: uuid4().hex)
     _streams: dict[str, ObjectStream] = field(default_factory=dict)
-    _sums: dict[str, int] = field(default_factory=dict)  # the CRC-32 of what was written to each stream
-    _sent: dict[str, int] = field(default_factory=dict)  # the files that the store has to have in the end, by size
+    _sums: dict[str, int] = field(default_factory=dict)  # the CRC-32 of the bytes written to each stream
+    _sent: dict[str, int] = field(default_factory=dict)  # expected size of each sent file
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
         self._bucket = ObjectBucket(self.path.top)
         self._place = UploadTarget(self.path, self.is_file)
-        self._turns = OrderedWriter(self._write)
+        self._ordered = OrderedWriter(self._write)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
-        """Take the prefix for this upload; see `Destination`."""
-        begun = self._read_claim()
-        if begun is None:
+        """Claim the prefix for this upload; see `Destination`."""
+        previous = self._read_claim()
+        if previous is None:
             self._begin(overwrite=overwrite, check=check)
-        elif begun[0].plan == self.plan:
-            self._resume(*begun)
+        elif previous[0].plan == self.plan:
+            self._resume(*previous)
         elif overwrite:
             self._release()
             self._begin(overwrite=True, check=lambda: ())
         else:
-            raise self._place.is_held(begun[0])
+            raise self._place.is_held(previous[0])
 
     def join(self) -> None:
-        """Take part, with whole files, in an upload that another process has claimed; see `Destination`."""
-        begun = self._read_claim()
-        if begun is None or begun[0].plan != self.plan:
+        """Join an upload that another process has claimed, to send full files; see `Destination`."""
+        previous = self._read_claim()
+        if previous is None or previous[0].plan != self.plan:
             raise self._place.is_not_begun()
-        self._owner = begun[0].owner
+        self._owner = previous[0].owner
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        """Send a piece of a file when those before it are sent; a small file at once."""
+        """Send a byte range of a large file after the ranges before it; send a small file at once."""
         if piece.count == 1:
             self.put_small(piece.name, data, crc)
         elif piece.name not in self.whole:
-            self._turns.put(piece, data)
+            self._ordered.put(piece, data)
         else:
             with self._lock:
                 self.kept_bytes += len(data)
 
     def stop(self, error: BaseException) -> None:
-        """Give up the files that are not complete."""
-        self._turns.stop(error)
+        """Abort the incomplete files."""
+        self._ordered.stop(error)
         with self._lock:
             streams = list(self._streams.values())
         for stream in streams:
             stream.stop(error)
 
     def put_small(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002 - nobody compares it
-        """Send a whole file."""
+        """Send a full file."""
         self._bucket.put(self._place.key(name), data)
         self._count(name, len(data), len(data))
 
     def complete(self, name: str, crc: int) -> None:
-        """Show a large file that is a mark, unless one is there; compare the CRC-32 of what was sent of any."""
+        """Make a large marker file visible, unless the object exists; check the CRC-32 of the sent bytes."""
         if not is_large(self.sizes[name]):
             return
         if name in self._streams:
             self._require_sizes()
             if self._bucket.head(self._place.key(name)) is not None:
-                raise self._taken(name)
+                raise self._occupied_error(name)
             self._finish(name)
         sent = self.whole[name]
         if sent.crc32 != crc:
@@ -127,17 +126,20 @@ class ObjectDestination:
             raise IOFailure(message, path=self.path / name, hint="run the same command again: it sends this file again")
 
     def mark(self, name: str, data: bytes | bytearray | memoryview, crc: int) -> None:  # noqa: ARG002 - nobody compares it
-        """Send a whole file that makes the checkpoint visible. Raises `Occupied` if the place is another's by now."""
+        """Send a marker file, which makes the checkpoint visible.
+
+        Raises `Occupied` if another process has taken over the destination.
+        """
         self._require_sizes()
         self._require_claim()
         key = self._place.key(name)
         if self._bucket.create(key, data) is not None:
             self._count(name, len(data), len(data))
-        elif (found := self._bucket.read(key)) is None or found[0] != data:
-            raise self._taken(name)
+        elif (existing := self._bucket.read(key)) is None or existing[0] != data:
+            raise self._occupied_error(name)
 
     def note(self, name: str, data: bytes) -> NoReturn:  # noqa: ARG002
-        """Raise `Unsupported`: no file can be made by several processes."""
+        """Raise `Unsupported`: several processes cannot write one file in this store."""
         message = "several processes cannot write one file in this store"
         hint = "drop --part, or write the parts to a local directory and copy that with `ckptkit cp`"
         raise Unsupported(message, path=self.path, hint=hint)
@@ -147,52 +149,53 @@ class ObjectDestination:
         self.note("", b"")
 
     def commit(self) -> None:
-        """Delete the notes and the claim, if it is still ours: the upload is done."""
+        """Delete the notes and the claim, if this upload still has it: the upload is complete."""
         self._require_claim()
         self._release()
 
     def remarks(self) -> list[str]:
-        """Return what the store does not do."""
+        """Return the limits of the store."""
         words = "this store does not compare checksums, so ckptkit compared only the sizes of the files"
         return [f"{words}: `ckptkit verify {self.path}` reads every byte back"]
 
     def _begin(self, *, overwrite: bool, check: Check) -> None:
-        there = self._list()
-        if there and not overwrite:
+        existing = self._list()
+        if existing and not overwrite:
             raise destination_exists(self.path)
-        first = list(check()) if there else []
+        first = list(check()) if existing else []
         claim = StoreClaim.begin(self.plan, owner=self._owner)
         if self._bucket.create(self._place.claim_key, claim.to_bytes()) is None:
-            begun = self._read_claim()
-            if begun is None or begun[0].owner != self._owner:  # else the answer to a first attempt was lost
+            previous = self._read_claim()
+            # our own claim may exist: the response to a first request was lost
+            if previous is None or previous[0].owner != self._owner:
                 raise self._place.was_taken()
-        self._delete(there, first)
+        self._delete(existing, first)
 
-    def _resume(self, begun: StoreClaim, seen: UpdateVersion) -> None:
-        """Go on with an upload. Its process, should it be alive, finds that the claim is ours."""
-        ours = replace(StoreClaim.begin(self.plan, owner=self._owner), started=begun.started)
+    def _resume(self, previous: StoreClaim, seen: UpdateVersion) -> None:
+        """Resume an upload and take over its claim. A process that still works on it loses the claim."""
+        ours = replace(StoreClaim.begin(self.plan, owner=self._owner), started=previous.started)
         if self._bucket.replace(self._place.claim_key, ours.to_bytes(), seen) is None:
             self._require_claim()
         self.resumed = True
-        there = self._list()
+        existing = self._list()
         noted = self._notes()
-        keys = {self._note_key(name): name for name in self.sizes if name in there and is_large(self.sizes[name])}
+        keys = {self._note_key(name): name for name in self.sizes if name in existing and is_large(self.sizes[name])}
         read = at_once(self._bucket.read, [key for key in keys if key in noted])
-        for key, found in zip((key for key in keys if key in noted), read, strict=True):
-            sent = None if found is None else read_note(found[0])
-            if sent is not None and there[keys[key]] == (sent.nbytes, sent.tag):
+        for key, note in zip((key for key in keys if key in noted), read, strict=True):
+            sent = None if note is None else read_note(note[0])
+            if sent is not None and existing[keys[key]] == (sent.nbytes, sent.tag):
                 self.whole[keys[key]] = sent
                 self._sent[keys[key]] = sent.nbytes
         self._delete({}, [name for name in self.marks if name in keys.values() and name not in self.whole])
 
-    def _delete(self, there: Iterable[str], first: Iterable[str]) -> None:
-        """Delete files, some first, then the marks, then all others."""
-        for name in dict.fromkeys((*first, *(name for name in self.marks if name in there))):
+    def _delete(self, existing: Iterable[str], first: Iterable[str]) -> None:
+        """Delete files: first those in `first`, then the markers, then all others."""
+        for name in dict.fromkeys((*first, *(name for name in self.marks if name in existing))):
             self._bucket.delete([self._place.key(name)])
-        self._bucket.delete([self._place.key(name) for name in there])
+        self._bucket.delete([self._place.key(name) for name in existing])
 
     def _write(self, piece: FilePiece, data: memoryview) -> None:
-        """Add the next piece to the stream of its file. A mark is not shown before it is complete."""
+        """Add the next byte range to the stream of its file. A marker stays invisible until `complete`."""
         name = piece.name
         if piece.number == 1:
             stream = ObjectStream(self._bucket, self._place.key(name), piece_bytes(self.sizes[name]))
@@ -205,13 +208,13 @@ class ObjectDestination:
             self._finish(name)
 
     def _finish(self, name: str) -> None:
-        """End the stream of a file, and note that it is whole."""
+        """Complete the stream of a file, and write a note about it."""
         self._require_claim()
-        made = self._streams[name].finish()
+        result = self._streams[name].finish()
         with self._lock:
             del self._streams[name]
         self._require_size(name)
-        sent = SentFile(self.sizes[name], self._sums[name], (made["e_tag"] or "").strip('"'))
+        sent = SentFile(self.sizes[name], self._sums[name], (result["e_tag"] or "").strip('"'))
         self.whole[name] = sent
         self._bucket.put(self._note_key(name), json.dumps([sent.nbytes, sent.crc32, sent.tag]).encode())
 
@@ -221,35 +224,35 @@ class ObjectDestination:
             self.sent_bytes += sent
 
     def _require_sizes(self) -> None:
-        """Raise `IOFailure` unless the store has every file that is no mark, in the size that it was sent with."""
-        there = self._list()
+        """Raise `IOFailure` unless the store has every sent file except markers, with the right size."""
+        existing = self._list()
         for name, size in self._sent.items():
-            found = there.get(name, (None, ""))[0]
-            if name not in self.marks and found != size:
-                message = f"expected {size} bytes, found {'no object' if found is None else found}"
+            found_size = existing.get(name, (None, ""))[0]
+            if name not in self.marks and found_size != size:
+                message = f"expected {size} bytes, found {'no object' if found_size is None else found_size}"
                 hint = "something else writes here: run the same command again"
                 raise IOFailure(message, path=self.path / name, hint=hint)
 
     def _require_size(self, name: str) -> None:
-        found = self._bucket.head(self._place.key(name))
-        if found is None or found["size"] != self.sizes[name]:
-            message = f"expected {self.sizes[name]} bytes, found {found['size'] if found else 'no object'}"
+        meta = self._bucket.head(self._place.key(name))
+        if meta is None or meta["size"] != self.sizes[name]:
+            message = f"expected {self.sizes[name]} bytes, found {meta['size'] if meta else 'no object'}"
             raise IOFailure(message, path=self.path / name, hint="delete this object, then run the same command again")
 
     def _require_claim(self) -> None:
-        """Raise `Occupied` if another process has taken the place from us."""
-        begun = self._read_claim()
-        if begun is None or begun[0].owner != self._owner:
-            goes_on = begun is not None and begun[0].plan == self.plan
+        """Raise `Occupied` if another process has taken over the destination."""
+        current = self._read_claim()
+        if current is None or current[0].owner != self._owner:
+            goes_on = current is not None and current[0].plan == self.plan
             raise self._place.was_lost("goes on with" if goes_on else "has abandoned")
 
-    def _taken(self, name: str) -> Occupied:
+    def _occupied_error(self, name: str) -> Occupied:
         hint = "delete this object, then run the same command again"
         return Occupied("another object is there", path=self.path / name, hint=hint)
 
     def _read_claim(self) -> tuple[StoreClaim, UpdateVersion] | None:
-        found = self._bucket.read(self._place.claim_key)
-        return None if found is None else (self._place.parse_claim(found[0]), found[1])
+        content = self._bucket.read(self._place.claim_key)
+        return None if content is None else (self._place.parse_claim(content[0]), content[1])
 
     def _notes(self) -> dict[str, ObjectMeta]:
         return self._bucket.list(self._place.notes_prefix.rstrip("/"))
@@ -260,15 +263,15 @@ class ObjectDestination:
         self._bucket.delete([self._place.claim_key])
 
     def _list(self) -> dict[str, tuple[int, str]]:
-        """Return size and ETag of each file that is there, by name, but for the claim and the notes."""
+        """Return size and ETag of each existing file by name, without the claim and the notes."""
         if self.is_file:
             (name,) = self.sizes
-            one = self._bucket.head(self.path.key)
-            return {} if one is None else {name: (one["size"], (one["e_tag"] or "").strip('"'))}
+            meta = self._bucket.head(self.path.key)
+            return {} if meta is None else {name: (meta["size"], (meta["e_tag"] or "").strip('"'))}
         base = self._place.key("")
         return {
-            key.removeprefix(base): (found["size"], (found["e_tag"] or "").strip('"'))
-            for key, found in self._bucket.list(self.path.key).items()
+            key.removeprefix(base): (meta["size"], (meta["e_tag"] or "").strip('"'))
+            for key, meta in self._bucket.list(self.path.key).items()
             if not self._place.is_own(key)
         }
 
@@ -277,7 +280,7 @@ class ObjectDestination:
 
 
 def read_note(text: bytes) -> SentFile | None:
-    """Return the file that a note tells of; None if the note cannot be read."""
+    """Return the completed file that a note describes; None if the note cannot be read."""
     try:
         nbytes, crc, tag = json.loads(text)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Say in our words why Google Cloud Storage or Azure refused: one table for what reads and for what writes.
+"""Translate the errors of Google Cloud Storage and Azure, for reading and writing.
 
 https://cloud.google.com/storage/docs/xml-api/reference-status
 https://learn.microsoft.com/en-us/rest/api/storageservices/blob-service-error-codes
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptkit.errors import IOFailure, NoRoom
 
-_WORDS = {  # by the scheme of a URL: what the hints say
+_WORDS = {  # by URL scheme: words for the messages and hints
     "gs": {
         "bucket": "bucket",
         "keys": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
@@ -43,7 +43,7 @@ _UNREACHED = ("the store cannot be reached", "check the network and {endpoint}")
 _MUTE = ("the store does not answer", "check the network and {endpoint}")
 _CHANGED = ("the object was replaced meanwhile", _AGAIN)
 
-REFUSALS = {  # what a store says, as its error code or its status: our message, and a hint
+REFUSALS = {  # error code or HTTP status of a response: message, hint
     "NoSuchBucket": _BUCKET,
     "ContainerNotFound": _BUCKET,
     "ContainerBeingDeleted": _BUCKET,
@@ -81,7 +81,7 @@ REFUSALS = {  # what a store says, as its error code or its status: our message,
     "504": _FAILED,
     "507": _FULL,
 }
-LIBRARY = (  # what obstore says before a store has answered, as a part of its message
+LIBRARY = (  # a part of obstore's message if there is no response: message, hint
     ("Error performing token request", _NO_KEYS),
     ("Account must be specified", _NO_KEYS),
     ("Invalid Access Key", ("AZURE_STORAGE_ACCOUNT_KEY is not a key", "copy the key from the account's access keys")),
@@ -97,11 +97,11 @@ _NO_OBJECT = ("", "404", "NoSuchKey", "BlobNotFound", "ResourceNotFound")
 
 
 def refusal(error: BaseException, path: Path) -> IOFailure:
-    """Return our error for one of obstore, raised for the object at `path`.
+    """Return the `CkptError` for an exception of obstore about the object at `path`.
 
-    That is `NoRoom` where the store is full; the path is the bucket's if that is at fault.
+    It is `NoRoom` if the store is full. The error names the bucket instead of the object if the bucket is the cause.
     """
-    message, hint = find_words(error)
+    message, hint = find_message(error)
     words = _WORDS.get(path.parts[0].removesuffix(":"), _WORDS["gs"])
     kind = NoRoom if (message, hint) == _FULL else IOFailure
     is_of_bucket = (message, hint) in (_BUCKET, _BAD_NAME)
@@ -109,8 +109,8 @@ def refusal(error: BaseException, path: Path) -> IOFailure:
     return kind(f"{message.format_map(words)}: {find_reason(error)}", path=where, hint=hint.format_map(words))
 
 
-def find_words(error: BaseException) -> tuple[str, str]:
-    """Return our message for an error, and a hint."""
+def find_message(error: BaseException) -> tuple[str, str]:
+    """Return the message and the hint for an error."""
     code, status = find_code(error), find_status(error)
     known = REFUSALS.get(code)
     if known is None:
@@ -119,30 +119,30 @@ def find_words(error: BaseException) -> tuple[str, str]:
 
 
 def find_code(error: BaseException) -> str:
-    """Return the code of the answer with which a store refused, such as `BlobNotFound`; "" if it told none."""
-    found = _CODE.search(str(error))
-    return found[1] if found else ""
+    """Return the error code in the store's response, such as `BlobNotFound`; "" if there is none."""
+    match = _CODE.search(str(error))
+    return match[1] if match else ""
 
 
 def find_status(error: BaseException) -> str:
-    """Return the status of the answer with which a store refused, such as `404`; "" if it did not answer."""
-    found = _STATUS.search(str(error))
-    return found[1] if found else ""
+    """Return the HTTP status of the store's response, such as `404`; "" without a response."""
+    match = _STATUS.search(str(error))
+    return match[1] if match else ""
 
 
 def needs_reason(error: BaseException) -> bool:
-    """Return whether a store refused without saying why, as it does to every HEAD."""
+    """Return whether a store refused without an error code, as in every response to HEAD."""
     return bool(find_status(error)) and not find_code(error)
 
 
 def is_absent(error: BaseException) -> bool:
-    """Return whether an error says that there is no such object, and not that all that it would lie in is missing."""
+    """Return whether an error says that the object does not exist, while its bucket exists."""
     return isinstance(error, FileNotFoundError) and find_code(error) in _NO_OBJECT
 
 
 def find_reason(error: BaseException) -> str:
-    """Return what the store or the library says, in one line."""
-    found = _MESSAGE.search(str(error))
-    text = found[1] if found else str(error)
+    """Return the message of the store or the library, in one line."""
+    match = _MESSAGE.search(str(error))
+    text = match[1] if match else str(error)
     line = next(iter(text.strip().splitlines()), "")
     return line.rpartition(" - ")[2] or type(error).__name__

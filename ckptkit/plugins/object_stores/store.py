@@ -1,7 +1,6 @@
-"""Read from Google Cloud Storage and Azure by obstore, or by fsspec where only that is installed. Keeps no bytes.
+"""Read from Google Cloud Storage and Azure with obstore, or with fsspec if obstore is not installed.
 
-Credentials and endpoints are those of obstore, from the environment:
-https://developmentseed.org/obstore/latest/authentication/
+obstore takes credentials and endpoints from the environment: https://developmentseed.org/obstore/latest/authentication/
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def open_objects(url: str) -> Store:
-    """Return the bucket or container that `url` means."""
+    """Return the bucket or container at `url`."""
     try:
         import obstore  # noqa: F401
     except ImportError:
@@ -31,7 +30,7 @@ def open_objects(url: str) -> Store:
 
 
 class ObjectFiles:
-    """The bucket or container that `url` means, as a tree: keys with slashes."""
+    """The bucket or container at `url` as a directory tree: keys with slashes are paths."""
 
     hint = "check the network"
 
@@ -40,49 +39,52 @@ class ObjectFiles:
         self._seen: dict[str, ObjectMeta] = {}
 
     def find(self, key: str) -> StoreEntry | None:
-        """Return the entry at `key`, or None. An empty object that others lie below is a directory."""
-        found = self._head(key) if key else None
-        if found is not None and found["size"]:
-            return entry_of(found)
+        """Return the entry at `key`, or None. An empty object with other objects below it is a directory."""
+        meta = self._head(key) if key else None
+        if meta is not None and meta["size"]:
+            return entry_of(meta)
         below = next(list_all(self._store, key), None)
         if below is not None or not key:
             return StoreEntry("", is_dir=True)
-        return None if found is None else entry_of(found)
+        return None if meta is None else entry_of(meta)
 
     def entries(self, key: str) -> list[StoreEntry]:
-        """Return the entries in the directory at `key`, but for empty objects that some tools put in its place."""
+        """Return the entries in the directory at `key`.
+
+        Leaves out the empty objects that some tools create for directories.
+        """
         from obstore import list_with_delimiter
 
-        found = list_with_delimiter(self._store, key or None)
-        folders = {prefix.rpartition("/")[2] for prefix in found["common_prefixes"]}
-        files = [entry_of(one) for one in found["objects"] if one["path"] != key]
+        listing = list_with_delimiter(self._store, key or None)
+        folders = {prefix.rpartition("/")[2] for prefix in listing["common_prefixes"]}
+        files = [entry_of(meta) for meta in listing["objects"] if meta["path"] != key]
         return [
             *(StoreEntry(name, is_dir=True) for name in sorted(folders)),
             *(entry for entry in files if entry.name not in folders),
         ]
 
     def open(self, key: str, entry: StoreEntry) -> Read:
-        """Return a function that reads from the object at `key`, which is asked for by its ETag."""
+        """Return a function that reads byte ranges of the object at `key`, and fails if its ETag changed."""
         from obstore import get
 
-        found = self._seen.get(key) or self._head(key)
-        if found is None or entry_of(found) != entry:
+        meta = self._seen.get(key) or self._head(key)
+        if meta is None or entry_of(meta) != entry:
             raise IOFailure("the file was replaced while it was being read", hint="run the same command again")
-        self._seen[key] = found
-        tag = found["e_tag"]
+        self._seen[key] = meta
+        tag = meta["e_tag"]
 
         def read(start: int, stop: int) -> bytes:
-            answer = get(self._store, key, options={"range": (start, stop), **({"if_match": tag} if tag else {})})
-            return bytes(answer.bytes())
+            response = get(self._store, key, options={"range": (start, stop), **({"if_match": tag} if tag else {})})
+            return bytes(response.bytes())
 
         return read
 
     def forget(self) -> None:
-        """Ask for every object again before it is read."""
+        """Drop the cached metadata of all objects."""
         self._seen.clear()
 
     def refusal(self, error: Exception, path: Path) -> CkptError:
-        """Return our error for one of obstore."""
+        """Return the `CkptError` for an exception of obstore."""
         return refusal(fetch_error_detail(self._store, error) if needs_reason(error) else error, path)
 
     @cached_property
@@ -100,8 +102,8 @@ class ObjectFiles:
             raise LookupError(str(error)) from error
 
 
-def entry_of(found: ObjectMeta) -> StoreEntry:
-    """Return the entry of an object, whose tag is its ETag. That is quoted by some requests only."""
-    changed = found["last_modified"].timestamp()
-    tag = (found["e_tag"] or str(changed)).strip('"')
-    return StoreEntry(found["path"].rpartition("/")[2], False, found["size"], float(int(changed)), tag)
+def entry_of(meta: ObjectMeta) -> StoreEntry:
+    """Return the entry of an object, with its ETag as tag. Only some requests put quotes around the ETag."""
+    changed = meta["last_modified"].timestamp()
+    tag = (meta["e_tag"] or str(changed)).strip('"')
+    return StoreEntry(meta["path"].rpartition("/")[2], False, meta["size"], float(int(changed)), tag)

@@ -1,1 +1,1 @@
-"""Handle the trees of arrays that orbax saves: JSON that lists them, and cells of zarr that tensorstore reads."""
+"""Read the array trees that orbax saves: JSON metadata, and zarr cells that tensorstore decodes."""

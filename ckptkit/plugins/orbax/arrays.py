@@ -1,4 +1,4 @@
-"""Describe arrays of zarr, and find and decompress their cells: boxes that are each one value of the tree."""
+"""Describe zarr arrays, and find and decompress their cells. A zarr cell (chunk) is one value of the orbax tree."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from ckptkit.io.ranges import Range
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.plugins.orbax.values import Value, explaining, open_array, read_value
+from ckptkit.plugins.orbax.values import Value, open_array, read_value, translate_tensorstore_errors
 
-Move = tuple[str, Chunk, int]  # a cell of a tensor, and the offset in the temporary file of what is in it
+Move = tuple[str, Chunk, int]  # tensor name, cell, offset of the decompressed cell in the temporary file
 
 
 def unpack(layout: Layout, report: Report = refuse) -> Layout:
-    """Return the layout with all its cells decompressed. No more than one is in memory.
+    """Return the layout with all cells decompressed into a temporary file, one cell in memory at a time.
 
-    Reports a cell that is damaged, and leaves it as it is. Raises `NoRoom` if the disk is too small for the tensors.
+    Reports a damaged cell and leaves it compressed. Raises `NoRoom` if the disk is too small for the tensors.
     """
     stored = [(name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if is_cell(chunk)]
     *offsets, total = accumulate((nbytes_of(chunk) for _, chunk in stored), initial=0)
-    kept = TemporaryFile()
-    check_room(kept.path, total)
-    with translate_os_errors(kept.path):
-        os.truncate(kept.path, total)
+    temporary = TemporaryFile()
+    check_room(temporary.path, total)
+    with translate_os_errors(temporary.path):
+        os.truncate(temporary.path, total)
     moves = [(name, chunk, offset) for (name, chunk), offset in zip(stored, offsets, strict=True)]
-    failed = move_all(layout, moves, kept.path, report)
+    failed = move_all(layout, moves, temporary.path, report)
     moved = {
-        (name, chunk.box): chunk._replace(path=str(kept.path), offset=offset, length=nbytes_of(chunk), where=None)
+        (name, chunk.box): chunk._replace(path=str(temporary.path), offset=offset, length=nbytes_of(chunk), where=None)
         for name, chunk, offset in moves
         if offset not in failed
     }
@@ -47,21 +47,21 @@ def unpack(layout: Layout, report: Report = refuse) -> Layout:
         name: replace(tensor, chunks=tuple(moved.get((name, chunk.box), chunk) for chunk in tensor.chunks))
         for name, tensor in layout.tensors.items()
     }
-    return replace(layout, tensors=tensors, keeper=(layout.keeper, kept))
+    return replace(layout, tensors=tensors, keeper=(layout.keeper, temporary))
 
 
 def move_all(layout: Layout, moves: list[Move], place: Path, report: Report) -> set[int]:
-    """Write what is in each cell to its offset of file `place`; return the offsets of those that are damaged."""
+    """Decompress each cell to its offset in file `place`; return the offsets of the damaged cells."""
     failed: set[int] = set()
     with OpenFiles(layout.root) as files, closing(open_to_write(place)) as file:
         for name, chunk, offset in moves:
             try:
-                found = decompress(chunk, files, layout.root / chunk.path)
+                data = decompress(chunk, files, layout.root / chunk.path)
             except CkptError as error:
                 failed.add(offset)
                 report(error.blame(path=layout.root / chunk.path, tensor=name))
             else:
-                file.write_at(found, offset)
+                file.write_at(data, offset)
     return failed
 
 
@@ -73,28 +73,28 @@ def nbytes_of(chunk: Chunk) -> int:
     return chunk.box.numel * chunk.dtype.itemsize
 
 
-ZARR = "zarr"  # the wrapper of a chunk that is a cell
+ZARR = "zarr"  # wrapper name of a chunk that is a cell
 _METADATA = {"zarr": ".zarray", "zarr3": "zarr.json"}
 _USE_ANOTHER = "use another checkpoint"
-_inline = count(1)  # no file shows where in it a cell inside a node is: an offset below 0 tells it from others
+_inline = count(1)  # a cell inside a node has no file offset: a unique negative one identifies it
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """An array: its name, the driver that reads it, and the JSON that describes it."""
+    """An array: its name, the tensorstore driver that reads it, and its JSON metadata."""
 
     name: str
     driver: str
     metadata: bytes
 
     def open(self, cells: Mapping[str, bytes]) -> Any:
-        """Return it as tensorstore has it, with the values of `cells` by their keys."""
+        """Return the tensorstore array, with the values of `cells` by key."""
         return open_array(self.driver, {_METADATA[self.driver]: self.metadata, **cells})
 
 
 @dataclass(frozen=True, slots=True)
 class Cell(Wrapped):
-    """The bytes are those of a cell of an array, compressed; `content` has them if they lie inside a node of OCDBT."""
+    """Marks a chunk as a compressed cell of an array; `content` has its bytes if they are inside an OCDBT node."""
 
     array: ZarrArray
     key: str
@@ -102,35 +102,32 @@ class Cell(Wrapped):
 
 
 def decompress(chunk: Chunk, files: OpenFiles, path: Path) -> memoryview:
-    """Return the bytes of a chunk that is a cell of file `path`, row-major.
-
-    Raises `Corrupt` if they cannot be decompressed.
-    """
+    """Return the decompressed row-major bytes of a cell in file `path`. Raises `Corrupt` if that fails."""
     cell = chunk.where
     assert isinstance(cell, Cell)
     data = read_value(Value(chunk.path, chunk.offset, chunk.length, cell.content), files)
-    with explaining(path, cell.array.name):
+    with translate_tensorstore_errors(path, cell.array.name):
         box = cell.array.open({cell.key: data})[slices(chunk.box)]
         is_whole = is_stored(box)
-        found = memoryview(box.read().result().reshape(-1).view("uint8"))
+        decompressed = memoryview(box.read().result().reshape(-1).view("uint8"))
     expected = chunk.box.numel * chunk.dtype.itemsize
-    if not is_whole or len(found) != expected:
-        message = f"expected {expected} bytes in a cell, found {len(found) if is_whole else 'a part of them'}"
+    if not is_whole or len(decompressed) != expected:
+        message = f"expected {expected} bytes in a cell, found {len(decompressed) if is_whole else 'a part of them'}"
         raise Corrupt(message, path=path, hint=_USE_ANOTHER)
-    return found
+    return decompressed
 
 
 def description_range(name: str, driver: str, values: Mapping[str, Value]) -> list[Range]:
-    """Return where the JSON is that describes an array, if a file has it on its own."""
-    found = values.get(f"{name}/{_METADATA[driver]}")
-    return [found.range] if found is not None and found.content is None else []
+    """Return the byte range of the JSON metadata of an array, if it is not inside an OCDBT node."""
+    value = values.get(f"{name}/{_METADATA[driver]}")
+    return [value.range] if value is not None and value.content is None else []
 
 
 def describe(root: Path, name: str, driver: str, values: Mapping[str, Value], files: OpenFiles) -> StoredTensor:
-    """Return the tensor that an array is, with a chunk for each cell.
+    """Return the tensor of an array, with one chunk per cell.
 
-    `values` are those of the tree, in `files`. Raises `Corrupt` if the array cannot be opened, `Incomplete` for a cell
-    that is missing: zarr would give zeros.
+    `values` are the values of the tree. Raises `Corrupt` if the array cannot be opened, `Incomplete` if a cell is
+    missing, because zarr would fill it with zeros.
     """
     described = values.get(f"{name}/{_METADATA[driver]}")
     if described is None:
@@ -138,26 +135,26 @@ def describe(root: Path, name: str, driver: str, values: Mapping[str, Value], fi
         raise Incomplete(message, path=root, tensor=name, hint=_USE_ANOTHER)
     path = root / described.path
     array = ZarrArray(name, driver, read_value(described, files))
-    with explaining(path, name):
+    with translate_tensorstore_errors(path, name):
         opened = array.open({})
     dtype = DTYPES.get(opened.dtype.name)
     if dtype is None:
         raise Unsupported(f"torch does not have the dtype `{opened.dtype.name}`", path=path, tensor=name)
     spec, grid = Spec(dtype, tuple(opened.shape)), tuple(opened.chunk_layout.write_chunk.shape or ())
     expected = prod(-(-extent // step) for extent, step in zip(spec.shape, grid, strict=True))
-    if expected > len(values):  # before they are listed: an array may claim any shape
+    if expected > len(values):  # before the boxes are listed: a damaged array may claim any shape
         message = f"expected {expected} cells, found {len(values)} values in the tree"
         raise Incomplete(message, path=path, tensor=name, hint=_USE_ANOTHER)
     name_cell = cell_names(parse_json(array.metadata, path))
-    boxes = {name_cell(place): box for place, box in cells(spec.shape, grid)}
+    boxes = {name_cell(position): box for position, box in cells(spec.shape, grid)}
     missing = [box for key, box in boxes.items() if f"{name}/{key}" not in values]
     if missing:
-        raise lacking(path, name, missing, len(boxes))
+        raise incomplete_array(path, name, missing, len(boxes))
     chunks = (to_chunk(array, key, box, dtype, values[f"{name}/{key}"]) for key, box in boxes.items())
     return StoredTensor(spec, tuple(chunks))
 
 
-def lacking(path: Path, name: str, missing: list[Box], total: int) -> Incomplete:
+def incomplete_array(path: Path, name: str, missing: list[Box], total: int) -> Incomplete:
     first = missing[0]
     message = (
         f"expected {total} cells, found {total - len(missing)}: "
@@ -174,7 +171,7 @@ def to_chunk(array: ZarrArray, key: str, box: Box, dtype: DType, value: Value) -
 
 
 def cell_names(described: dict[str, Any]) -> Callable[[Shape], str]:
-    """Return a function that returns the key of the cell at a place in the grid, by the JSON of its array.
+    """Return a function that returns the key of the cell at a grid position, from the array's JSON.
 
     https://zarr-specs.readthedocs.io/en/latest/v3/chunk-key-encodings/
     """
@@ -182,18 +179,18 @@ def cell_names(described: dict[str, Any]) -> Callable[[Shape], str]:
     is_default = encoding.get("name") == "default"
     first, usual = (["c"], "/") if is_default else ([], described.get("dimension_separator", "."))
     separator = encoding.get("configuration", {}).get("separator", usual)
-    return lambda place: separator.join([*first, *map(str, place)]) or "0"
+    return lambda position: separator.join([*first, *map(str, position)]) or "0"
 
 
 def cells(shape: Shape, grid: Shape) -> Iterator[tuple[Shape, Box]]:
-    """Yield the place and the box of each cell that a regular grid cuts a shape in.
+    """Yield the grid position and the box of each cell of a regular grid over a shape.
 
-    The last along each axis may be smaller.
+    The last cell along each axis may be smaller.
     """
     steps = (range(-(-extent // step)) for extent, step in zip(shape, grid, strict=True))
-    for place in product(*steps):
-        start = tuple(i * step for i, step in zip(place, grid, strict=True))
-        yield place, Box(start, tuple(map(min, grid, (extent - a for extent, a in zip(shape, start, strict=True)))))
+    for position in product(*steps):
+        start = tuple(i * step for i, step in zip(position, grid, strict=True))
+        yield position, Box(start, tuple(map(min, grid, (extent - a for extent, a in zip(shape, start, strict=True)))))
 
 
 def is_stored(array: Any) -> bool:

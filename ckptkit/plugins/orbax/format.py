@@ -1,4 +1,4 @@
-"""Read the trees of arrays that orbax saves for JAX: zarr 2 and 3, in OCDBT or a directory for each array.
+"""Read the array trees that orbax saves for JAX: zarr 2 and 3, in OCDBT or in one directory per array.
 
 Source: orbax/checkpoint/_src/{metadata,path,serialization}, of orbax-checkpoint 0.12.8.
 """
@@ -33,7 +33,7 @@ _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "Na
 
 
 class Tree(NamedTuple):
-    """What a tree holds: the key paths of its arrays and its other values by name, and how the arrays are stored."""
+    """The key paths of a tree's arrays and of its other values by name, and how the arrays are stored."""
 
     arrays: dict[str, KeyPath]
     values: dict[str, tuple[KeyPath, Any]]
@@ -42,12 +42,12 @@ class Tree(NamedTuple):
 
 
 def read_metadata(root: Path) -> Tree:
-    """Return what the tree in directory `root` holds. Raises `Corrupt` for metadata that are malformed."""
+    """Return the contents of the tree in directory `root`. Raises `Corrupt` for malformed metadata."""
     path = root / NAME
     try:
-        found = read_object(path)
-        tree = Tree({}, {}, "zarr3" if found.get("use_zarr3") else "zarr", bool(found.get("use_ocdbt", True)))
-        for entry in found["tree_metadata"].values():
+        metadata = read_object(path)
+        tree = Tree({}, {}, "zarr3" if metadata.get("use_zarr3") else "zarr", bool(metadata.get("use_ocdbt", True)))
+        for entry in metadata["tree_metadata"].values():
             add(tree, root, entry)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Corrupt("the metadata is malformed", path=path) from error
@@ -55,21 +55,21 @@ def read_metadata(root: Path) -> Tree:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    found = parse_json(read_small(path, _LARGEST), path)
-    if not isinstance(found, dict):
+    value = parse_json(read_small(path, _LARGEST), path)
+    if not isinstance(value, dict):
         raise Corrupt("expected a JSON object", path=path)
-    return found
+    return value
 
 
 def add(tree: Tree, root: Path, entry: dict[str, Any]) -> None:
-    """Add an entry. Raises `Unsupported` for a type that is not known, `Unsafe` for a name that leads elsewhere."""
+    """Add an entry. Raises `Unsupported` for an unknown type, `Unsafe` for path traversal."""
     steps = [(key["key"], key["key_type"]) for key in entry["key_metadata"]]
     key = tuple(int(step) if kind == _SEQUENCE else str(step) for step, kind in steps)
     name, kind = ".".join(map(str, key)), entry["value_metadata"]["value_type"]
     if name in tree.arrays or name in tree.values:
         raise Corrupt("two entries have the same name", path=root / NAME, tensor=name)
     if kind in _ARRAYS:
-        for part in () if tree.is_ocdbt else name.split("/"):  # of zarr without OCDBT it is a directory
+        for part in () if tree.is_ocdbt else name.split("/"):  # without OCDBT the name is a directory
             check_name(part, root / NAME)
         tree.arrays[name] = key
     elif kind == "string":
@@ -84,15 +84,15 @@ def add(tree: Tree, root: Path, entry: dict[str, Any]) -> None:
 _OWN = re.compile(
     r"_METADATA|_sharding|_strings\.json|array_metadatas|manifest\.ocdbt|d|ocdbt_(data|meta)|ocdbt\.process_[0-9]+"
 )
-_UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*")  # the name of a directory until the save ends
-_STEP = "_CHECKPOINT_METADATA"  # what orbax says of a step, or of a tree that it saved alone
+_UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*")  # directory name until the save is complete
+_STEP = "_CHECKPOINT_METADATA"  # orbax's metadata of a step, or of a tree saved alone
 _COMMITTED = "commit_success.txt"
 _LARGEST_STEP = 1 << 24  # bytes
 _USE_ANOTHER = "use another checkpoint"
 
 
 class Orbax(FormatReader):
-    """The format of a directory with orbax's `_METADATA`, which is only read."""
+    """The format of a directory with orbax's `_METADATA`, which ckptkit reads and does not write."""
 
     name = "orbax"
     known_by = "orbax's `_METADATA`"
@@ -101,14 +101,14 @@ class Orbax(FormatReader):
         return bool(_OWN.fullmatch(name))
 
     def detect(self, path: Path) -> bool:
-        """Return True for a tree of arrays, and for what an unfinished save has left."""
+        """Return True for an array tree, and for the leftovers of an unfinished save."""
         if not path.is_dir():
             return False
         names = names_in(path)
         return NAME in names or MANIFEST in names or (is_unfinished(path) and _STEP in names)
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report an unfinished save, and files that are missing."""
+        """Report an unfinished save, and missing files."""
         names = names_in(path)
         if is_unfinished(path):
             raise Incomplete("orbax did not finish this save", path=path, hint="use an older checkpoint")
@@ -120,7 +120,7 @@ class Orbax(FormatReader):
     def read(self, path: Path, report: Report = refuse) -> Layout:
         """Return the layout of the tree in directory `path`.
 
-        Reports each array that cannot be opened, or lacks cells.
+        Reports each array that cannot be opened or lacks cells.
         """
         self.check_names(path, refuse)
         require_tensorstore(path)
@@ -140,17 +140,17 @@ class Orbax(FormatReader):
         for name, (key, value) in tree.values.items():
             keys[name] = key
             blobs[name] = Blob(STRINGS if isinstance(value, str) else NAME, 0, 0, dump(value))
-        own = (place for place in children(path) if self.owns(place.name) or place.name in tree.arrays)
-        there = [str(file.relative_to(path)) for place in own for file in list_files(place)]
+        own_entries = (entry for entry in children(path) if self.owns(entry.name) or entry.name in tree.arrays)
+        file_names = [str(file.relative_to(path)) for entry in own_entries for file in list_files(entry)]
         layout = Layout(path, self.name, tensors, blobs, keys, absent=absent)
         ends = ends_of(layout)
         for name in sorted(ends):
-            if name not in there:
+            if name not in file_names:
                 report(Incomplete("the file is missing", path=path / name, hint=_USE_ANOTHER))
             elif (size := file_size(path / name)) < ends[name]:
                 message = f"expected at least {ends[name]} bytes, found {size}: the file is truncated"
                 report(Corrupt(message, path=path / name, hint=_USE_ANOTHER))
-        return replace(layout, descriptions=tuple(name for name in there if name not in ends))
+        return replace(layout, descriptions=tuple(name for name in file_names if name not in ends))
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:  # noqa: ARG002 - there is no sum
         """Return every file as one extent without a checksum: orbax records none."""
@@ -160,7 +160,7 @@ class Orbax(FormatReader):
 
 
 def ends_of(layout: Layout) -> dict[str, int]:
-    """Return by file where its last cell ends."""
+    """Return the end offset of the last cell in each file."""
     ends: dict[str, int] = {}
     for _, item in layout.stored:
         ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
@@ -168,17 +168,25 @@ def ends_of(layout: Layout) -> dict[str, int]:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return whether orbax did not finish the save of a directory, or of the step that it lies in."""
-    whole = path.absolute()
-    return any(bool(_UNFINISHED.fullmatch(one.name)) or is_uncommitted(one) for one in (whole, whole.parent))
+    """Return whether orbax did not finish saving this directory, or the step directory around it."""
+    absolute = path.absolute()
+    return any(
+        bool(_UNFINISHED.fullmatch(directory.name)) or is_uncommitted(directory)
+        for directory in (absolute, absolute.parent)
+    )
 
 
 def is_uncommitted(path: Path) -> bool:
-    """Return whether a save under its last name, as in a bucket, lacks both the marker and the time of its end.
+    """Return whether a save under its final name, as in a bucket, lacks both the marker and the commit time.
 
-    Orbax writes the time first. A copy without the marker, or of an orbax that wrote none, still has the time.
+    Orbax writes the time first. A copy without the marker, or from an orbax version without markers, still has the
+    time.
     """
     if not is_there(path / _STEP) or is_there(path / _COMMITTED):
         return False
-    said = parse_json(read_small(path / _STEP, _LARGEST_STEP), path / _STEP)
-    return isinstance(said, dict) and "init_timestamp_nsecs" in said and said.get("commit_timestamp_nsecs") is None
+    metadata = parse_json(read_small(path / _STEP, _LARGEST_STEP), path / _STEP)
+    return (
+        isinstance(metadata, dict)
+        and "init_timestamp_nsecs" in metadata
+        and metadata.get("commit_timestamp_nsecs") is None
+    )

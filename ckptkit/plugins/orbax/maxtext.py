@@ -1,9 +1,10 @@
-"""Know the names of MaxText, and map them to the Hub's.
+"""Translate the names of MaxText to the Hub's names.
 
 Source: maxtext/checkpoint_conversion/utils/param_mapping.py of maxtext 0.2.5. A kernel has its inputs first. Scanned
-layers lie in one tensor, along its second axis. Gemma 2 has pairs of layers, a local one and a global one; scanned
-Gemma 3 has blocks of six, and the rest behind them. Some numbers differ: a query is smaller by the root of the head's
-width, a norm of Gemma greater by one, its embedding greater by the root of the hidden size.
+layers are stacked in one tensor, along its second axis. Gemma 2 has pairs of a local and a global layer; scanned Gemma
+3 has blocks of six layers, followed by the remaining layers. Some values differ: queries are divided by the square root
+of the head width, a norm of Gemma is greater by one, and its embedding is multiplied by the square root of the hidden
+size.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from ckptkit.models.names.translate import Translated, translate
 
 _GEMMAS = ("gemma2", "gemma3_text")
 _TYPES = ("llama", "qwen3", *_GEMMAS)
-_SCALED = ("llama", "gemma2")  # types whose queries hold the scale of the attention
+_SCALED = ("llama", "gemma2")  # types whose queries include the attention scale
 _SCAN_AXIS = 1  # `param_scan_axis` in MaxText's configs/base.yml
 _PATTERN = 6  # layers in a block of Gemma 3: five local ones, and a global one
 _OWN = "decoder.layers.{layer}."
 
-# what stands before the name of a tensor in its layer
+# the prefix of a tensor name before its name in the layer
 _PLACE = re.compile(
     r"decoder\.(?:layers[_.](?P<one>[0-9]+)|layers\.layers_(?P<block>[0-9]+)|layers_remainder\.layers_(?P<rest>[0-9]+)"
     r"|layers)\.(?P<tensor>[a-z].*)"
@@ -48,8 +49,8 @@ _HALF = re.compile(r"(?P<module>[^.]+)_(?P<half>local|global)\.(?P<leaf>.*)")
 _HALVES = ("local", "global")
 
 
-class Place(NamedTuple):
-    """The first layer that a tensor is of, how far apart its layers are, and its name in each of them."""
+class LayerPosition(NamedTuple):
+    """The first layer of a tensor, the distance between its layers, and its name in each layer."""
 
     first: int
     step: int
@@ -57,48 +58,48 @@ class Place(NamedTuple):
     is_scanned: bool
 
 
-def place_of(name: str, sizes: Sizes) -> Place | None:
-    """Return the layers that a tensor is of; None for a tensor of no layer."""
-    found = _PLACE.fullmatch(name)
-    if found is None:
+def place_of(name: str, sizes: Sizes) -> LayerPosition | None:
+    """Return the layers of a tensor; None for a tensor outside the layers."""
+    match = _PLACE.fullmatch(name)
+    if match is None:
         return None
-    tensor, model = found["tensor"], sizes.model_type
-    if found["block"] is not None:
-        return Place(int(found["block"]), _PATTERN, tensor, is_scanned=True)
-    if found["rest"] is not None:
+    tensor, model = match["tensor"], sizes.model_type
+    if match["block"] is not None:
+        return LayerPosition(int(match["block"]), _PATTERN, tensor, is_scanned=True)
+    if match["rest"] is not None:
         layers = sizes["layers"]
-        return Place(layers - layers % _PATTERN + int(found["rest"]), 1, tensor, is_scanned=False)
-    number, is_scanned = int(found["one"] or 0), found["one"] is None
+        return LayerPosition(layers - layers % _PATTERN + int(match["rest"]), 1, tensor, is_scanned=False)
+    number, is_scanned = int(match["one"] or 0), match["one"] is None
     half = _HALF.fullmatch(tensor) if model == "gemma2" else None
     if half is None:
-        return Place(number, 1, tensor, is_scanned)
+        return LayerPosition(number, 1, tensor, is_scanned)
     first = len(_HALVES) * number + _HALVES.index(half["half"])
-    return Place(first, len(_HALVES), f"{half['module']}.{half['leaf']}", is_scanned)
+    return LayerPosition(first, len(_HALVES), f"{half['module']}.{half['leaf']}", is_scanned)
 
 
 def by_layer(name: str, tensor: StoredTensor, sizes: Sizes) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield a tensor as it is in each of its layers, under a name that all types and ways to scan share."""
-    name = name.removesuffix(".value")  # flax's NNX puts it behind every name
-    place = place_of(name, sizes)
-    if place is None:
+    """Yield a tensor per layer, under a name that does not depend on the model type or on scanning."""
+    name = name.removesuffix(".value")  # flax's NNX adds this suffix to every name
+    layers = place_of(name, sizes)
+    if layers is None:
         yield name, tensor
         return
-    whole = _OWN.format(layer="{}") + place.tensor
-    if not place.is_scanned:
-        yield whole.format(place.first), tensor
+    full_name = _OWN.format(layer="{}") + layers.tensor
+    if not layers.is_scanned:
+        yield full_name.format(layers.first), tensor
         return
     shape = tensor.spec.shape
-    wanted = len(range(place.first, sizes["layers"] - (sizes["layers"] % place.step), place.step))
+    wanted = len(range(layers.first, sizes["layers"] - (sizes["layers"] % layers.step), layers.step))
     if len(shape) <= _SCAN_AXIS or shape[_SCAN_AXIS] != wanted:
         message = f"expected {wanted} layers along axis {_SCAN_AXIS} (config.json), found shape {list(shape)}"
         raise Mismatch(message, tensor=name)
     first = axes.permute(tensor, (_SCAN_AXIS, *(axis for axis in range(len(shape)) if axis != _SCAN_AXIS)))
-    for index, one in enumerate(axes.unstack(first)):
-        yield whole.format(place.first + index * place.step), one
+    for index, of_layer in enumerate(axes.unstack(first)):
+        yield full_name.format(layers.first + index * layers.step), of_layer
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the table for a type of model, by layer. Raises `Unsupported` for a type that is not known here."""
+    """Return the naming rules for a model type, by layer. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type("maxtext", _TYPES)
     if sizes.text is not sizes.config:
         hint = "pass --base MODEL with the config.json of the text model alone"
@@ -118,7 +119,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def norms(model: str) -> dict[str, str]:
-    """Return the names of the norms of a layer on the Hub, by MaxText's."""
+    """Return the Hub names of the norms in a layer, keyed by MaxText name."""
     of_heads = {"self_attention.query_norm": "self_attn.q_norm", "self_attention.key_norm": "self_attn.k_norm"}
     if model in _GEMMAS:
         return {
@@ -136,18 +137,18 @@ def norms(model: str) -> dict[str, str]:
 
 
 def attention(*, is_in_pairs: bool) -> Iterator[Rule]:
-    """Yield the rules for the four projections, whose heads have an axis of their own."""
+    """Yield the rules for the four attention projections, which have a separate axis for heads."""
     for own, hub, heads in (("query", "q", "heads"), ("key", "k", "key_heads"), ("value", "v", "key_heads")):
-        turn: tuple[TensorStep, ...] = (Rotary(heads),) if is_in_pairs and own != "value" else ()
+        rotary: tuple[TensorStep, ...] = (Rotary(heads),) if is_in_pairs and own != "value" else ()
         in_front = (RequiredExtent(1, heads), SwappedAxes((0, 2)), SwappedAxes((0, 1)))  # heads, their rows, inputs
-        step = Chain((*in_front, Reversed(FlatFront(heads)), *turn))
+        step = Chain((*in_front, Reversed(FlatFront(heads)), *rotary))
         yield Rule.of(f"{_OWN}self_attention.{own}.kernel", f"{LAYER}self_attn.{hub}_proj.weight", step)
     step = Chain((RequiredExtent(0, "heads"), Reversed(FlatFront("heads")), SwappedAxes()))
     yield Rule.of(f"{_OWN}self_attention.out.kernel", f"{LAYER}self_attn.o_proj.weight", step)
 
 
 def arithmetic(name: str, sizes: Sizes) -> Arithmetic | None:
-    """Return how the numbers of a tensor change on the way to the Hub; None if they do not."""
+    """Return the arithmetic that converts the values of a tensor for the Hub; None if they are equal."""
     model, name = sizes.model_type, name.removesuffix(".value")
     if model in _SCALED and re.search(r"\.self_attention(_local|_global)?\.query\.kernel$", name):
         return Arithmetic(factor=sizes.head_width**0.5)
@@ -159,30 +160,38 @@ def arithmetic(name: str, sizes: Sizes) -> Arithmetic | None:
 
 
 def inverse_root(hidden: int, *, is_rounded: bool) -> float:
-    """Return by what XLA multiplies to divide by the root, which is in float32, or in bfloat16 if it `is_rounded`."""
+    """Return the factor with which XLA divides by the square root of `hidden`.
+
+    The root is in float32, or in bfloat16 if `is_rounded`.
+    """
     fraction, exponent = frexp(hidden**0.5)
-    bits = 8 if is_rounded else 24  # of the fraction; `round` takes the even one of two
+    bits = 8 if is_rounded else 24  # of the fraction; `round` rounds half to even
     return 1 / ldexp(round(ldexp(fraction, bits)), exponent - bits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaxTextNames(Family):
-    """The names of MaxText, which are only read."""
+    """The names of MaxText, which ckptkit reads and does not write."""
 
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-        """Return the tensors of each layer as the Hub has them."""
-        table = self.rules(sizes)  # first: it says which types are known
-        apart: dict[str, StoredTensor] = {}
-        whence: dict[str, str] = {}
+        """Return the tensors of each layer under the Hub's names."""
+        table = self.rules(sizes)  # first, because it raises for unknown types
+        layer_tensors: dict[str, StoredTensor] = {}
+        source_name: dict[str, str] = {}
         for name, tensor in tensors.items():
-            for one, part in by_layer(name, tensor, sizes):
-                if one in apart:
-                    raise Mismatch(f"the tensor is the same as `{whence[one]}`: two names of one tensor", tensor=name)
-                apart[one], whence[one] = part, name
-        found = translate(apart, table, sizes)
-        came_from = {new: tuple(dict.fromkeys(whence[one] for one in olds)) for new, olds in found.came_from.items()}
-        unplaced = tuple(dict.fromkeys(whence[one] for one in found.unplaced))
-        return Translated(found.tensors, came_from, unplaced)
+            for layer_name, part in by_layer(name, tensor, sizes):
+                if layer_name in layer_tensors:
+                    raise Mismatch(
+                        f"the tensor is the same as `{source_name[layer_name]}`: two names of one tensor", tensor=name
+                    )
+                layer_tensors[layer_name], source_name[layer_name] = part, name
+        translated = translate(layer_tensors, table, sizes)
+        came_from = {
+            new: tuple(dict.fromkeys(source_name[layer_name] for layer_name in olds))
+            for new, olds in translated.came_from.items()
+        }
+        unplaced = tuple(dict.fromkeys(source_name[layer_name] for layer_name in translated.unplaced))
+        return Translated(translated.tensors, came_from, unplaced)
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:  # noqa: ARG002
         """Raise `Unsupported`: no format that ckptkit writes can be loaded by MaxText."""

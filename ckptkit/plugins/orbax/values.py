@@ -1,9 +1,8 @@
-"""Find where the values of a tree are, and let tensorstore decode them.
+"""Locate the values of an orbax tree, and let tensorstore decode them.
 
-Each in a file of its own, or in a range that OCDBT's B+tree names.
-
-ckptkit reads the nodes of the B+tree, from a disk or a store, and tensorstore decodes them and compares their CRC-32C.
-Source: google/tensorstore, tensorstore/kvstore/ocdbt/index.rst and its function `ocdbt.dump`.
+A value is a file, or a byte range that the B+tree of OCDBT refers to. ckptkit reads the nodes of the B+tree, from a
+disk or a store; tensorstore decodes them and verifies their CRC-32C. Source: google/tensorstore,
+tensorstore/kvstore/ocdbt/index.rst and its function `ocdbt.dump`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
     import tensorstore
 
 
-# Let tensorstore decode what ckptkit has read into memory: arrays of zarr and their cells, and nodes of OCDBT.
+# tensorstore decodes data that ckptkit has read into memory: zarr arrays and their cells, and OCDBT nodes.
 #
 # Source: google/tensorstore, its drivers `zarr`, `zarr3`, `ocdbt` and `memory`. Cells have no checksums; the nodes of
-# OCDBT that say where cells are have a CRC-32C, which tensorstore compares.
+# OCDBT with the locations of cells have a CRC-32C, which tensorstore verifies.
 def require_tensorstore(path: Path) -> None:
-    """Raise `Unsupported`, which names the extra to install, unless there is a tensorstore."""
+    """Raise `Unsupported`, with the extra to install, if tensorstore is missing."""
     try:
         import tensorstore  # noqa: F401
     except ImportError as error:
@@ -38,15 +37,15 @@ def require_tensorstore(path: Path) -> None:
 
 
 def dump(values: Mapping[str, bytes], node: str | None = None) -> dict[str, Any]:
-    """Return the manifest of an OCDBT database as a dict, or a node. `values` are the files that it is in."""
+    """Return the manifest of an OCDBT database, or one node, as a dict; `values` are the database files."""
     import tensorstore
 
-    found: dict[str, Any] = tensorstore.ocdbt.dump(store_of(values, tensorstore.Context()), node).result()
-    return found
+    dumped: dict[str, Any] = tensorstore.ocdbt.dump(store_of(values, tensorstore.Context()), node).result()
+    return dumped
 
 
 def open_array(driver: str, values: Mapping[str, bytes]) -> Any:
-    """Return an array of zarr. `values` are its metadata and its cells, by their keys."""
+    """Return a zarr array; `values` are its metadata and its cells by key."""
     import tensorstore
 
     context = tensorstore.Context()
@@ -65,8 +64,8 @@ def store_of(values: Mapping[str, bytes], context: tensorstore.Context) -> tenso
 
 
 @contextmanager
-def explaining(path: Path, name: str | None = None) -> Iterator[None]:
-    """Turn what tensorstore raises into a `Corrupt` that names the file and the tensor."""
+def translate_tensorstore_errors(path: Path, name: str | None = None) -> Iterator[None]:
+    """Translate exceptions of tensorstore into a `Corrupt` that names the file and the tensor."""
     try:
         yield
     except (KeyError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
@@ -76,13 +75,13 @@ def explaining(path: Path, name: str | None = None) -> Iterator[None]:
 
 
 MANIFEST = "manifest.ocdbt"
-_MANIFESTS = "manifest."  # the beginning of its name, and of those of further ones that it may name
+_MANIFESTS = "manifest."  # prefix of the manifest and of further manifests that it refers to
 _LARGEST = 1 << 28  # bytes of a manifest or node; orbax allows 100,000,000 in a node
-_NODE = "node"  # what tensorstore is told a file is called that has one node only
+_NODE = "node"  # the name given to tensorstore for a file with a single node
 
 
 class Value(NamedTuple):
-    """`length` bytes at `offset` of file `path` (relative to the tree), or `content` if the tree itself has them."""
+    """`length` bytes at `offset` of file `path` (relative to the tree), or `content` if they are inside a node."""
 
     path: str
     offset: int
@@ -91,12 +90,12 @@ class Value(NamedTuple):
 
     @property
     def range(self) -> Range:
-        """Return it as a range of its file."""
+        """Return the byte range in the file."""
         return self.path, self.offset, self.offset + self.length
 
 
 class Node(NamedTuple):
-    """A node of the B+tree, as far above the leaves as `height` says; its keys begin with `prefix`."""
+    """A node of the B+tree, `height` levels above the leaves; its keys start with `prefix`."""
 
     value: Value
     base: str
@@ -105,27 +104,27 @@ class Node(NamedTuple):
 
 
 def values_in_files(root: Path, arrays: Iterable[str]) -> dict[str, Value]:
-    """Return the values of arrays that have a directory each, by their keys `ARRAY/NAME`."""
+    """Return the values of arrays with one directory each, by the key `ARRAY/NAME`."""
     folders = [root / name for name in arrays]
-    found = at_once(list_files, folders) if is_remote(root) else map(list_files, folders)
-    places = [(str(file.relative_to(root)), file) for file in chain.from_iterable(found)]
-    return {key: Value(key, 0, file_size(file)) for key, file in places}
+    listings = at_once(list_files, folders) if is_remote(root) else map(list_files, folders)
+    files = [(str(file.relative_to(root)), file) for file in chain.from_iterable(listings)]
+    return {key: Value(key, 0, file_size(file)) for key, file in files}
 
 
 def list_files(place: Path) -> list[Path]:
-    """Return a file or link, or all files in a directory and in those below it."""
+    """Return a file or link, or all files in a directory and its subdirectories."""
     if place.is_symlink() or not place.is_dir():
         return [place] if place.exists() else []
     return [file for inside in children(place) for file in list_files(inside)]
 
 
 def values_in_ocdbt(root: Path) -> dict[str, Value]:
-    """Return the values of the newest version of an OCDBT database, by key.
+    """Return the values in the newest version of an OCDBT database, by key.
 
-    Raises `Corrupt` for a manifest or node that is damaged, `Unsafe` for a file outside of `root`.
+    Raises `Corrupt` for a damaged manifest or node, `Unsafe` for a file outside of `root`.
     """
-    found: dict[str, Value] = {}
-    level = list(roots(root))
+    values: dict[str, Value] = {}
+    level = list(root_nodes(root))
     seen: set[tuple[str, int]] = set()
     with OpenFiles(root, in_order=False) as files:
         while level:
@@ -135,15 +134,15 @@ def values_in_ocdbt(root: Path) -> dict[str, Value]:
                     raise Corrupt("two nodes of the B+tree refer to the same node", path=root / node.value.path)
                 seen.add(node.value[:2])
                 for entry in read_node(root, node, files):
-                    add(found, below, root, node, entry)
+                    add(values, below, root, node, entry)
             level = below
-    return found
+    return values
 
 
-def roots(root: Path) -> Iterator[Node]:
-    """Yield the root node of the newest version, unless that has no values."""
+def root_nodes(root: Path) -> Iterator[Node]:
+    """Yield the root node of the newest version, unless the version is empty."""
     manifests = {name: read_small(root / name, _LARGEST) for name in names_in(root) if name.startswith(_MANIFESTS)}
-    with explaining(root / MANIFEST):
+    with translate_tensorstore_errors(root / MANIFEST):
         versions = dump(manifests)["versions"]
     if not versions:
         raise Corrupt("the manifest lists no version", path=root / MANIFEST, hint="use another checkpoint")
@@ -157,7 +156,7 @@ def node_at(location: str, height: int, prefix: bytes, root: Path) -> Node:
 
 
 def parse_location(location: str, root: Path) -> tuple[str, Value]:
-    """Return the base path of a reference such as `value:BASE:d/3f:0:128`, percent-encoded, and what it refers to."""
+    """Return the base path and the byte range of a percent-encoded reference such as `value:BASE:d/3f:0:128`."""
     _, base, file, offset, length = location.split(":")
     path = unquote(base) + unquote(file)
     if path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
@@ -171,16 +170,16 @@ def read_node(root: Path, node: Node, files: OpenFiles) -> list[Mapping[str, Any
     if node.value.length > _LARGEST:
         raise Corrupt(f"expected a node of at most {_LARGEST} bytes, found {node.value.length}", path=path)
     data = read_value(node.value, files)
-    with explaining(path):
-        found = dump({unquote(node.base) + _NODE: data}, f"btreenode:{node.base}:{_NODE}:0:{len(data)}")
-        if found["height"] != node.height:
-            raise Corrupt(f"expected a node of height {node.height}, found {found['height']}", path=path)
-        entries: list[Mapping[str, Any]] = found["entries"]
+    with translate_tensorstore_errors(path):
+        dumped = dump({unquote(node.base) + _NODE: data}, f"btreenode:{node.base}:{_NODE}:0:{len(data)}")
+        if dumped["height"] != node.height:
+            raise Corrupt(f"expected a node of height {node.height}, found {dumped['height']}", path=path)
+        entries: list[Mapping[str, Any]] = dumped["entries"]
     return entries
 
 
 def add(found: dict[str, Value], below: list[Node], root: Path, node: Node, entry: Mapping[str, Any]) -> None:
-    """Add the value that an entry of a node has or refers to, or the node."""
+    """Add the value in an entry of a leaf to `found`, or the child node to `below`."""
     if node.height:
         prefix = node.prefix + entry["subtree_common_prefix"]
         below.append(node_at(entry["location"], node.height - 1, prefix, root))
@@ -193,11 +192,11 @@ def add(found: dict[str, Value], below: list[Node], root: Path, node: Node, entr
 
 
 def read_value(value: Value, files: OpenFiles) -> bytes:
-    """Return the bytes of a value. Raises `Corrupt` if its file ends before."""
+    """Return the bytes of a value. Raises `Corrupt` if its file is too short."""
     if value.content is not None:
         return value.content
     file = files[value.path]
-    if value.offset + value.length > file.size:  # before so much memory is taken
+    if value.offset + value.length > file.size:  # check before allocating that much memory
         message = f"expected at least {value.offset + value.length} bytes, found {file.size}: the file is truncated"
         raise Corrupt(message, path=file.path)
     return read_at(file, value.length, value.offset)

@@ -1,1 +1,1 @@
-"""Prove that an exported model computes what the training state computes."""
+"""Prove that an exported model computes the same as the training state."""

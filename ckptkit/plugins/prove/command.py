@@ -1,4 +1,4 @@
-"""Run `ckptkit prove`."""
+"""Run `ckptkit prove`, which checks that an export computes the same as its source."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def prove(
     reserve_stdout()
     against = with_others(against, also)
     with progress_bar("prove") as progress:
-        found = run_it(
+        proved = run_it(
             out,
             against=against,
             base=base,
@@ -76,24 +76,24 @@ def prove(
         tensors = [
             pick(diff, "a", "b", "tensors", "nbytes", "only_in_a", "only_in_b")
             | {"equal": diff.is_equal, "different": [one.name for one in diff.different]}
-            for diff in found.tensors
+            for diff in proved.tensors
         ]
-        logits = {"ok": found.logits.is_ok, **plain(found.logits)}
-        configs = [pick(one, "key", "here", "there") for one in found.configs]
-        result = {"ok": found.is_ok, **pick(found, "out", "source", "notes", "unreached"), "configs": configs}
+        logits = {"ok": proved.logits.is_ok, **plain(proved.logits)}
+        configs = [pick(one, "key", "here", "there") for one in proved.configs]
+        result = {"ok": proved.is_ok, **pick(proved, "out", "source", "notes", "unreached"), "configs": configs}
         result |= {"tensors": tensors, "logits": logits}
         print_json(result)
     else:
-        report(found)
-    if not found.is_ok:
+        report(proved)
+    if not proved.is_ok:
         raise typer.Exit(1)
 
 
-def report(found: Proved) -> None:
-    """Print what was compared, what it came to, and the verdict last."""
-    for text in dict.fromkeys([*found.notes, *(text for diff in found.tensors for text in diff.notes)]):
+def report(proved: Proved) -> None:
+    """Print notes, the comparison of tensors and logits, and the verdict last."""
+    for text in dict.fromkeys([*proved.notes, *(text for diff in proved.tensors for text in diff.notes)]):
         note(f"note: {text}")
-    for diff in found.tensors:
+    for diff in proved.tensors:
         amount = f"{count(diff.tensors, 'tensor')}, {format_bytes(diff.nbytes)}"
         if diff.is_equal:
             say(f"the tensors are the same: {amount}")
@@ -101,13 +101,13 @@ def report(found: Proved) -> None:
         names = [*(one.name for one in diff.different), *diff.only_in_a, *diff.only_in_b]
         say(f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared: {amount}")
         note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
-    say(describe(found.logits))
-    for line in found.summary():
+    say(describe(proved.logits))
+    for line in proved.summary():
         say(line)
 
 
 def describe(logits: Logits) -> str:
-    """Return in a line what the logits came to."""
+    """Return a line that summarizes the comparison of logits."""
     tokens = count(logits.tokens, "token")
     if logits.max_abs == 0:
         return f"the logits of {tokens} are the same"

@@ -1,4 +1,4 @@
-"""Run a model of transformers with the tensors of a checkpoint, one block in memory at a time."""
+"""Run a transformers model with the tensors of a checkpoint, one block in memory at a time."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ckptkit.plugins.prove.prove import Logits, Runnable
 
 
 def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: Sequence[Runnable]) -> Tensor:
-    """Return the tokens to compute with, [1, tokens]: those wanted, or `count` that are drawn by a seed.
+    """Return the token ids to run, shape [1, tokens]: `wanted`, or `count` random ones.
 
-    Raises `Usage` for one that is not in the vocabulary of a model.
+    Raises `Usage` for a token outside the vocabulary of a model.
     """
     size = min(vocabulary_of(model) for model in models)
     if wanted is None:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(size, (1, count), generator=generator)
-    beyond = next((one for one in wanted if not 0 <= one < size), None)
+    beyond = next((token for token in wanted if not 0 <= token < size), None)
     if beyond is not None:
         raise Usage(f"expected tokens below {size}, the size of the vocabulary, found {beyond}")
     return torch.tensor([list(wanted)])
 
 
 def vocabulary_of(model: Runnable) -> int:
-    """Return how many tokens a model knows. Raises `Unsupported` for one that takes none."""
+    """Return the vocabulary size of a model. Raises `Unsupported` if the model does not take tokens."""
     try:
         return int(model.meta.model.get_input_embeddings().weight.shape[0])
     except (AttributeError, NotImplementedError) as error:
@@ -42,10 +42,10 @@ def vocabulary_of(model: Runnable) -> int:
 
 
 def compare_logits(one: Runnable, two: Runnable, ids: Tensor) -> Logits:
-    """Run both models on the same tokens and compare what they give; `two` is the source.
+    """Run both models on the same tokens and compare their logits; `two` is the source.
 
-    Where dtypes differ the source is run once more with its weights in those of the other: what is left of a
-    difference then, rounding does not explain.
+    If dtypes differ, the source runs once more with its weights rounded to the dtypes of `one`. Rounding does not
+    explain a difference that remains then.
     """
     ours, theirs = (Forward(model).run(ids) for model in (one, two))
     if ours.logits.shape != theirs.logits.shape:
@@ -55,6 +55,7 @@ def compare_logits(one: Runnable, two: Runnable, ids: Tensor) -> Logits:
     is_rounded = dtypes != {name: tensor.spec.dtype for name, tensor in two.layout.tensors.items()}
     alike = Forward(two, dtypes).run(ids) if is_rounded else theirs
     a, b = (logits.double().log_softmax(-1) for logits in (ours.logits, theirs.logits))
+    # rounding can make a KL slightly negative; NaN counts as an infinite difference
     divergence = (b.exp() * (b - a)).nan_to_num(nan=torch.inf).sum(-1).clamp(min=0)
     first = next((name for name, output in alike.outputs.items() if not is_same(ours.outputs.get(name), output)), None)
     return Logits(
@@ -80,7 +81,7 @@ def is_same(one: Tensor | None, two: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The logits that a model gave, [tokens, vocabulary], and the output of each of its blocks by name, in order."""
+    """The logits of a model, shape [tokens, vocabulary], and the output of each block by name, in order."""
 
     logits: Tensor
     outputs: Mapping[str, Tensor]
@@ -88,9 +89,9 @@ class Outputs:
 
 @dataclass
 class Forward:
-    """The forward pass of a model whose tensors are read when a block needs them, and forgotten after it.
+    """The forward pass of a model whose tensors are loaded when a block needs them, and freed after it.
 
-    Those for which there is one of the `dtypes` are rounded to it first.
+    Tensors in `dtypes` are rounded to that dtype first.
     """
 
     source: Runnable
@@ -98,38 +99,44 @@ class Forward:
     _outputs: dict[str, Tensor] = field(default_factory=dict)
 
     def run(self, ids: Tensor) -> Outputs:
-        """Compute in float32 with tokens [1, tokens]. Raises `Unsupported` for a model that cannot be run so."""
+        """Compute in float32 with tokens of shape [1, tokens].
+
+        Raises `Unsupported` if the model cannot run block by block.
+        """
         with quiet(), torch.no_grad():
             model = deepcopy(self.source.meta.model).eval()
             compute_buffers(model, self.source)
             tensors = LazyCheckpoint(self.source.layout)
             for name, block in blocks_of(model):
                 self.prepare(name, block, tensors)
-            more = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
+            extra_inputs = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
             try:
-                found = model(input_ids=ids, use_cache=False, **more)
+                output = model(input_ids=ids, use_cache=False, **extra_inputs)
             except CkptError:
                 raise
-            except Exception as error:  # transformers' own model code may raise anything
+            except Exception as error:  # model code of transformers may raise anything
                 first = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 message = f"transformers cannot run this `{type(model).__name__}` block by block: {first}"
                 raise Unsupported(message, path=self.source.path) from error
-        logits = found.get("logits", found.get("last_hidden_state"))
+        logits = output.get("logits", output.get("last_hidden_state"))
         if logits is None:
             raise Unsupported(f"a `{type(model).__name__}` does not return logits", path=self.source.path)
         return Outputs(logits.float().flatten(0, -2), self._outputs)
 
     def prepare(self, name: str, block: nn.Module, tensors: LazyCheckpoint) -> None:
-        """Let a block have its tensors while it computes, and keep its output."""
-        # what lies in a list of blocks is all read at once: a block may use the weights of a part without calling it
-        places = list(places_in(name, block, deep=is_in_list(name)))
+        """Add hooks to a block that load its tensors before it computes and free them after it.
+
+        The second hook also records the output of the block.
+        """
+        # load a listed block with all submodules: it may use the weights of a submodule without calling it
+        parameters = list(parameters_in(name, block, deep=is_in_list(name)))
 
         def load(*_: Any) -> None:
-            for full, owner, own in places:
+            for full, owner, own in parameters:
                 fill(owner, own, self.round(full, tensors[full].torch()))
 
         def forget(_block: nn.Module, _args: Any, output: Any) -> None:
-            for _, owner, own in places:
+            for _, owner, own in parameters:
                 empty(owner, own)
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, Tensor):
@@ -144,50 +151,51 @@ class Forward:
 
 
 def is_in_list(name: str) -> bool:
-    """Return whether a module is one of a list, by the number that its name ends with."""
+    """Return whether a module is an element of a ModuleList: its name ends with an index."""
     return name.rpartition(".")[2].isdecimal()
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that get their tensors by themselves: the members of lists of blocks, and all outside these."""
+    """Yield the modules whose tensors are loaded together: elements of ModuleLists, and modules outside of them."""
     waiting = [("", model)]
     while waiting:
         name, module = waiting.pop()
-        if has_own(module) or is_in_list(name):
+        if has_own_tensors(module) or is_in_list(name):
             yield name, module
         if not is_in_list(name):
             waiting += [(f"{name}.{child}" if name else child, inside) for child, inside in module.named_children()]
 
 
-def has_own(module: nn.Module) -> bool:
-    """Return whether a module itself, without those inside, has tensors that are saved."""
+def has_own_tensors(module: nn.Module) -> bool:
+    """Return whether a module itself, without submodules, has saved tensors."""
     return any(True for _ in own_tensors(module))
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module itself, and its buffers that are saved."""
+    """Yield the parameters and persistent buffers of a module itself, without submodules."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-    yield from ((name, one) for name, one in buffers if name not in module._non_persistent_buffers_set)
+    yield from ((name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set)
 
 
-def places_in(name: str, module: nn.Module, *, deep: bool) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield for each tensor of a module its name in the model, and the module and the name in that it has."""
+def parameters_in(name: str, module: nn.Module, *, deep: bool) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield for each tensor of a module its full name, the module that owns it, and its name in that module."""
     for inside, owner in module.named_modules(remove_duplicate=False) if deep else [("", module)]:
         for own, _ in own_tensors(owner):
             yield ".".join(filter(None, (name, inside, own))), owner, own
 
 
 def fill(owner: nn.Module, name: str, stored: Tensor) -> None:
-    """Put a tensor into its place in a module, floats as float32."""
-    tensor = pages(stored.shape, torch.float32 if stored.is_floating_point() else stored.dtype).copy_(stored)
+    """Load a tensor into a module; floats become float32."""
+    tensor = empty_mapped(stored.shape, torch.float32 if stored.is_floating_point() else stored.dtype).copy_(stored)
     replace(owner, name, tensor)
 
 
-def pages(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in pages of its own: aligned alike for all, and the system has them back when it is forgotten.
+def empty_mapped(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor in its own memory mapping, so that freeing it returns the memory to the system.
 
-    What the allocator of C has back it may keep, and so the memory of every block.
+    The C allocator may keep freed memory, and would then keep the memory of every block. A mapping also aligns all
+    tensors in the same way.
     """
     count = shape.numel()
     if not count:
@@ -196,42 +204,47 @@ def pages(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def empty(owner: nn.Module, name: str) -> None:
-    """Take a tensor out of its place in a module again."""
+    """Remove the data of a tensor from a module."""
     replace(owner, name, getattr(owner, name).to("meta"))
 
 
 def replace(owner: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter of a module, which is a parameter again, or a buffer."""
+    """Replace a parameter or a buffer of a module."""
     is_parameter = isinstance(getattr(owner, name), nn.Parameter)
     setattr(owner, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
 def compute_buffers(model: Any, source: Runnable) -> None:
-    """Compute the buffers that no checkpoint has, such as the frequencies of positions, as transformers does.
+    """Compute the buffers that no checkpoint contains, such as rotary frequencies, as transformers does.
 
     Source: transformers/modeling_utils.py, `_move_missing_keys_from_meta_to_device` and `_initialize_missing_keys`.
-    Raises `Unsupported` for one of which its code does not say what it holds.
+    Raises `Unsupported` for a buffer that transformers' initialization does not set.
     """
     for module in model.modules():
         for own in sorted(module._non_persistent_buffers_set):
             before = getattr(module, own)
             if before is not None:
-                setattr(module, own, nothing_like(before))
+                setattr(module, own, sentinel_like(before))
     model.initialize_weights()
     for name, module in model.named_modules():
         for own in module._non_persistent_buffers_set:
             buffer = getattr(module, own)
             can_tell = buffer is not None and buffer.numel() and buffer.dtype != torch.bool
-            if can_tell and is_same_bits(buffer, nothing_like(buffer)):
+            if can_tell and is_same_bits(buffer, sentinel_like(buffer)):
                 message = (
                     f"the value of the buffer `{name}.{own}` is unknown: transformers' initialization does not set it"
                 )
                 raise Unsupported(message, path=source.path)
 
 
-def nothing_like(buffer: Tensor) -> Tensor:
-    made = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return made.fill_(torch.nan) if buffer.is_floating_point() else made.fill_(-77 if buffer.dtype.is_signed else 77)
+def sentinel_like(buffer: Tensor) -> Tensor:
+    # values that no initialization produces: a buffer that still has them was not set
+    sentinel = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return (
+        sentinel.fill_(torch.nan)
+        if buffer.is_floating_point()
+        else sentinel.fill_(-77 if buffer.dtype.is_signed else 77)
+    )
 
 
 def is_same_bits(one: Tensor, two: Tensor) -> bool:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Runnable:
-    """A model to run: what transformers builds of its config, and its tensors as that has them in memory."""
+    """A model to run: the transformers model of its config, and its tensors under transformers' names in memory."""
 
     path: Path
     meta: MetaModel
@@ -44,62 +44,63 @@ class Runnable:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any], named: NameOptions = AS_THEY_ARE) -> Runnable:
-        """Return the model in a checkpoint, under the names that transformers has in memory.
+        """Return the model in a checkpoint, under the names that transformers uses in memory.
 
-        `named` is what the user says of the names in the checkpoint.
+        `named` are the user's options for the names in the checkpoint.
         """
-        part = checkpoint.model_component
-        path, meta = part.path, find_meta_model(config)
-        weights = find_weights(named.rename_in([part.layout])[0])
-        model = Model(part=part, weights=weights, origins=(path,), companions=Companions(config=dict(config)))
+        component = checkpoint.model_component
+        path, meta = component.path, find_meta_model(config)
+        weights = find_weights(named.rename_in([component.layout])[0])
+        model = Model(part=component, weights=weights, origins=(path,), companions=Companions(config=dict(config)))
         model = model if named.rename else unwrap(model)
         weights, remarks = model.weights, model.remarks
         if may_be_adapted(weights.layout.tensors):
             hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
             raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
         table = named.table_for(weights.layout.tensors)
-        found, more = name_weights(weights, ask_names(checkpoint, TRANSFORMERS.name, config, table))
-        if found.layout.tensors.keys() != weights.layout.tensors.keys():
-            remarks += tuple(f"{path}: {remark}" for remark in more)
-        tensors = dict(found.layout.tensors)
+        translated, naming_remarks = name_weights(weights, ask_names(checkpoint, TRANSFORMERS.name, config, table))
+        if translated.layout.tensors.keys() != weights.layout.tensors.keys():
+            remarks += tuple(f"{path}: {remark}" for remark in naming_remarks)
+        tensors = dict(translated.layout.tensors)
         for name, origin in meta.tied.items():
             if name not in tensors and origin in tensors:
                 tensors[name] = tensors[origin]
             elif name in tensors and origin in tensors:
-                check_equal(found.layout, name, origin)  # one of two that differ is lost in most programs
-        made = cls(path, meta, replace(found.layout, tensors=tensors), remarks)
-        made.check()
-        return made
+                # most programs keep only one of two tied tensors, so they must be equal
+                check_equal(translated.layout, name, origin)
+        runnable = cls(path, meta, replace(translated.layout, tensors=tensors), remarks)
+        runnable.check()
+        return runnable
 
     def check(self) -> None:
-        """Raise `Mismatch` for a tensor that the model has, and that is not there or has another shape."""
+        """Raise `Mismatch` if a tensor of the model is missing or has another shape."""
         missing = [name for name in self.meta.shapes if name not in self.layout.tensors]
         missing = [name for name in missing if name not in self.meta.unsaved]
         if missing:
             message = f"missing: config.json describes it{and_more(len(missing) - 1)}"
             raise Mismatch(message, path=self.path, tensor=missing[0])
         for name, shape in self.meta.shapes.items():
-            found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
-            if found != shape:
-                message = f"expected shape {list(shape)} (config.json), found {list(found)}"
+            shape_found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
+            if shape_found != shape:
+                message = f"expected shape {list(shape)} (config.json), found {list(shape_found)}"
                 raise Mismatch(
                     message, path=self.path, tensor=name, hint="check that config.json belongs to this model"
                 )
 
 
-_MOST_KL = 0.01  # nats for each token: rounding of weights to bfloat16 costs a tenth of it or less
-_NOISE = 1e-5  # of the largest logit: what the order of sums in float32 makes of the same weights
+_MOST_KL = 0.01  # nats per token: rounding weights to bfloat16 costs a tenth of this or less
+_NOISE = 1e-5  # fraction of the largest logit: the effect of another summation order in float32
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """The logits of two models for `tokens` tokens: how they differ from the source's.
+    """How the logits of two models differ over `tokens` tokens; the second model is the source.
 
-    `kl` is the divergence of the distribution of the next token from the source's, in nats, the mean over all tokens,
-    and `max_kl` that at the worst; `max_abs` is the largest difference of two logits, where the largest is `scale`, and
-    `unexplained` what is left of it if the source's weights are rounded alike; `same_choice` is at how many tokens the
-    likeliest next one is the same. `first` names the block of the model whose output differs first from the source's,
-    rounded alike; None if all are the same bit for bit. `rounded` says whether dtypes differ.
+    `kl` is the mean KL divergence of the next-token distribution from the source in nats, `max_kl` its maximum.
+    `max_abs` is the largest difference of two logits, where the largest logit is `scale`; `unexplained` is that
+    difference when the source's weights are rounded to the same dtypes. `same_choice` counts the tokens with the same
+    most likely next token. `first` is the first block whose output differs from the (rounded) source; None if all are
+    equal bit for bit. `rounded` is true if dtypes differ.
     """
 
     tokens: int
@@ -114,19 +115,19 @@ class Logits:
 
     @property
     def is_ok(self) -> bool:
-        """Return whether they differ by no more than rounding does. Never where one is no number."""
+        """Return whether they differ by no more than rounding explains; False if a logit is NaN."""
         return self.unexplained <= _NOISE * self.scale and (not self.rounded or self.kl <= _MOST_KL)
 
 
-_FEWEST = 64  # tokens that every run has
-_BEYOND = 64  # tokens after a length, so that several of them are computed in the other way
-_MOST = 8192  # tokens of a run: attention takes the square of it
+_FEWEST = 64  # minimum tokens of a run
+_BEYOND = 64  # tokens after a length, so that the changed computation covers several tokens
+_MOST = 8192  # maximum tokens of a run: attention is quadratic in it
 _MOST_FLOPS = 4e13  # of one forward pass: some minutes on 16 cores
 _MOST_LOGITS = 1 << 27  # numbers: 1 GiB in float64
 _WINDOW = re.compile(
     r"(sliding|attention|local_attention|attn)_window(_size)?|window_size|attention_chunk_size|index_topk"
 )
-_BY_LENGTH = {  # kinds of rope that change at a length, and the keys that may say it, the first first
+_BY_LENGTH = {  # rope types that change at a length, and the config keys with that length, in order
     "longrope": ("original_max_position_embeddings", "max_position_embeddings"),
     "su": ("original_max_position_embeddings", "max_position_embeddings"),
     "dynamic": ("original_max_position_embeddings", "max_position_embeddings"),
@@ -134,15 +135,15 @@ _BY_LENGTH = {  # kinds of rope that change at a length, and the keys that may s
 
 
 def find_lengths(configs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the lengths in the configs of some models, the longest by key."""
-    found: dict[str, int] = {}
+    """Return the lengths in several configs; the maximum for each key."""
+    lengths: dict[str, int] = {}
     for key, length in (pair for config in configs for pair in lengths_in(config)):
-        found[key] = max(length, found.get(key, 0))
-    return found
+        lengths[key] = max(length, lengths.get(key, 0))
+    return lengths
 
 
 def lengths_in(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the lengths in a config and its sections."""
+    """Yield the lengths in a config and its sections at which the computation changes."""
     for key, value in ((str(key), value) for key, value in config.items()):
         if isinstance(value, Mapping) and "vision" not in key and "audio" not in key:
             yield from lengths_in(value)
@@ -157,35 +158,35 @@ def lengths_in(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def choose_length(configs: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many tokens to run: beyond as many of the lengths as fit."""
+    """Return how many tokens to run: past as many of these lengths as fit."""
     most = min(map(most_tokens, configs))
     reached = [length + _BEYOND for length in find_lengths(configs).values() if length + _BEYOND <= most]
     return max([_FEWEST, *reached])
 
 
 def most_tokens(config: Mapping[str, Any]) -> int:
-    """Return how many tokens of a model fit into memory and minutes, by its config."""
+    """Return how many tokens of a model fit into memory and into minutes of computing."""
     text = next((one for key in ("text_config", "decoder") if isinstance(one := config.get(key), Mapping)), config)
     sizes = {key: int(text.get(key) or 1) for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
-    kept = sizes["vocab_size"] + sizes["hidden_size"] * sizes["num_hidden_layers"]  # numbers that stay, for each token
+    stored = sizes["vocab_size"] + sizes["hidden_size"] * sizes["num_hidden_layers"]  # stored values per token
     flops = 2 * (
         12 * sizes["hidden_size"] ** 2 * sizes["num_hidden_layers"] + sizes["hidden_size"] * sizes["vocab_size"]
     )
-    return int(min(_MOST, _MOST_LOGITS // kept, _MOST_FLOPS // flops))
+    return int(min(_MOST, _MOST_LOGITS // stored, _MOST_FLOPS // flops))
 
 
 _LIMIT = 1 << 24  # bytes of a file of tokens
 _DIGITS = 10
-_TOKENIZER = ("tokenizer", "vocab.", "merges.", "spiece.", "sentencepiece.", "tekken.")  # how its files' names begin
+_TOKENIZER = ("tokenizer", "vocab.", "merges.", "spiece.", "sentencepiece.", "tekken.")  # prefixes of tokenizer files
 
 
 @dataclass(frozen=True, slots=True)
 class Proved(Summarized):
-    """The findings on the model at `out` and the checkpoint at `source` that it is to be of.
+    """The comparison of the model at `out` with the checkpoint at `source`.
 
-    `tensors` are the differences of tensors by part, after a conversion of dtype, and `configs` the keys of config.json
-    by which the two compute differently. `unreached` are the lengths, by key of config.json, beyond which the models
-    compute in another way, and which the run did not reach.
+    `tensors` are the differences by component, after casts. `configs` are the keys of config.json that make the two
+    compute differently. `unreached` are the lengths, by key of config.json, from which on the models compute
+    differently and which the run did not reach.
     """
 
     out: Path
@@ -198,7 +199,7 @@ class Proved(Summarized):
 
     @property
     def is_ok(self) -> bool:
-        """Return whether tensors, configs and logits of `out` are those of `source`."""
+        """Return whether tensors, configs and logits of `out` equal those of `source`."""
         are_alike = all(diff.is_equal for diff in self.tensors) and not any(one.is_certain for one in self.configs)
         return are_alike and self.logits.is_ok
 
@@ -227,67 +228,76 @@ def prove(
     """Return whether the Hugging Face model at `out` computes the same as its source, the checkpoint `against`.
 
     First ckptkit compares the config.json of both, and all tensors, across names and dtypes, as `verify` does. Then
-    transformers runs both, in float32, on the same `tokens`: a list of numbers, in a file perhaps, or else random ones
-    drawn by `seed`. These are 64, or more than every window and original context of the models, if that many fit. No
-    more than one block of the model is in memory at a time.
+    transformers runs both models in float32 on the same `tokens`: a list of token ids, a file with them, or by default
+    random ones from `seed`. The default is 64 tokens, or more than every window and original context of the models, if
+    that many fit. At most one block of the model is in memory at a time.
 
-    The model at `out` is what its config.json says; the other is what the config.json of `base` says, a directory or
-    Hub id, or one that lies by the checkpoint, or else the same. `map`, a table of names, and `rename`, rules
-    `REGEX=>TEXT`, are those with which `out` was made. Raises `Unsupported` without transformers, and for
-    models that it does not know, `Mismatch` for a config.json that calls for tensors that are not there.
+    The config.json of `out` describes the exported model. The source uses the config.json of `base` (a directory or Hub
+    id), or else the one next to the checkpoint, or else the one of `out`. `map`, a table of names, and `rename`, rules
+    `REGEX=>TEXT`, are the options with which `out` was made. Raises `Unsupported` without transformers and for models
+    that it does not know, `Mismatch` if a tensor that config.json describes is missing.
     """
     if missing := missing_package():
         hint = f"pip install {missing}, or compare only the tensors with `ckptkit verify OUT --against SRC`"
         raise Unsupported(f"prove runs models with {missing}, which is not installed", hint=hint)
     ours, theirs = Checkpoint.open(out), Checkpoint.open(against)
-    here, there = companions_of(ours), companions_of(theirs, None if base is None else str(base))
-    if here.config is None:
+    our_companions, their_companions = companions_of(ours), companions_of(theirs, None if base is None else str(base))
+    if our_companions.config is None:
         raise Mismatch("no config.json", path=ours.path, hint="pass an exported model, which has a config.json")
     named = NameOptions.of(map, rename, base)
     wanted = read_tokens(tokens) if tokens is not None else None
-    one = Runnable.of(ours, here.config)
-    two = Runnable.of(theirs, here.config if there.config is None else there.config, named)
-    notes = [*remarks_on_id(base), *notes_on(here, there, theirs.path), *one.remarks, *two.remarks]
+    our_model = Runnable.of(ours, our_companions.config)
+    their_model = Runnable.of(
+        theirs, our_companions.config if their_companions.config is None else their_companions.config, named
+    )
+    notes = [
+        *remarks_on_id(base),
+        *notes_on(our_companions, their_companions, theirs.path),
+        *our_model.remarks,
+        *their_model.remarks,
+    ]
     differences = compare_tensors(ours, theirs, allow_cast=True, named=named, jobs=jobs, progress=progress)
     from ckptkit.plugins.prove.forward import choose_tokens, compare_logits  # imports torch
 
-    described = [model.meta.model.config.to_dict() for model in (one, two)]
-    ids = choose_tokens(wanted, choose_length(described), seed, (one, two))
-    logits = compare_logits(one, two, ids)
+    described = [model.meta.model.config.to_dict() for model in (our_model, their_model)]
+    ids = choose_tokens(wanted, choose_length(described), seed, (our_model, their_model))
+    logits = compare_logits(our_model, their_model, ids)
     return Proved(
         ours.path,
         theirs.path,
         tuple(differences.values()),
         logits,
-        configs=() if there.config is None else tuple(find_differences(here.config, there.config)),
+        configs=()
+        if their_companions.config is None
+        else tuple(find_differences(our_companions.config, their_companions.config)),
         unreached={key: length for key, length in find_lengths(described).items() if length >= ids.shape[1]},
         notes=tuple(notes),
     )
 
 
 def companions_of(checkpoint: Checkpoint, base: str | None = None) -> Companions:
-    """Return config.json and tokenizer of a base, or those that lie by a checkpoint."""
+    """Return config.json and tokenizer of `base`, or those next to the checkpoint."""
     return find_companions(checkpoint.model_component.path, base)
 
 
-def notes_on(here: Companions, there: Companions, source: Path) -> Iterator[str]:
-    """Yield what is not proved: a config that there is no other of, text that becomes other tokens."""
-    if there.config is None:
+def notes_on(ours: Companions, theirs: Companions, source: Path) -> Iterator[str]:
+    """Yield what the run does not prove: a config without a counterpart, tokenizers that differ."""
+    if theirs.config is None:
         yield (
             f"{source} has no config.json: it ran with the export's config.json, which this run does not prove; "
             "pass --base with the model that the training began with"
         )
-    tokenizers = [name for name in here.files if name.startswith(_TOKENIZER) and name in there.files]
-    others = [name for name in tokenizers if here.files[name] != there.files[name]]
-    if others:
-        what = f"{', '.join(others)}: differs from {there.found_in}"
-        yield f"{what}; ckptkit did not prove that text becomes the same tokens"
+    tokenizers = [name for name in ours.files if name.startswith(_TOKENIZER) and name in theirs.files]
+    different = [name for name in tokenizers if ours.files[name] != theirs.files[name]]
+    if different:
+        subject = f"{', '.join(different)}: differs from {theirs.found_in}"
+        yield f"{subject}; ckptkit did not prove that text becomes the same tokens"
 
 
 def read_tokens(given: str | Path | Sequence[int]) -> list[int]:
-    """Return the numbers of tokens: of a list, of text like `1,2,3` or `[1, 2, 3]`, or of a file with such text."""
+    """Return token ids from a list, from text like `1,2,3` or `[1, 2, 3]`, or from a file with such text."""
     if not isinstance(given, str | Path):
-        return [int(one) for one in given]
+        return [int(token) for token in given]
     text = str(given)
     if not set(text) <= set("0123456789, []"):
         if not Path(given).is_file():

@@ -1,1 +1,1 @@
-"""Quantize the linear layers of a model that is exported: `--quantize`."""
+"""Quantize the linear layers of an exported model: `--quantize`."""

@@ -1,4 +1,4 @@
-"""Quantize the linear layers of a model: other dtypes, scales as more tensors, their recipes, another config.json."""
+"""Quantize the linear layers of a model: new dtypes, additional scale tensors, their recipes, and a new config.json."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ckptkit.words import count
 
 # Choose the weights to quantize: linear layers, except where loaders expect plain weights.
 #
-# Transformers leaves the head, and what its classes keep in fp32 (transformers/quantizers/base.py). vLLM computes
-# routers, encoders of images and sounds, and the projection of a model's own drafts without scales, and joins some
-# projections in one matrix, whose parts have to be alike (`packed_modules_mapping` of its classes).
+# Transformers skips the head, and modules that its classes keep in fp32 (transformers/quantizers/base.py). vLLM runs
+# routers, image and audio encoders, and the projection for draft tokens (MTP) without scales, and fuses some
+# projections into one matrix, whose parts must be treated alike (`packed_modules_mapping` of its classes).
 _ROUTERS = ("gate", "router", "shared_expert_gate", "eh_proj")
 _TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder", "multi_modal_projector", "audio_tower")
 _JOINED = (
@@ -47,8 +47,8 @@ HEADS, ASKED, RAGGED, ALONE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """The matrices of linear layers that are quantized, and why others are `left` as they are, by name."""
+class ChosenWeights:
+    """The linear-layer weights to quantize, and the reasons why others stay unquantized, by name."""
 
     names: tuple[str, ...]
     left: Mapping[str, str]
@@ -61,25 +61,26 @@ class Chosen:
 
 def choose(
     specs: Mapping[str, Spec], linear: Iterable[str], kept: Iterable[str], scheme: Scheme, globs: Sequence[str]
-) -> Chosen:
-    """Choose among the tensors of `linear` layers, of which loaders want the `kept` ones as they are.
+) -> ChosenWeights:
+    """Choose among the weights of `linear` layers; loaders expect the weights in `kept` unquantized.
 
-    What matches one of the `globs`, by its own name or its module's, is left, and so is what has to be like it.
+    Weights that match one of the `globs`, by tensor or module name, stay unquantized, and so do weights that must be
+    treated alike.
     """
     names = [name for name in linear if name in specs]
     kept = set(kept)
-    left = {name: reason for name in names if (reason := reason_to_leave(name, specs[name], kept, scheme, globs))}
-    together: dict[str, list[str]] = defaultdict(list)
+    skipped = {name: reason for name in names if (reason := reason_to_skip(name, specs[name], kept, scheme, globs))}
+    groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        together[group_of(name)].append(name)
-    for group in together.values():
-        if any(name in left for name in group):
-            left |= {name: ALONE for name in group if name not in left}
-    return Chosen(tuple(name for name in names if name not in left), left)
+        groups[group_of(name)].append(name)
+    for group in groups.values():
+        if any(name in skipped for name in group):
+            skipped |= {name: ALONE for name in group if name not in skipped}
+    return ChosenWeights(tuple(name for name in names if name not in skipped), skipped)
 
 
-def reason_to_leave(name: str, spec: Spec, kept: set[str], scheme: Scheme, globs: Sequence[str]) -> str | None:
-    """Return why a tensor stays what it is, None if nothing keeps it. Raises `Unsupported` if it is no float."""
+def reason_to_skip(name: str, spec: Spec, kept: set[str], scheme: Scheme, globs: Sequence[str]) -> str | None:
+    """Return why a weight stays unquantized; None if it can be quantized. Raises `Unsupported` if it is not float."""
     parts = name.split(".")
     if spec.dtype.kind != "float":
         raise Unsupported(f"it is {spec}, and the weights of linear layers are floats", tensor=name)
@@ -93,12 +94,12 @@ def reason_to_leave(name: str, spec: Spec, kept: set[str], scheme: Scheme, globs
 
 
 def matches(name: str, glob: str) -> bool:
-    """Return whether a tensor, or its module, is called as a glob says."""
+    """Return whether a tensor or its module matches a glob."""
     return fnmatchcase(name, glob) or fnmatchcase(name.removesuffix(".weight"), glob)
 
 
 def group_of(name: str) -> str:
-    """Return what a weight has in common with those that are quantized only if it is: a name of the group."""
+    """Return the group of a weight. All weights of a group are quantized, or none."""
     parts = name.split(".")
     if _EXPERTS in parts:
         return ".".join(parts[: parts.index(_EXPERTS) + 1])
@@ -107,20 +108,20 @@ def group_of(name: str) -> str:
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
-    """Return the modules that loaders look for in a list of those that are left; all experts of a layer are one."""
+    """Return the module names to list as unquantized in the config; the experts of a layer are one entry."""
     parts = (name.split(".") for name in names)
-    return sorted({".".join(one[: one.index(_EXPERTS) + 1] if _EXPERTS in one else one[:-1]) for one in parts})
+    return sorted({".".join(part[: part.index(_EXPERTS) + 1] if _EXPERTS in part else part[:-1]) for part in parts})
 
 
 _NUMBERS = DTYPES["float8_e4m3fn"]
-_MOST_AT_HAND = 1 << 28  # bytes of one row of boxes
+_MOST_AT_HAND = 1 << 28  # bytes in memory for one row of boxes
 
 
 def quantize(model: Model, options: ConvertOptions) -> Model:
-    """Return a model with numbers of 8 bits and scales in place of the weights of its linear layers.
+    """Return the model with 8-bit weights and scales in its linear layers.
 
-    The operands of their recipes are the weights in the dtypes in which they are stored: a further source. Raises
-    `Unsupported` where it is not known which layers are linear, or none of them can be quantized.
+    The recipes read the weights in their stored dtypes from an additional source. Raises `Unsupported` if it is unknown
+    which layers are linear, or if no weight can be quantized.
     """
     assert options.quantize is not None
     form, scheme = form_of(model), SCHEMES[options.quantize]
@@ -128,7 +129,9 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     names = [name for name in linear.names if name in model.layout.tensors]
     made_of = {name: model.weights.origins_of([name]) for name in names}
     globs = [
-        one for glob in options.exclude_quantize for one in [*map(escape, output_names_for(glob, made_of))] or [glob]
+        matched
+        for glob in options.exclude_quantize
+        for matched in [*map(escape, output_names_for(glob, made_of))] or [glob]
     ]
     options.edits.check_matched(
         "--exclude-quantize", globs, names, model.part.path, is_match=matches, what="weight of a linear layer"
@@ -141,20 +144,20 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
             f"no weight can be quantized: {why or 'found no linear layer'}", path=model.layout.path, hint=hint
         )
     source = as_stored(model.layout, chosen)
-    made = with_scales(model.layout, chosen, scheme)
+    quantized_layout = with_scales(model.layout, chosen, scheme)
     config = {**model.config, KEYS[0]: scheme.config(modules_of(unquantized(model.layout, form, chosen)))}
     casts = {name: f"{source.tensors[name].spec.dtype} => {_NUMBERS} times scales" for name in chosen.names}
     model = replace(
-        model.with_config(config).with_layout(made),
+        model.with_config(config).with_layout(quantized_layout),
         others=(*model.others, source),
-        recipes={**model.recipes, **recipes_of(source, made, chosen, scheme, len(model.others) + 1)},
+        recipes={**model.recipes, **recipes_of(source, quantized_layout, chosen, scheme, len(model.others) + 1)},
         casts={**model.casts, **casts},
     )
     return model.say(*remarks(source, chosen, scheme))
 
 
 def form_of(model: Model) -> Form:
-    """Return what config.json describes. Raises `Unsupported` where that is not known."""
+    """Return the model that config.json describes. Raises `Unsupported` if that is unknown."""
     if isinstance(model.expected, Form):
         return model.expected
     reason = model.expected
@@ -163,8 +166,8 @@ def form_of(model: Model) -> Form:
     raise Unsupported(message, path=model.companions.found_in, hint=hint)
 
 
-def as_stored(layout: Layout, chosen: Chosen) -> Layout:
-    """Return the chosen weights in the dtypes in which they are stored: they are rounded once, when quantized."""
+def as_stored(layout: Layout, chosen: ChosenWeights) -> Layout:
+    """Return the chosen weights in their stored dtypes, so that quantizing rounds them only once."""
 
     def stored(name: str, spec: Spec) -> DType:
         dtypes = {chunk.dtype for chunk in layout.tensors[name].chunks}
@@ -173,8 +176,8 @@ def as_stored(layout: Layout, chosen: Chosen) -> Layout:
     return replace(edits.cast(edits.select(layout, set(chosen.names).__contains__), stored), blobs={}, twins={})
 
 
-def with_scales(layout: Layout, chosen: Chosen, scheme: Scheme) -> Layout:
-    """Return a layout with numbers and scales in place of the chosen matrices. Their bytes are not known yet."""
+def with_scales(layout: Layout, chosen: ChosenWeights, scheme: Scheme) -> Layout:
+    """Return a layout with quantized weights and scales for the chosen matrices, without data yet."""
     tensors: dict[str, StoredTensor] = {}
     names = set(chosen.names)
     for name, tensor in layout.tensors.items():
@@ -189,12 +192,14 @@ def with_scales(layout: Layout, chosen: Chosen, scheme: Scheme) -> Layout:
     return replace(layout, tensors=tensors)
 
 
-def recipes_of(source: Layout, made: Layout, chosen: Chosen, scheme: Scheme, number: int) -> dict[str, RecipeFor]:
-    """Return the recipes of numbers and scales. Their operands are of the source of this number."""
+def recipes_of(
+    source: Layout, made: Layout, chosen: ChosenWeights, scheme: Scheme, number: int
+) -> dict[str, RecipeFor]:
+    """Return the recipes of quantized weights and scales; their operands are in source `number`."""
     from ckptkit.plugins.quantize.quantized_blocks import (  # imports numpy, which no copy needs
         Grid,
         Matrix,
-        Numbers,
+        QuantizedValues,
         Scales,
     )
 
@@ -205,26 +210,26 @@ def recipes_of(source: Layout, made: Layout, chosen: Chosen, scheme: Scheme, num
         matrix = Matrix(Operand(number, name, spec.dtype), rows, columns)
         grid = Grid(*scheme.box(spec.shape), made.tensors[scales].spec.dtype, scheme.block is None)
         if grid.rows * columns * spec.dtype.itemsize > _MOST_AT_HAND:
-            found = f"{grid.rows} rows of {count(columns, 'number')}"
-            message = f"expected blocks of at most {_MOST_AT_HAND:,} bytes in memory, found {found}"
+            rows_found = f"{grid.rows} rows of {count(columns, 'number')}"
+            message = f"expected blocks of at most {_MOST_AT_HAND:,} bytes in memory, found {rows_found}"
             raise Unsupported(message, path=source.root, tensor=name)
-        recipes[name], recipes[scales] = always(Numbers(matrix, grid)), always(Scales(matrix, grid))
+        recipes[name], recipes[scales] = always(QuantizedValues(matrix, grid)), always(Scales(matrix, grid))
     return recipes
 
 
-def unquantized(layout: Layout, form: Form, chosen: Chosen) -> list[str]:
-    """Return the matrices that stay as they are, for config.json.
+def unquantized(layout: Layout, form: Form, chosen: ChosenWeights) -> list[str]:
+    """Return the matrices that stay unquantized, for config.json.
 
-    They have their names in the files, by which some loaders ask, and those in memory, by which others do.
+    Includes both the names in the files and the names in memory, because loaders differ in which they look for.
     """
     names = set(chosen.names)
-    left = [name for name, spec in layout.specs.items() if len(spec.shape) > 1 and name not in names]
-    left += [name for name in form.tied if len(form.shapes.get(name, ())) > 1]
-    return left + [old for name in left for old in form.came_from.get(name, ())]
+    remaining = [name for name, spec in layout.specs.items() if len(spec.shape) > 1 and name not in names]
+    remaining += [name for name in form.tied if len(form.shapes.get(name, ())) > 1]
+    return remaining + [old for name in remaining for old in form.came_from.get(name, ())]
 
 
-def remarks(source: Layout, chosen: Chosen, scheme: Scheme) -> list[str]:
-    """Return what the report says of what was quantized and what was not."""
+def remarks(source: Layout, chosen: ChosenWeights, scheme: Scheme) -> list[str]:
+    """Return the remarks on which weights were quantized and which were not."""
     numbers = sum(source.tensors[name].spec.numel for name in chosen.names)
     weights = f"{count(len(chosen.names), 'weight')}, {count(numbers, 'parameter')}"
     notes = [f"quantized {weights}, as {scheme.name}; config.json describes it"]

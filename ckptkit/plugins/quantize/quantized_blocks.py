@@ -1,8 +1,8 @@
-"""Quantize matrices, some rows at a time: numbers of 8 bits, and a scale for each box of them.
+"""Quantize matrices block by block: 8-bit values, and one scale per box of values.
 
-All is computed in float32, and each number is rounded once. Numbers and scales are two tensors, of which each is made
-of the matrix by itself, in whatever order and by whichever process: it is read twice.
-Sources: transformers/integrations/finegrained_fp8.py (`Fp8Quantize`), compressed_tensors/quantization/utils/helpers.py
+All arithmetic is in float32, and each value is rounded once. Values and scales are two tensors; each is computed from
+the matrix independently, in any order and by any process, so the matrix is read twice. Sources:
+transformers/integrations/finegrained_fp8.py (`Fp8Quantize`), compressed_tensors/quantization/utils/helpers.py
 (`calculate_qparams`) and lifecycle/forward_helpers.py.
 """
 
@@ -25,16 +25,16 @@ from ckptkit.layout.small_floats import LARGEST, to_e4m3
 
 _PART = 1 << 18  # elements at a time, as in `casting`
 _E8M0, _TINY = DTYPES["float8_e8m0fnu"], np.finfo(np.float32).tiny
-_LEAST = {"bfloat16": 2.0**-7, "float32": 2.0**-23}  # the scale of numbers that are all 0
+_LEAST = {"bfloat16": 2.0**-7, "float32": 2.0**-23}  # the scale of a box of zeros
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The boxes of a matrix that have one scale each: `rows` and `columns` of every box, which divide the matrix.
+    """The boxes of a matrix that share one scale: `rows` and `columns` of each box, which divide the matrix.
 
-    Scales are stored as `dtype`. Either numbers are multiplied by what makes the largest of a box 448, of which the
-    inverse is stored; or, `by_division`, they are divided by the scale as it is stored, whatever it was rounded to.
-    A `dtype` of exponents alone makes each scale the next power of 2.
+    Scales are stored as `dtype`. By default values are multiplied by the factor that maps the largest value of a box to
+    448, and the inverse is stored. With `by_division` they are divided by the scale as stored, after rounding. A
+    `dtype` of exponents only rounds each scale up to a power of 2.
     """
 
     rows: int
@@ -43,9 +43,9 @@ class Grid:
     by_division: bool = False
 
     def factors(self, peaks: Array) -> Array:
-        """Return what the numbers of each box are multiplied with, or divided by, given the largest of each.
+        """Return the factor (or divisor) for the values of each box, given the largest magnitude in each box.
 
-        Of a box of zeros that is a number too, and of one that is too small for float32 to tell from that.
+        The result is also finite for a box of zeros, and for values too small for float32.
         """
         if self.by_division:
             scales = np.frombuffer(
@@ -54,7 +54,7 @@ class Grid:
             wide = widener(self.dtype)(scales).reshape(peaks.shape)
             return np.where(wide == 0, np.float32(_LEAST[self.dtype.name]), wide)
         with np.errstate(divide="ignore", over="ignore"):
-            factors = np.float32(1) / peaks * np.float32(LARGEST)  # in two steps, as torch divides a number by a tensor
+            factors = np.float32(1) / peaks * np.float32(LARGEST)  # in two steps, as torch divides a scalar by a tensor
         factors = np.where(np.isfinite(factors), factors, np.float32(1))
         return np.float32(1) / next_powers(np.float32(1) / factors) if self.dtype == _E8M0 else factors
 
@@ -62,69 +62,69 @@ class Grid:
         return factors if self.by_division else np.float32(1) / factors
 
     def stored(self, scales: Array) -> memoryview:
-        """Return scales in the bytes of their dtype."""
+        """Return the bytes of the scales in their dtype."""
         if self.dtype == _E8M0:
             exponents = np.ascontiguousarray(scales).view(np.uint32) >> 23
             return exponents.astype(np.uint8).reshape(-1).data
         return as_stored(scales, FLOAT32, self.dtype)
 
     def apply(self, values: Array, factors: Array) -> Array:
-        """Return numbers, whole boxes of them, as they are before they are rounded."""
+        """Return the scaled values of complete boxes, before rounding."""
         spread = factors.repeat(self.columns, 1) if factors.shape[1] > 1 else factors
         boxes = values.reshape(len(factors), self.rows, values.shape[1])
         spread = spread[:, None, :]
         return boxes / spread if self.by_division else boxes * spread
 
     def parts(self, shape: Shape) -> Iterator[tuple[slice, slice]]:
-        """Yield the rows and columns of parts of a matrix that are computed at once: whole boxes, one at least."""
+        """Yield the rows and columns of parts of the matrix to compute at once: complete boxes, at least one."""
         rows, columns = shape
-        wide = self.columns * max(1, min(columns, _PART // self.rows) // self.columns)
-        high = self.rows * max(1, _PART // wide // self.rows)
-        for top in range(0, rows, high):
-            for left in range(0, columns, wide):
-                yield slice(top, min(top + high, rows)), slice(left, min(left + wide, columns))
+        part_columns = self.columns * max(1, min(columns, _PART // self.rows) // self.columns)
+        part_rows = self.rows * max(1, _PART // part_columns // self.rows)
+        for top in range(0, rows, part_rows):
+            for left in range(0, columns, part_columns):
+                yield slice(top, min(top + part_rows, rows)), slice(left, min(left + part_columns, columns))
 
 
 def next_powers(scales: Array) -> Array:
-    """Return the powers of 2 that scales are rounded up to, by logarithms in float32 as transformers has them."""
+    """Return the scales rounded up to powers of 2, with float32 logarithms as in transformers."""
     logarithms = np.log2(np.maximum(scales, _TINY).astype(np.float64)).astype(np.float32)
     return np.exp2(np.ceil(logarithms))
 
 
 class Matrix(NamedTuple):
-    """The matrix that is quantized: where it is read from, in the dtype that it has there, and its rows and columns."""
+    """The matrix to quantize: its source operand with dtype, its rows and columns."""
 
     operand: Operand
     rows: int
     columns: int
 
     def bands_at_once(self, grid: Grid) -> int:
-        """Return how many rows of boxes are at hand at once."""
+        """Return how many rows of boxes are in memory at once."""
         return max(1, BLOCK_BYTES // (grid.rows * self.columns * self.operand.dtype.itemsize))
 
     def elements(self, block: memoryview) -> Array:
-        """Return rows of it, as they are stored."""
+        """Return rows of the matrix as stored bits."""
         return np.frombuffer(block, f"u{self.operand.dtype.itemsize}").reshape(-1, self.columns)
 
     def values(self, stored: Array) -> Array:
-        """Return elements as float32."""
+        """Return stored elements as float32."""
         wide = widener(self.operand.dtype)(stored)
         with np.errstate(over="ignore", invalid="ignore"):
             return wide.astype(np.float32, copy=False)
 
     def peaks(self, values: Array, grid: Grid) -> Array:
-        """Return the largest magnitude in each box. Raises `Corrupt` for a number that is none, or has no end."""
+        """Return the largest magnitude in each box. Raises `Corrupt` for NaN or infinity."""
         rows = np.maximum.reduce(np.abs(values).reshape(-1, grid.rows, values.shape[1]), axis=1)
-        found: Array = np.maximum.reduce(rows.reshape(len(rows), -1, grid.columns), axis=2)
-        if not np.isfinite(found).all():
-            what = "NaN" if np.isnan(found).any() else "a number that is infinite or too large for float32"
+        peaks: Array = np.maximum.reduce(rows.reshape(len(rows), -1, grid.columns), axis=2)
+        if not np.isfinite(peaks).all():
+            problem = "NaN" if np.isnan(peaks).any() else "a number that is infinite or too large for float32"
             hint = "skip the tensor with --exclude-quantize; `ckptkit stats` lists all such tensors"
-            raise Corrupt(f"cannot choose a scale: the tensor contains {what}", tensor=self.operand.name, hint=hint)
-        return found
+            raise Corrupt(f"cannot choose a scale: the tensor contains {problem}", tensor=self.operand.name, hint=hint)
+        return peaks
 
 
-class Numbers:
-    """The recipe of the numbers of a matrix, in 8 bits."""
+class QuantizedValues:
+    """The recipe of the 8-bit values of a matrix."""
 
     def __init__(self, matrix: Matrix, grid: Grid) -> None:
         self.rows = matrix.bands_at_once(grid) * grid.rows
@@ -135,18 +135,18 @@ class Numbers:
         return Box((box.start[0], 0), (box.size[0], self._matrix.columns))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
-        """Return the numbers of some rows. Raises `Corrupt` for a matrix that holds what is none."""
+        """Return the 8-bit values of some rows. Raises `Corrupt` for NaN or infinity."""
         stored = self._matrix.elements(blocks[0])
-        made = np.empty(stored.shape, np.uint8)
+        quantized = np.empty(stored.shape, np.uint8)
         for part in self._grid.parts(box.size):
             values = self._matrix.values(stored[part])
             factors = self._grid.factors(self._matrix.peaks(values, self._grid))
-            made[part] = to_e4m3(self._grid.apply(values, factors)).reshape(values.shape)
-        return made.reshape(-1).data, False
+            quantized[part] = to_e4m3(self._grid.apply(values, factors)).reshape(values.shape)
+        return quantized.reshape(-1).data, False
 
 
 class Scales:
-    """The recipe of the scales of a matrix, one for each box of the grid."""
+    """The recipe of the scales of a matrix, one per box of the grid."""
 
     def __init__(self, matrix: Matrix, grid: Grid) -> None:
         self.rows = matrix.bands_at_once(grid)
@@ -160,9 +160,9 @@ class Scales:
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
         """Return the scales of some rows of boxes, in the dtype of the grid."""
         stored, grid = self._matrix.elements(blocks[0]), self._grid
-        made = np.empty(box.size, np.float32)
+        scales = np.empty(box.size, np.float32)
         for rows, columns in grid.parts(stored.shape):
             peaks = self._matrix.peaks(self._matrix.values(stored[rows, columns]), grid)
             top, left = rows.start // grid.rows, columns.start // grid.columns
-            made[top : top + len(peaks), left : left + peaks.shape[1]] = grid.scales(grid.factors(peaks))
-        return grid.stored(made), False
+            scales[top : top + len(peaks), left : left + peaks.shape[1]] = grid.scales(grid.factors(peaks))
+        return grid.stored(scales), False

@@ -1,7 +1,7 @@
-"""The ways in which ckptkit quantizes: names of scales, grids, and entries of config.json.
+"""The quantization schemes: names of scales, grids, and entries of config.json.
 
 Sources: transformers/quantizers/quantizer_finegrained_fp8.py, and the preset FP8_DYNAMIC in
-compressed_tensors/quantization/quant_scheme.py. Both keep inputs in 8 bits too, with scales that are found while the
+compressed_tensors/quantization/quant_scheme.py. Both also quantize inputs to 8 bits, with scales computed while the
 model runs.
 """
 
@@ -16,14 +16,14 @@ from ckptkit.layout.box import Shape
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.state.quantized.config import Block
 
-_EXPERTS = ".experts"  # the last part of the name of a module that has several
+_EXPERTS = ".experts"  # suffix of a module that contains several experts
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A way to quantize matrices: the suffix of the names of scales, and the box with one scale, None for each row.
+    """A quantization scheme: the name suffix of scales, and the box that shares one scale (None: one scale per row).
 
-    Scales may be powers of 2, of which only `exponents` are stored: UE8M0.
+    With `exponents`, scales are powers of 2 and only their exponents are stored: UE8M0.
     """
 
     name: str
@@ -32,36 +32,36 @@ class Scheme:
     exponents: bool = False
 
     def scales(self, shape: Shape) -> Shape | None:
-        """Return the shape of the scales of a matrix; None if its boxes would not be whole.
+        """Return the shape of the scales of a matrix; None if the boxes do not divide the matrix.
 
-        What loaders make of smaller boxes at the edges is not the same in all of them: transformers takes rows over
-        rows of scales for the size of a box.
+        Loaders disagree about smaller boxes at the edges: transformers computes the box size as rows divided by rows of
+        scales.
         """
         rows, columns = shape
-        high, wide = self.box(shape)
-        return (rows // high, columns // wide) if rows % high == columns % wide == 0 else None
+        box_rows, box_columns = self.box(shape)
+        return (rows // box_rows, columns // box_columns) if rows % box_rows == columns % box_columns == 0 else None
 
     def box(self, shape: Shape) -> Block:
-        """Return the rows and columns that have one scale in a matrix."""
+        """Return the rows and columns that share one scale in a matrix of this shape."""
         return self.block or (1, shape[1])
 
     def dtype(self, dtype: DType) -> DType:
-        """Return the dtype of the scales in a model of this dtype."""
+        """Return the dtype of the scales, given the dtype of the weights."""
         if self.exponents:
             return DTYPES["float8_e8m0fnu"]
         is_half = self.block is None and dtype.name == "bfloat16"
         return DTYPES["bfloat16" if is_half else "float32"]
 
     def config(self, left: Sequence[str]) -> Mapping[str, Any]:
-        """Return what config.json says of a model that is quantized so, but for the modules that are `left`."""
+        """Return the `quantization_config` for config.json; the modules in `left` are unquantized."""
         if self.block is None:
             return in_channels(left)
-        words = in_blocks(self.block, left)
-        return {**words, "scale_fmt": "ue8m0"} if self.exponents else words
+        config = in_blocks(self.block, left)
+        return {**config, "scale_fmt": "ue8m0"} if self.exponents else config
 
 
 def in_blocks(block: Block, left: Sequence[str]) -> Mapping[str, Any]:
-    """Return the words of transformers' `FineGrainedFP8Config`, which vLLM reads too."""
+    """Return the entries of transformers' `FineGrainedFP8Config`, which vLLM reads too."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -72,7 +72,7 @@ def in_blocks(block: Block, left: Sequence[str]) -> Mapping[str, Any]:
 
 
 def in_channels(left: Sequence[str]) -> Mapping[str, Any]:
-    """Return the words of compressed-tensors, for a scale for each row of a weight, and for each token of an input."""
+    """Return the entries of compressed-tensors, with one scale per weight row and per input token."""
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],

@@ -1,1 +1,1 @@
-"""Report on a run as a page."""
+"""Write a report on a run as an HTML page."""

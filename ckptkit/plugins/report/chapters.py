@@ -1,6 +1,6 @@
 """Make the chapters of a run's report.
 
-Each function returns the values of one chapter for `report.html`, None for a chapter with nothing to show.
+Each function returns the values of one chapter for `report.html`, or None if the chapter has no content.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ckptkit.runs.ls import Listed, Listing
 from ckptkit.words import brief, count, format_bytes
 
 _WIDTH, _NARROW, _HEIGHT = 960, 400, 150
-_LEFT, _TOP, _BOTTOM = 20, 34, 122  # as far from the right edge as from the left one
+_LEFT, _TOP, _BOTTOM = 20, 34, 122  # _LEFT is also the right margin
 _MOST = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A checkpoint on the time line. `told` is text for its tip, after name and size."""
+    """A checkpoint on the timeline. `told` is appended to name and size in its tooltip."""
 
     name: str
     step: int
@@ -40,7 +40,7 @@ class Stop:
 
 
 def draw_timeline(stops: Sequence[Stop], last_step: float | None = None, *, is_narrow: bool = False) -> Markup:
-    """Draw the newest of some checkpoints, of one at least; the line ends at `last_step` if that is later."""
+    """Draw the newest of the checkpoints (at least one); the axis extends to `last_step` if that is later."""
     width = _NARROW if is_narrow else _WIDTH
     shown = sorted(stops, key=lambda stop: stop.step)[-(_MOST // 4 if is_narrow else _MOST) :]
     first = 0 if len(shown) == len(stops) else shown[0].step
@@ -52,12 +52,12 @@ def draw_timeline(stops: Sequence[Stop], last_step: float | None = None, *, is_n
 
 
 def draw_legend(shown: Sequence[Stop], width: int) -> Iterator[Markup]:
-    """Draw a sample of each kind of checkpoint that is shown."""
+    """Draw a sample of each kind of checkpoint that the timeline shows."""
     kinds = [("saved", "complete"), ("model", "weights only"), ("unfinished", "not complete")]
-    there = {kind_of(stop) for stop in shown}
+    kinds_shown = {kind_of(stop) for stop in shown}
     x = float(_LEFT)
     for kind, word in kinds:
-        if kind in there:
+        if kind in kinds_shown:
             yield element("rect", x=x, y=2, width=10, height=10, rx=2, class_=kind)
             yield element("text", word, x=x + 16, y=11)
             x += 36 + 6 * len(word)
@@ -76,7 +76,7 @@ def kind_of(stop: Stop) -> str:
 
 
 def draw_stop(stop: Stop, x: Axis, full: int) -> Markup:
-    """Draw a bar, with a dot on it if the checkpoint is pinned, and a word if it is the latest."""
+    """Draw a bar with a tooltip, a dot if the checkpoint is pinned, and a label if it is the latest."""
     at = x.place(stop.step)
     height = max(4.0, (_BOTTOM - _TOP - 14) * stop.nbytes / full)
     top = _BOTTOM - height
@@ -102,40 +102,40 @@ _CURVES = (
 )
 _MAY_BE_LOG = ("Loss", "Gradient norm")
 _SAMPLES = 20  # rows of the curves' table
-_MOST_LISTED = 12  # checkpoints that are not folded away
+_MOST_LISTED = 12  # checkpoints that are shown unfolded
 _MOST_FOLDED = 500
 _LARGEST = 12
 _MOST_KINDS = 14
-_WIDTHS = (False, True)  # whether a picture is narrow: the page shows one for a screen, or one for a phone
+_WIDTHS = (False, True)  # is_narrow: every picture is drawn for a screen and for a phone
 
 
 def training(history: History) -> Chapter | None:
-    """Return the curves, and their numbers at steps from the first to the last."""
-    curves = [(title, found) for title, names in _CURVES if (found := history.drawn(*names))]
-    drawn = [one for _, found in curves for one in found]
+    """Return the curves, and a table with their values at up to 20 steps."""
+    curves = [(title, series_list) for title, names in _CURVES if (series_list := history.drawn(*names))]
+    drawn = [series for _, series_list in curves for series in series_list]
     if not drawn:
         return None
-    steps = sorted({stretch.first for one in drawn for stretch in one.stretches})
+    steps = sorted({stretch.first for series in drawn for stretch in series.stretches})
     chosen = [*steps[: -1 : max(1, -(-len(steps) // _SAMPLES))], steps[-1]]
     return {
         "lead": describe_history(history, drawn),
-        "pictures": [draw_curves(title, found, may_be_log=title in _MAY_BE_LOG) for title, found in curves],
-        "names": ["step", *(one.name.replace("_", " ") for one in drawn)],
-        "rows": [[f"{step:,.0f}", *(format_number(one.at(step)) for one in drawn)] for step in chosen],
+        "pictures": [draw_curves(title, series_list, may_be_log=title in _MAY_BE_LOG) for title, series_list in curves],
+        "names": ["step", *(series.name.replace("_", " ") for series in drawn)],
+        "rows": [[f"{step:,.0f}", *(format_number(series.at(step)) for series in drawn)] for step in chosen],
     }
 
 
 def describe_history(history: History, drawn: Sequence[Series]) -> str:
-    """Say where the curves come from, and what is odd about that source."""
-    said = [f"From {history.source}."]
-    if any(stretch.count > 1 for one in drawn for stretch in one.stretches):
-        said.append("A line is the mean of consecutive steps, the band reaches from the lowest to the highest.")
+    """Return text on the source of the curves, and on resumed and skipped steps."""
+    sentences = [f"From {history.source}."]
+    if any(stretch.count > 1 for series in drawn for stretch in series.stretches):
+        sentences.append("A line is the mean of consecutive steps, the band reaches from the lowest to the highest.")
     if history.resumed:
         steps = ", ".join(f"{step:,.0f}" for step in history.resumed[-5:])
-        said.append(f"Went back to step {steps}; each step is shown as last taken.")
+        sentences.append(f"Went back to step {steps}; each step is shown as last taken.")
     if history.skipped:
-        said.append(f"Skipped {count(history.skipped, 'line')} without metrics of a step.")
-    return " ".join(said)
+        sentences.append(f"Skipped {count(history.skipped, 'line')} without metrics of a step.")
+    return " ".join(sentences)
 
 
 def format_number(value: float | None) -> str:
@@ -143,11 +143,11 @@ def format_number(value: float | None) -> str:
 
 
 def checkpoints(listing: Listing, last_step: float | None) -> Chapter | None:
-    """Return the time line, and the checkpoints with the newest first."""
+    """Return the timeline and the table of checkpoints, newest first."""
     listed = listing.checkpoints
     if not listed:
         return None
-    stops = [stop_of(one, one.step, listing) for one in listed if one.step is not None]
+    stops = [timeline_entry(one, one.step, listing) for one in listed if one.step is not None]
     complete, total = sum(one.is_complete for one in listed), format_bytes(sum(one.nbytes for one in listed))
     rows = [(one, date_of(one), state_of(one, listing)) for one in reversed(listed)]
     return {
@@ -159,8 +159,8 @@ def checkpoints(listing: Listing, last_step: float | None) -> Chapter | None:
     }
 
 
-def stop_of(one: Listed, step: int, listing: Listing) -> Stop:
-    """Return a checkpoint as the time line shows it."""
+def timeline_entry(one: Listed, step: int, listing: Listing) -> Stop:
+    """Return the timeline entry of a checkpoint."""
     metrics = [f"{name} {brief(value)}" for name, value in list(one.metrics.items())[:6]]
     told = "".join(f", {word}" for word in (date_of(one), *metrics, one.problem) if word)
     is_latest = one.path == listing.latest
@@ -173,7 +173,7 @@ def date_of(one: Listed) -> str:
 
 
 def state_of(one: Listed, listing: Listing) -> list[tuple[str, str]]:
-    """Return words on the state of a checkpoint, each with its CSS class: complete or not, and more."""
+    """Return labels for the state of a checkpoint, each with its CSS class."""
     words = [
         ("complete", "good", one.is_complete),
         (one.problem or "not complete", "bad", bool(one.problem) or not one.is_complete),
@@ -184,20 +184,20 @@ def state_of(one: Listed, listing: Listing) -> list[tuple[str, str]]:
     return [(word, kind) for word, kind, holds in words if holds]
 
 
-def shards(name: str, found: ShardMap) -> Chapter | None:
-    """Return which rank or file holds which part of checkpoint `name`, and its largest tensors."""
-    if not found.rows:
+def shards(name: str, shard_map: ShardMap) -> Chapter | None:
+    """Return the shard map of checkpoint `name` by rank or file, and its largest tensors."""
+    if not shard_map.rows:
         return None
-    largest = sorted(found.rows, key=lambda row: -row.spec.nbytes)[:_LARGEST]
-    total, most = sum(row.nbytes for row in found.rows) or 1, max(row.nbytes for row in largest) or 1
+    largest = sorted(shard_map.rows, key=lambda row: -row.spec.nbytes)[:_LARGEST]
+    total, most = sum(row.nbytes for row in shard_map.rows) or 1, max(row.nbytes for row in largest) or 1
     return {
-        "lead": describe_shards(name, found),
-        "picture": [draw_shards(found, is_narrow=narrow) for narrow in _WIDTHS],
-        "by": found.by,
+        "lead": describe_shards(name, shard_map),
+        "picture": [draw_shards(shard_map, is_narrow=narrow) for narrow in _WIDTHS],
+        "by": shard_map.by,
         "rows": [
-            (owner.name, f"{owner.nbytes:,}", format_bytes(owner.nbytes)) for owner in found.owners[:_MOST_FOLDED]
+            (owner.name, f"{owner.nbytes:,}", format_bytes(owner.nbytes)) for owner in shard_map.owners[:_MOST_FOLDED]
         ],
-        "total": f"Of {count(sum(row.repeats for row in found.rows), 'tensor')}, {format_bytes(total)} in all.",
+        "total": f"Of {count(sum(row.repeats for row in shard_map.rows), 'tensor')}, {format_bytes(total)} in all.",
         "largest": [(row, percent(row.nbytes / most), percent(row.nbytes / total)) for row in largest],
     }
 
@@ -206,46 +206,46 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
 
 
-def describe_shards(name: str, found: ShardMap) -> str:
-    """Say what the shard map shows."""
-    owners = len(found.owners)
+def describe_shards(name: str, shards: ShardMap) -> str:
+    """Return text on the shard map."""
+    owners = len(shards.owners)
     if owners == 1:
-        return f"{name}: one {found.by} holds everything."
-    fullest = max(found.owners, key=lambda owner: owner.nbytes)
+        return f"{name}: one {shards.by} holds everything."
+    fullest = max(shards.owners, key=lambda owner: owner.nbytes)
     return (
-        f"{name}: which of {owners} {found.by}s holds which part of each tensor. Tensors that are alike share a row. "
-        f"The most is held by {fullest.name}, {fullest.nbytes / (found.mean or 1):.2f} times the average."
+        f"{name}: which of {owners} {shards.by}s holds which part of each tensor. Tensors that are alike share a row. "
+        f"The most is held by {fullest.name}, {fullest.nbytes / (shards.mean or 1):.2f} times the average."
     )
 
 
-def norms(found: Norms) -> Chapter | None:
-    """Return the norms by layer as a picture, and of every kind of tensor as rows."""
-    if not found.counts:
+def norms(measured: Norms) -> Chapter | None:
+    """Return a picture of the norms by layer, and tables of the norms by kind of tensor."""
+    if not measured.counts:
         return None
-    kinds = sorted(found.kinds, key=lambda kind: -len(kind.by_layer))[:_MOST_KINDS]
-    single = [name for name in found.counts if not any(map(is_number, name.split(".")[:-1]))][:_LARGEST]
+    kinds = sorted(measured.kinds, key=lambda kind: -len(kind.by_layer))[:_MOST_KINDS]
+    single = [name for name in measured.counts if not any(map(is_number, name.split(".")[:-1]))][:_LARGEST]
     title = "Norm of the tensors of each layer"
     lead = "The 2-norm of the weights, over all numbers of a tensor."
-    if found.unsound:
-        first, unsound = found.unsound[0], count(len(found.unsound), "tensor")
+    if measured.unsound:
+        first, unsound = measured.unsound[0], count(len(measured.unsound), "tensor")
         lead += f" NaN or infinity in {unsound}, such as {first}: not counted in their norms."
     return {
         "lead": lead,
         "picture": [draw_layers(title, kinds, is_narrow=narrow) for narrow in _WIDTHS] if kinds else None,
-        "single": [norm_row(name, found.counts[name]) for name in single],
+        "single": [norm_row(name, measured.counts[name]) for name in single],
         "kinds": [kind_row(kind) for kind in kinds],
     }
 
 
 def kind_row(kind: LayerKind) -> list[str]:
-    """Return the range of a kind's norms, and in which layers its ends are."""
+    """Return a table row with the range of a kind's norms, and the layers with the minimum and maximum."""
     ends = [choose(kind.by_layer, key=kind.by_layer.__getitem__) for choose in (min, max)]
     extremes = [f"{brief(kind.by_layer[layer])} (layer {layer})" for layer in ends]
     return [kind.name, str(len(kind.by_layer)), *extremes]
 
 
 def norm_row(name: str, counted: Count) -> list[str]:
-    """Return norm, mean, deviation and extremes of a tensor."""
+    """Return a table row with norm, mean, standard deviation, minimum and maximum of a tensor."""
     moments = (counted.moments.norm, counted.moments.mean, counted.moments.deviation)
     extremes = ("" if value is None else brief(float(value)) for value in (counted.low, counted.high))
     return [name, *map(brief, moments), *extremes]

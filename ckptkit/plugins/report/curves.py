@@ -1,4 +1,4 @@
-"""Draw metrics by step as SVG, with axes: the mean as a line, and around it a band from the lowest to the highest."""
+"""Draw metrics by step as SVG with axes: the mean as a line, with a band from the minimum to the maximum."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ckptkit.markup import Markup, element, picture
 from ckptkit.plugins.report.history import Segment, Series
 from ckptkit.words import brief, count, powers, ticks
 
-_MANY_TIMES = 50  # the highest of numbers is that many times the lowest: then powers of ten
+_MANY_TIMES = 50  # a logarithmic axis is used if the maximum is more than this many times the minimum
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis from `low` at place `start` to `high` at place `end`."""
+    """An axis from value `low` at coordinate `start` to value `high` at coordinate `end`."""
 
     low: float
     high: float
@@ -25,7 +25,7 @@ class Axis:
     is_log: bool = False
 
     def place(self, number: float) -> float:
-        """Return the place of a number."""
+        """Return the coordinate of a value."""
         low, high, at = self.low, self.high, number
         if self.is_log:
             low, high, at = math.log10(low), math.log10(high), math.log10(max(number, low))
@@ -34,12 +34,16 @@ class Axis:
 
     @property
     def labels(self) -> list[float]:
-        """Return the numbers to write along it."""
+        """Return the values to label on the axis."""
         return powers(self.low, self.high) if self.is_log else ticks(self.low, self.high)
 
 
 def value_axis(low: float, high: float, start: float, end: float, *, may_be_log: bool = False) -> Axis:
-    """Return the axis for values between two: from zero if that is near, or by powers of ten if they differ much."""
+    """Return an axis that covers `low` to `high`.
+
+    It starts at zero if `low` is close to zero. With `may_be_log` it is logarithmic if the values span more than a
+    factor of 50.
+    """
     if may_be_log and low > 0 and high / low > _MANY_TIMES:
         return Axis(low, high, start, end, is_log=True)
     if 0 <= low < 0.4 * high or low == high > 0:
@@ -49,7 +53,7 @@ def value_axis(low: float, high: float, start: float, end: float, *, may_be_log:
 
 
 def draw_labels(axis: Axis, y: float) -> Iterator[Markup]:
-    """Draw the labels of steps, below a picture whose lower edge is at `y`."""
+    """Draw the horizontal axis at `y` with its step labels."""
     yield element("line", x1=axis.start, x2=axis.end, y1=y, y2=y, class_="axis")
     for number in axis.labels:
         x = axis.place(number)
@@ -59,7 +63,7 @@ def draw_labels(axis: Axis, y: float) -> Iterator[Markup]:
 
 
 def draw_grid(axis: Axis, left: float, right: float) -> Iterator[Markup]:
-    """Draw a line with a label at each round value."""
+    """Draw a labeled grid line at each round value."""
     for number in axis.labels:
         y = axis.place(number)
         yield element("line", x1=left, x2=right, y1=y, y2=y, class_="grid")
@@ -68,18 +72,20 @@ def draw_grid(axis: Axis, left: float, right: float) -> Iterator[Markup]:
 
 _WIDTH, _HEIGHT = 480, 236
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 468, 40, 208
-_MOST_SPOTS = 80  # places that tell their numbers when pointed at
-_FEW = 40  # stretches, and each is a dot as well
+_MOST_SPOTS = 80  # hover columns per picture
+_FEW = 40  # with so few segments, each is also drawn as a dot
 _CLASSES = "ab"
 
 
 def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = False) -> Markup:
-    """Draw up to two metrics by step, at least one of which has numbers; by powers of ten if they differ much."""
-    drawn = [one for one in series if one.stretches]
-    stretches = [stretch for one in drawn for stretch in one.stretches]
+    """Draw one or two metrics by step, at least one with values; a logarithmic axis is used if `may_be_log`."""
+    drawn = [metric for metric in series if metric.stretches]
+    stretches = [stretch for metric in drawn for stretch in metric.stretches]
     x = Axis(min(s.first for s in stretches), max(s.last for s in stretches), _LEFT, _RIGHT)
-    y = value_axis(min(one.low for one in drawn), max(one.high for one in drawn), _BOTTOM, _TOP, may_be_log=may_be_log)
-    summary = "; ".join(summarize(one) for one in drawn)
+    y = value_axis(
+        min(metric.low for metric in drawn), max(metric.high for metric in drawn), _BOTTOM, _TOP, may_be_log=may_be_log
+    )
+    summary = "; ".join(summarize(metric) for metric in drawn)
     return picture(
         f"{title} by step: {summary}",
         f"0 0 {_WIDTH} {_HEIGHT}",
@@ -88,8 +94,8 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
         draw_grid(y, _LEFT, _RIGHT),
         draw_labels(x, _BOTTOM),
         element("text", "step", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
-        (draw_curve(one, x, y, _CLASSES[i]) for i, one in enumerate(drawn)),
-        (draw_missing(one, x) for one in drawn),
+        (draw_curve(metric, x, y, _CLASSES[i]) for i, metric in enumerate(drawn)),
+        (draw_missing(metric, x) for metric in drawn),
         draw_tips(drawn, x, y),
     )
 
@@ -100,28 +106,28 @@ def summarize(series: Series) -> str:
 
 
 def draw_header(drawn: Sequence[Series]) -> Iterator[Markup]:
-    """Draw the last number of each metric, and a sample of its line."""
+    """Draw the last value of each metric, and a sample of its line."""
     right = float(_RIGHT)
-    for i, one in reversed(list(enumerate(drawn))):
-        what = one.name.replace("_", " ") if len(drawn) > 1 else "last"
-        said = f"{what} {brief(one.latest or 0.0)}"
-        yield element("text", said, x=right, y=14, text_anchor="end", class_="strong")
-        right -= 6.2 * len(said) + 10
+    for i, metric in reversed(list(enumerate(drawn))):
+        name = metric.name.replace("_", " ") if len(drawn) > 1 else "last"
+        label = f"{name} {brief(metric.latest or 0.0)}"
+        yield element("text", label, x=right, y=14, text_anchor="end", class_="strong")
+        right -= 6.2 * len(label) + 10
         if len(drawn) > 1:
             yield element("line", x1=right - 8, x2=right + 4, y1=10, y2=10, class_=f"curve {_CLASSES[i]}")
             right -= 22
 
 
 def draw_curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
-    """Draw the line of a metric, broken where numbers are missing, and the band around it."""
+    """Draw the line of a metric, broken where values are missing, and the band around it."""
     paths, bands = [], []
     for piece in pieces(series.stretches):
         middle = [(x.place((s.first + s.last) / 2), y.place(s.mean)) for s in piece]
         paths.append(path_through(middle))
         if any(s.count > 1 for s in piece) and len(piece) > 1:
-            places = [at for at, _ in middle]
-            upper = list(zip(places, (y.place(s.high) for s in piece), strict=True))
-            lower = list(zip(places, (y.place(s.low) for s in piece), strict=True))
+            x_positions = [at for at, _ in middle]
+            upper = list(zip(x_positions, (y.place(s.high) for s in piece), strict=True))
+            lower = list(zip(x_positions, (y.place(s.low) for s in piece), strict=True))
             bands.append(path_through([*upper, *reversed(lower)]) + "Z")
         if len(series.stretches) <= _FEW or len(piece) == 1:
             yield from (element("circle", cx=at, cy=height, r=1.8, class_=f"dot {kind}") for at, height in middle)
@@ -131,58 +137,58 @@ def draw_curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
 
 
 def pieces(stretches: Sequence[Segment]) -> list[list[Segment]]:
-    """Return the stretches in groups; the line is broken between two groups."""
-    found: list[list[Segment]] = []
+    """Return the segments in groups; the line is broken between two groups."""
+    groups: list[list[Segment]] = []
     for stretch in stretches:
-        if stretch.starts_gap or not found:
-            found.append([])
-        found[-1].append(stretch)
-    return found
+        if stretch.starts_gap or not groups:
+            groups.append([])
+        groups[-1].append(stretch)
+    return groups
 
 
 def path_through(points: Sequence[tuple[float, float]]) -> str:
-    """Return a line through points, as the attribute `d` of a path."""
+    """Return a polyline through points, as the attribute `d` of an SVG path."""
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
 def draw_missing(series: Series, x: Axis) -> Iterator[Markup]:
-    """Draw a short line at each step where a metric was no finite number."""
+    """Draw a short line at each step where a metric was NaN or infinite."""
     for step in series.bad:
         at = min(max(x.place(step), _LEFT), _RIGHT)
         tip = element("title", f"{series.name} is not finite at {step:,.0f}")
         yield element("line", tip, x1=at, x2=at, y1=_BOTTOM - 9, y2=_BOTTOM, class_="bad")
     if series.bad_count:
-        said = f"not finite at {series.bad_count:,} step{'s' * (series.bad_count > 1)}"
-        yield element("text", said, x=_RIGHT, y=_TOP - 8, text_anchor="end", class_="bad")
+        label = f"not finite at {series.bad_count:,} step{'s' * (series.bad_count > 1)}"
+        yield element("text", label, x=_RIGHT, y=_TOP - 8, text_anchor="end", class_="bad")
 
 
 def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
-    """Draw narrow upright fields that show the numbers at their step when pointed at, without a script."""
+    """Draw invisible columns that show the values at their step on hover, without a script."""
     stretches = drawn[0].stretches
     every = -(-len(stretches) // _MOST_SPOTS)
     chosen = stretches[::every]
-    places = [x.place((s.first + s.last) / 2) for s in chosen]
-    edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(places)), _RIGHT]
-    for stretch, at, (left, right) in zip(chosen, places, pairwise(edges), strict=True):
-        said = describe(drawn, stretch)
-        wide = 5.9 * len(said) + 12
-        start = min(max(at - wide / 2, _LEFT), _RIGHT - wide)
+    x_positions = [x.place((s.first + s.last) / 2) for s in chosen]
+    edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(x_positions)), _RIGHT]
+    for stretch, at, (left, right) in zip(chosen, x_positions, pairwise(edges), strict=True):
+        label = describe(drawn, stretch)
+        label_width = 5.9 * len(label) + 12
+        start = min(max(at - label_width / 2, _LEFT), _RIGHT - label_width)
         yield element(
             "g",
             element("rect", x=left, y=_TOP, width=max(right - left, 0.5), height=_BOTTOM - _TOP, class_="reach"),
             element("line", x1=at, x2=at, y1=_TOP, y2=_BOTTOM, class_="axis"),
             element("circle", cx=at, cy=y.place(stretch.mean), r=3.2, class_="dot a"),
-            element("rect", x=start, y=_TOP - 20, width=wide, height=17, rx=4, class_="plate"),
-            element("text", said, x=start + 6, y=_TOP - 8, class_="strong"),
+            element("rect", x=start, y=_TOP - 20, width=label_width, height=17, rx=4, class_="plate"),
+            element("text", label, x=start + 6, y=_TOP - 8, class_="strong"),
             class_="spot",
         )
 
 
 def describe(drawn: Sequence[Series], stretch: Segment) -> str:
-    """Return the numbers of a stretch in words."""
+    """Return the values of a segment as text."""
     first = f"{stretch.first:,.0f}"
     where = first if stretch.first == stretch.last else f"{first} to {stretch.last:,.0f}"
     spread = f" ({brief(stretch.low)} to {brief(stretch.high)})" if stretch.low != stretch.high else ""
-    others = [(one.name, one.at(stretch.first)) for one in drawn[1:]]
+    others = [(metric.name, metric.at(stretch.first)) for metric in drawn[1:]]
     more = "".join(f", {name} {brief(value)}" for name, value in others if value is not None)
     return f"step {where}: {brief(stretch.mean)}{spread}{more}"

@@ -1,4 +1,4 @@
-"""Read the metrics of a run, thinned as they are read: a log may have millions of lines."""
+"""Read the metrics of a run. They are downsampled while they are read, because a log may have millions of lines."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ckptkit.io.file import opening, read_at, read_small
 from ckptkit.io.progress import Told
 from ckptkit.runs.ls import Listed
 
-_MOST = 500  # stretches, each drawn with its lowest, its highest and its mean
-_GAP = 8  # times the distance of the two steps before, and the line is broken
+_MOST = 500  # segments per metric, each drawn with minimum, maximum and mean
+_GAP = 8  # the line is broken at a gap of this many times the previous distance
 _MOST_BAD = 100
-_MOST_BREAKS = 100  # then the line goes on over them, or there would be nothing but breaks
+_MOST_BREAKS = 100  # more breaks are ignored, or the line would consist of breaks
 
 
 @dataclass(slots=True)
 class Segment:
-    """Numbers of consecutive steps. `starts_gap` if the line is broken before them."""
+    """The values of consecutive steps. The line is broken before them if `starts_gap`."""
 
     first: float
     last: float
@@ -36,7 +36,7 @@ class Segment:
         return self.total / self.count
 
     def join(self, later: Segment) -> None:
-        """Add all of a later stretch."""
+        """Merge a later segment into this one."""
         self.last = later.last
         self.low, self.high = min(self.low, later.low), max(self.high, later.high)
         self.total += later.total
@@ -45,20 +45,23 @@ class Segment:
 
 @dataclass(slots=True)
 class Series:
-    """A metric. `bad` are the first steps at which it was no finite number, and `bad_count` counts all of them."""
+    """The values of one metric. `bad` are the first steps with NaN or infinity, `bad_count` counts all of them."""
 
     name: str
     stretches: list[Segment] = field(default_factory=list)
     bad: list[float] = field(default_factory=list)
     bad_count: int = 0
     latest: float | None = None
-    _width: int = 1  # how many numbers a stretch is to have
-    _stride: float = 0.0  # from one step to the next
+    _width: int = 1  # values per segment
+    _stride: float = 0.0  # distance of the last two steps
     _is_broken: bool = False
     _breaks: int = 0
 
     def add(self, step: float, value: float) -> None:
-        """Add the number at a step. A step not after the last one was taken again: all from there on is forgotten."""
+        """Add the value at a step.
+
+        If the run went back to an earlier step, all values from that step on are dropped.
+        """
         if not self.stretches or step <= self.stretches[-1].last:
             self._go_back(step)
         if not math.isfinite(value):
@@ -68,11 +71,11 @@ class Series:
                 self.bad.append(step)
             return
         self.latest = value
-        found = Segment(step, step, value, value, value, 1, self._breaks_before(step))
-        if not found.starts_gap and self.stretches[-1].count < self._width:
-            self.stretches[-1].join(found)
+        segment = Segment(step, step, value, value, value, 1, self._breaks_before(step))
+        if not segment.starts_gap and self.stretches[-1].count < self._width:
+            self.stretches[-1].join(segment)
             return
-        self.stretches.append(found)
+        self.stretches.append(segment)
         if len(self.stretches) > 2 * _MOST:
             self._halve()
 
@@ -94,8 +97,8 @@ class Series:
         return is_broken and self._breaks <= _MOST_BREAKS
 
     def _halve(self) -> None:
-        for one, other in zip(self.stretches[::2], self.stretches[1::2], strict=False):
-            one.join(other)
+        for earlier, later in zip(self.stretches[::2], self.stretches[1::2], strict=False):
+            earlier.join(later)
         self.stretches = self.stretches[::2]
         self._width *= 2
 
@@ -110,14 +113,14 @@ class Series:
         return max(stretch.high for stretch in self.stretches)
 
     def at(self, step: float) -> float | None:
-        """Return the mean of the stretch that a step lies in, None if it lies in none."""
-        return next((one.mean for one in self.stretches if one.first <= step <= one.last), None)
+        """Return the mean of the segment that contains a step; None if there is none."""
+        return next((segment.mean for segment in self.stretches if segment.first <= step <= segment.last), None)
 
 
-METRICS = "metrics.jsonl"  # of our training: a line of JSON for each step
+METRICS = "metrics.jsonl"  # written by ckptkit's training loop: one JSON line per step
 TRAINER_STATE = "trainer_state.json"  # of transformers' Trainer, in each of its checkpoints
 _BLOCK = 1 << 20  # bytes read at once
-_LONGEST = 1 << 16  # bytes of a line; longer ones are nobody's metrics
+_LONGEST = 1 << 16  # bytes of a line; a longer line cannot be metrics
 _STATE_LIMIT = 1 << 28  # bytes
 _MOST_SERIES = 64
 _MOST_RESUMED = 50
@@ -132,9 +135,9 @@ _ALSO_CALLED = {
 
 @dataclass(slots=True)
 class History:
-    """The metrics of a run. `source` says where they were found; `skipped` counts lines that were none.
+    """The metrics of a run. `source` is where they come from; `skipped` counts lines without metrics.
 
-    `resumed` are the steps to which it went back, to take them again.
+    `resumed` are the steps to which the run went back.
     """
 
     source: str = ""
@@ -144,7 +147,7 @@ class History:
     resumed: list[float] = field(default_factory=list)
 
     def add(self, entry: object) -> None:
-        """Add the metrics of one step. An entry that is none is counted."""
+        """Add the metrics of one step. An entry without a step counts as skipped."""
         step = number(entry.get("step")) if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or step is None or not math.isfinite(step):
             self.skipped += 1
@@ -153,9 +156,9 @@ class History:
             self.resumed = [*[at for at in self.resumed if at < step][-_MOST_RESUMED:], step]
         self.last_step = step
         for name, value in entry.items():
-            found = number(value)
-            if found is not None and name != "step":
-                self._of(str(_ALSO_CALLED.get(name, name))).add(step, found)
+            converted = number(value)
+            if converted is not None and name != "step":
+                self._of(str(_ALSO_CALLED.get(name, name))).add(step, converted)
 
     def _of(self, name: str) -> Series:
         if name not in self.series and len(self.series) >= _MOST_SERIES:
@@ -163,12 +166,12 @@ class History:
         return self.series.setdefault(name, Series(name))
 
     def drawn(self, *names: str) -> list[Series]:
-        """Return the metrics of these names that have numbers to draw."""
+        """Return the metrics of these names that have values to draw."""
         return [self.series[name] for name in names if name in self.series and self.series[name].stretches]
 
 
 def number(value: object) -> float | None:
-    """Return a number of JSON as a float, None for anything else."""
+    """Return a JSON number as a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -178,23 +181,23 @@ def number(value: object) -> float | None:
 
 
 def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | None = None) -> History:
-    """Read the run's own log, or else a Trainer's in its newest checkpoint, or else the metrics of checkpoints."""
+    """Read the run's metrics.jsonl, or else the Trainer state, or else the metrics in the checkpoints."""
     if (root / METRICS).is_file():
         return from_log(root / METRICS, progress)
     listed = list(checkpoints)
-    states = [one.path / TRAINER_STATE for one in reversed(listed) if one.path.is_dir()]
+    states = [checkpoint.path / TRAINER_STATE for checkpoint in reversed(listed) if checkpoint.path.is_dir()]
     state = next((path for path in [root / TRAINER_STATE, *states] if path.is_file()), None)
     if state is not None:
         return from_state(state)
     history = History("the checkpoints' own metrics")
-    for one in listed:
-        if one.step is not None and one.metrics:
-            history.add({**one.metrics, "step": one.step})
+    for checkpoint in listed:
+        if checkpoint.step is not None and checkpoint.metrics:
+            history.add({**checkpoint.metrics, "step": checkpoint.step})
     return history
 
 
 def from_log(path: Path, progress: Told | None = None) -> History:
-    """Read a file of JSON lines, to the end of its last whole line."""
+    """Read a file of JSON lines, up to the last complete line."""
     history = History(path.name)
     for line in lines_of(path, progress):
         history.add(parse(line))
@@ -202,7 +205,7 @@ def from_log(path: Path, progress: Told | None = None) -> History:
 
 
 def from_state(path: Path) -> History:
-    """Read the state of a Trainer. Entries without a step of their own are left out, and so is a broken file."""
+    """Read the state of a Trainer. Entries without a step and a damaged file are skipped."""
     history = History(f"{path.parent.name}/{path.name}")
     state = parse(read_small(path, _STATE_LIMIT))
     entries = state.get("log_history") if isinstance(state, Mapping) else None
@@ -212,7 +215,7 @@ def from_state(path: Path) -> History:
 
 
 def lines_of(path: Path, progress: Told | None = None) -> Iterator[bytes]:
-    """Yield the lines of a file that were written to their end. One that is too long comes as an empty one."""
+    """Yield the complete lines of a file. A line that is too long is yielded as an empty line."""
     rest = b""
     with opening(path) as file:
         size = file.size
@@ -226,7 +229,7 @@ def lines_of(path: Path, progress: Told | None = None) -> Iterator[bytes]:
 
 
 def parse(line: bytes) -> Any:
-    """Return the value of some JSON, None if it is none."""
+    """Return the value of a JSON text; None for invalid JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

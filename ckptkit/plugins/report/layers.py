@@ -1,4 +1,4 @@
-"""Measure the norm of every tensor, and draw one number of each by the number of its layer as SVG."""
+"""Measure the norm of every tensor, and draw the norms by layer as SVG."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ckptkit.words import brief
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The counts of each tensor's numbers, and the norms of tensors in numbered layers."""
+    """The statistics of each tensor's values, and the norms of tensors by layer."""
 
     counts: Mapping[str, Count]
     kinds: tuple[LayerKind, ...]
 
     @property
     def unsound(self) -> list[str]:
-        """Return the names of tensors that hold NaN or an infinity."""
-        return [name for name, found in self.counts.items() if found.nan or found.inf]
+        """Return the names of tensors with NaN or infinity."""
+        return [name for name, counted in self.counts.items() if counted.nan or counted.inf]
 
 
 def weights_of(layout: Layout) -> Layout:
-    """Return the model in a checkpoint; all of it where that does not show."""
+    """Return the model in a checkpoint; the full layout if the model cannot be identified."""
     try:
         return find_weights(layout).layout
     except (Mismatch, Unsupported):
@@ -42,41 +42,41 @@ def weights_of(layout: Layout) -> Layout:
 
 
 def measure_norms(weights: Layout, *, jobs: int | None = None, progress: Told | None = None) -> Norms:
-    """Read every tensor, with `jobs` threads. Raises `Corrupt` where bytes are missing."""
+    """Read every tensor, with `jobs` threads. Raises `Corrupt` if bytes are missing."""
     located = locate(weights)
     counts = survey(located, jobs=jobs, progress=progress)
-    return Norms(counts, by_layer({name: found.moments.norm for name, found in counts.items()}))
+    return Norms(counts, by_layer({name: counted.moments.norm for name, counted in counts.items()}))
 
 
 def by_layer(norms: Mapping[str, float]) -> tuple[LayerKind, ...]:
-    """Return the norms of tensors in numbered layers, by their name without the number; experts of a layer are one."""
-    found: dict[str, dict[int, float]] = {}
+    """Return the norms by layer for each tensor name without layer index; the experts of a layer are combined."""
+    by_kind: dict[str, dict[int, float]] = {}
     for name, norm in norms.items():
         steps = name.split(".")
         numbers = [int(step) for step in steps[:-1] if is_number(step)]
         if numbers and math.isfinite(norm):
-            layers = found.setdefault(".".join("*" if is_number(step) else step for step in steps), {})
+            layers = by_kind.setdefault(".".join("*" if is_number(step) else step for step in steps), {})
             layers[numbers[0]] = math.hypot(layers.get(numbers[0], 0.0), norm)
-    return tuple(LayerKind(name, layers) for name, layers in found.items())
+    return tuple(LayerKind(name, layers) for name, layers in by_kind.items())
 
 
 _WIDTH, _HEIGHT = 960, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 640, 20, 300
-_NARROW = 360  # width of a picture with the names below
-_APART = 15  # between the names of lines
+_NARROW = 360  # width of a picture with its line labels below
+_APART = 15  # distance between two line labels
 _LETTERS = 42
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """The tensors of one name in layers that are alike, with a number of each layer."""
+    """A tensor name without layer index, and a value per layer."""
 
     name: str
     by_layer: dict[int, float]
 
 
 def draw_layers(title: str, kinds: Sequence[LayerKind], *, is_narrow: bool = False) -> Markup:
-    """Draw some kinds, at least one, each with at least one layer; their numbers are finite."""
+    """Draw one or more kinds, each with at least one layer; all values must be finite."""
     width, right = (_NARROW, _NARROW - 12) if is_narrow else (_WIDTH, _RIGHT)
     height = _HEIGHT + _APART * len(kinds) if is_narrow else _HEIGHT
     numbers = [value for kind in kinds for value in kind.by_layer.values()]
@@ -95,18 +95,18 @@ def draw_layers(title: str, kinds: Sequence[LayerKind], *, is_narrow: bool = Fal
 
 
 def draw_kind(kind: LayerKind, x: Axis, y: Axis, fill: str) -> Markup:
-    """Draw the line of a kind, with a dot for each layer that tells its number."""
-    places = [(layer, value, x.place(layer), y.place(value)) for layer, value in sorted(kind.by_layer.items())]
+    """Draw the line of a kind, with a dot and a tooltip per layer."""
+    points = [(layer, value, x.place(layer), y.place(value)) for layer, value in sorted(kind.by_layer.items())]
     dots = [
         element("circle", element("title", f"{kind.name}, layer {layer}: {brief(value)}"), cx=at, cy=height, r=2.6)
-        for layer, value, at, height in places
+        for layer, value, at, height in points
     ]
-    line = element("path", d=path_through([place[2:] for place in places]), class_="curve", stroke=fill)
+    line = element("path", d=path_through([point[2:] for point in points]), class_="curve", stroke=fill)
     return element("g", line, dots, fill=fill, class_="kind")
 
 
 def draw_names(kinds: Sequence[LayerKind], y: Axis) -> Iterator[Markup]:
-    """Draw the names beside the ends of the lines, moved apart where they would overlap."""
+    """Draw the names next to the ends of the lines, moved apart if they would overlap."""
     ends = sorted((y.place(kind.by_layer[max(kind.by_layer)]), i, kind.name) for i, kind in enumerate(kinds))
     wanted = [height for height, _, _ in ends]
     for (height, i, name), at in zip(ends, spread(wanted, _TOP, _BOTTOM), strict=True):
@@ -129,12 +129,15 @@ def shorten(name: str) -> str:
 
 
 def spread(wanted: Sequence[float], low: float, high: float) -> list[float]:
-    """Return places near the wanted ones, in their order, `_APART` from each other, between two if there is room."""
-    places: list[float] = []
-    for place in wanted:
-        places.append(max(place, places[-1] + _APART if places else low))
-    limit = max(high, low + _APART * (len(places) - 1))
-    for i in reversed(range(len(places))):
-        places[i] = min(places[i], limit)
-        limit = places[i] - _APART
-    return places
+    """Return coordinates close to the `wanted` ones, in order and `_APART` from each other.
+
+    They stay between `low` and `high` if there is enough space.
+    """
+    spaced: list[float] = []
+    for position in wanted:
+        spaced.append(max(position, spaced[-1] + _APART if spaced else low))
+    limit = max(high, low + _APART * (len(spaced) - 1))
+    for i in reversed(range(len(spaced))):
+        spaced[i] = min(spaced[i], limit)
+        limit = spaced[i] - _APART
+    return spaced

@@ -1,4 +1,4 @@
-"""Report on a run as one HTML file that opens from disk."""
+"""Write a report on a run as one HTML file that opens from disk."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ckptkit.summary import Summarized
 from ckptkit.version import __version__
 from ckptkit.words import brief, count, format_bytes
 
-GENERATOR = "ckptkit report"  # by which a page is known as ours
+GENERATOR = "ckptkit report"  # marks a page as written by ckptkit
 
 
 def fill_page(content: Mapping[str, Any]) -> str:
-    """Return the page that `report.html` makes of the values in it."""
+    """Return the HTML page that the template `report.html` makes of these values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -51,19 +51,19 @@ def fill_page(content: Mapping[str, Any]) -> str:
 
 
 def as_text(value: object) -> object:
-    """Return a value as the page shows it: markup as it is, None as nothing, all else escaped."""
+    """Return a value as the page shows it: markup unchanged, None as nothing, other values escaped."""
     return value if hasattr(value, "__html__") else "" if value is None else text(str(value))
 
 
 NAME = "report.html"
 _SETTINGS = "train.toml"
 _SETTINGS_LIMIT = 1 << 20  # bytes
-_HEAD = 2048  # bytes, in which a page says what made it
+_HEAD = 2048  # bytes at the start of a page that contain the generator mark
 
 
 @dataclass(frozen=True, slots=True)
 class Reported(Summarized):
-    """The page that was written, its bytes, and the checkpoint that it looks into, if there is one."""
+    """The written page, its size in bytes, and the checkpoint that it describes, if there is one."""
 
     path: Path
     nbytes: int
@@ -84,32 +84,33 @@ def report(
 ) -> Reported:
     """Write a report on the run at `run` to the file `out`, by default `report.html` in the run.
 
-    The weights of its latest checkpoint are read, with `jobs` threads, unless it is to be `fast`. An earlier report is
-    replaced; any other file is `Occupied`, unless `overwrite`. Raises `NotACheckpoint` for a run with nothing in it.
+    Reads the weights of the latest checkpoint with `jobs` threads, unless `fast`. Replaces an earlier report; raises
+    `Occupied` for any other existing file, unless `overwrite`. Raises `NotACheckpoint` for a run without checkpoints
+    and metrics.
     """
     root = path_of(run)
     listing = list_checkpoints(root)
     if out is None and (listing.root != root or is_remote(root)):
-        what = "the run is remote" if listing.root == root else "this is one checkpoint, not a run"
-        raise Usage(what, path=root, hint="say where to write the report: ckptkit report PATH OUT.html")
+        problem = "the run is remote" if listing.root == root else "this is one checkpoint, not a run"
+        raise Usage(problem, path=root, hint="say where to write the report: ckptkit report PATH OUT.html")
     dst = roots_of(root)[0] / NAME if out is None else to_local(out)
     checkpoint = newest(listing)
     latest = None if checkpoint is None else inspect(checkpoint)
     weights = None if latest is None or fast else weights_of(latest.model)
     log = listing.root / METRICS
     total = (file_size(log) if log.is_file() else 0) + (weights.nbytes if weights else 0)
-    told = report_progress(progress, total)
-    history = read_history(listing.root, listing.checkpoints, told)
+    report_bytes = report_progress(progress, total)
+    history = read_history(listing.root, listing.checkpoints, report_bytes)
     settings = read_settings(listing.root / _SETTINGS)
-    place = root.absolute()
+    absolute = root.absolute()
     content = {
-        "title": place.name or str(place),
-        "lines": [str(place), summarize(settings), describe(latest) if latest else ""],
+        "title": absolute.name or str(absolute),
+        "lines": [str(absolute), summarize(settings), describe(latest) if latest else ""],
         "facts": facts_of(listing, history, latest, settings),
         "training": chapters.training(history),
         "checkpoints": chapters.checkpoints(listing, history.last_step),
         "shards": latest and chapters.shards(latest.whole.name, map_shards(latest.layout)),
-        "norms": weights and chapters.norms(measure_norms(weights, jobs=jobs, progress=told)),
+        "norms": weights and chapters.norms(measure_norms(weights, jobs=jobs, progress=report_bytes)),
         "settings": settings,
         "foot": f"ckptkit {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
@@ -119,7 +120,7 @@ def report(
 
 
 def list_checkpoints(root: Path) -> Listing:
-    """Return the checkpoints of a run, of which there may be none if there are metrics."""
+    """Return the checkpoints of a run; an empty list if the run only has metrics."""
     try:
         return ls(root)
     except NotACheckpoint:
@@ -129,12 +130,17 @@ def list_checkpoints(root: Path) -> Listing:
 
 
 def newest(listing: Listing) -> Path | None:
-    """Return the checkpoint to look into: the latest, or else a complete one that has no step."""
-    return listing.latest or next((one.path for one in reversed(listing.checkpoints) if one.is_complete), None)
+    """Return the checkpoint to describe: the latest, or else a complete one without a step."""
+    return listing.latest or next(
+        (checkpoint.path for checkpoint in reversed(listing.checkpoints) if checkpoint.is_complete), None
+    )
 
 
 def read_settings(path: Path) -> dict[str, object]:
-    """Read the settings that a run was started with, {} if there are none. Raises `Corrupt` for no TOML."""
+    """Return the settings that a run was started with; {} without a file.
+
+    Raises `Corrupt` for invalid TOML.
+    """
     if not path.is_file():
         return {}
     try:
@@ -144,7 +150,7 @@ def read_settings(path: Path) -> dict[str, object]:
 
 
 def is_report(path: Path) -> bool:
-    """Return True for a page that was made here."""
+    """Return True for a page written by ckptkit."""
     with translate_os_errors(path):
         if path.is_symlink() or not path.is_file():
             return False
@@ -153,7 +159,7 @@ def is_report(path: Path) -> bool:
 
 
 def describe(latest: Inspected) -> str:
-    """Describe the latest checkpoint in a line."""
+    """Return a line about the latest checkpoint."""
     ranks = latest.world_size
     written = f", written by {ranks} rank{'s' * (ranks > 1)}" if ranks else ""
     producer = f", by {latest.trainer}" if latest.trainer else ""
@@ -161,8 +167,8 @@ def describe(latest: Inspected) -> str:
 
 
 def summarize(settings: Mapping[str, object]) -> str:
-    """Describe a run by its settings, in a line."""
-    said = {
+    """Return a line about a run, from its settings."""
+    templates = {
         "model": "model {}",
         "strategy": "{}",
         "batch_size": "{} sequences per step",
@@ -171,13 +177,13 @@ def summarize(settings: Mapping[str, object]) -> str:
         "weight_decay": "weight decay {}",
         "seed": "seed {}",
     }
-    return ", ".join(form.format(settings[name]) for name, form in said.items() if name in settings)
+    return ", ".join(form.format(settings[name]) for name, form in templates.items() if name in settings)
 
 
 def facts_of(
     listing: Listing, history: History, latest: Inspected | None, settings: Mapping[str, object]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the numbers on top of the page: label, value, and a few words more."""
+    """Yield the facts at the top of the page: label, value, and a remark."""
     if history.last_step is not None:
         wanted = settings.get("steps")
         yield ("step", f"{history.last_step:,.0f}", f"of {wanted:,}" if isinstance(wanted, int) else "")

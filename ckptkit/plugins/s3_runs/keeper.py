@@ -1,9 +1,9 @@
-"""Keep a run on S3, without locks or renames: objects claim, pin and protect a checkpoint.
+"""Keep a run on S3, without locks or renames: objects mark that a checkpoint is claimed, pinned or watched.
 
-A deletion claims the checkpoint as an upload does, so that neither works on what the other does. Then it looks for pins
-and watches; whoever pins or holds looks for a claim afterwards: of two that come at the same time one sees the other.
-It deletes the files first that make a checkpoint visible, and its claim last. Several processes may delete one
-checkpoint together.
+A deletion claims the checkpoint as an upload does, so that the two exclude each other. Then it checks for pins and
+watches. A pin or a watch is written first and then checks for a claim, so of two concurrent operations at least one
+sees the other. A deletion removes first the files that make a checkpoint visible, and last its claim. Several processes
+may delete the same checkpoint together.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from ckptkit.runs.keeper import WatchLease, require_complete
 from ckptkit.runs.local_keeper import marks_on
 from ckptkit.runs.pins import is_pinned
 
-_PATIENCE = 10.0  # seconds that a pin or a watch waits for a deletion to end
-_PAUSE = 0.5  # seconds between two looks at it
-_HOLD = ".hold"  # ends the name of the object by which a watch holds a checkpoint
-_LIMIT = 1 << 12  # bytes of one
+_PATIENCE = 10.0  # seconds to wait for a concurrent deletion to end
+_PAUSE = 0.5  # seconds between two checks
+_HOLD = ".hold"  # suffix of the object with which a watch protects a checkpoint
+_LIMIT = 1 << 12  # bytes of such an object
 
 
 class S3Keeper:
-    """The keeper of the run at `root`, a prefix of a bucket."""
+    """The backend for the run at `root`, a prefix of a bucket."""
 
     def __init__(self, root: RemotePath) -> None:
         self.root = root
@@ -59,7 +59,7 @@ class S3Keeper:
         self._half_deleted: set[Path] = set()
 
     def refresh(self) -> None:
-        """Ask the store anew from now on."""
+        """Drop all cached listings of the store."""
         refresh(self.root)
 
     def is_there(self) -> bool:
@@ -68,12 +68,15 @@ class S3Keeper:
 
     @contextmanager
     def pruning(self) -> Iterator[None]:
-        """Begin to delete, perhaps beside others: each checkpoint is claimed by itself."""
+        """Allow deletions, also in several processes: each checkpoint is claimed separately."""
         self.refresh()
         yield
 
     def delete(self, checkpoint: Path) -> tuple[str, ...]:
-        """Delete a checkpoint unless something holds it, such as an upload that has claimed its place."""
+        """Delete a checkpoint unless something protects it, such as an upload that has claimed it.
+
+        Returns the reasons why it was kept; empty if it was deleted.
+        """
         claim = self._claim(checkpoint)
         if claim is None:
             is_reused = bool(list_objects(self.bucket, f"{key_of(checkpoint)}/"))
@@ -81,14 +84,14 @@ class S3Keeper:
         if not claim.is_deletion:
             return (f"an {claim.describe()}",)
         self.refresh()
-        if held := self.holds(checkpoint):
+        if reasons := self.holds(checkpoint):
             self._drop_claim(checkpoint)
-            return held
+            return reasons
         keys = self._keys_before_claim(checkpoint)
         try:
             self._delete(checkpoint, keys)
         except IOFailure:
-            with suppress(IOFailure):  # what keeps us from deleting the rest may forbid this too
+            with suppress(IOFailure):  # the cause of the failure may also prevent this request
                 self.refresh()
                 if Checkpoint.at(checkpoint).is_complete:
                     self._drop_claim(checkpoint)
@@ -98,16 +101,19 @@ class S3Keeper:
         return ()
 
     def unfinished(self) -> dict[Path, str]:
-        """Return the directories that are being deleted and are no complete checkpoint any more."""
-        found: dict[Path, str] = {}
+        """Return the directories with an unfinished deletion that are no longer complete, with the reason."""
+        interrupted: dict[Path, str] = {}
         for path in self._claimed_to_delete():
             if not Checkpoint.at(path).is_complete and not self._has_new_files(path):
-                found[path] = "its deletion did not finish"
-        self._half_deleted |= found.keys()
-        return found
+                interrupted[path] = "its deletion did not finish"
+        self._half_deleted |= interrupted.keys()
+        return interrupted
 
     def work_on(self, checkpoint: Path) -> str | None:
-        """Return that an upload has claimed a directory, or that files were added to what was being deleted."""
+        """Return a description of an upload that works on a directory; None if there is none.
+
+        Files that were added after a deletion began also count as an upload.
+        """
         claim = read_claim(checkpoint)
         if claim is None:
             return None
@@ -117,11 +123,11 @@ class S3Keeper:
         return f"files were added after its deletion began, {claim.started}" if is_reused else None
 
     def holds(self, checkpoint: Path) -> tuple[str, ...]:
-        """Return what keeps a checkpoint, as far as the store was looked at."""
+        """Return the pins and watches that protect a checkpoint, as of the last refresh."""
         return (*marks_on(checkpoint), *self._watches_on(checkpoint))
 
     def pin(self, checkpoint: Path) -> None:
-        """Write the object of a pin; then look whether a deletion came before it."""
+        """Write the pin object, then check that no deletion started before it."""
         self.refresh()
         require_complete(checkpoint)
         was_pinned = is_pinned(checkpoint)
@@ -137,14 +143,14 @@ class S3Keeper:
             self.refresh()
 
     def unpin(self, checkpoint: Path) -> None:
-        """Delete the object of a pin."""
+        """Delete the pin object."""
         self.bucket.call("delete_object", self._pin_key(checkpoint))
         self.refresh()
 
     @contextmanager
     def watching(self, key: str, longest: float) -> Iterator[WatchLease]:
-        """Lock the file of a watch on this machine: the journal and the lock stay here."""
-        read_clock(self.bucket)  # a bucket that does not exist is an error now, and not one to wait out
+        """Lock the file of a watch on this machine, where its journal also is."""
+        read_clock(self.bucket)  # fail now if the bucket does not exist, instead of retrying later
         folder = local_folder(self.root)
         with translate_os_errors(folder):
             make_directories(folder, sync=False)
@@ -154,16 +160,16 @@ class S3Keeper:
             try:
                 yield post
             finally:
-                with suppress(IOFailure):  # it ends by itself
+                with suppress(IOFailure):  # the object expires by itself
                     post.unprotect()
 
     def is_being_deleted(self, checkpoint: Path) -> bool:
-        """Ask whether a deletion has claimed a checkpoint."""
+        """Return whether a deletion has claimed a checkpoint, from the store and not from a cache."""
         claim = self._read_claim(checkpoint)
         return claim is not None and claim.is_deletion
 
     def _wait_for_deletion(self, checkpoint: Path) -> None:
-        """Wait until no deletion claims a checkpoint. Raises `Occupied` if one still does after a while."""
+        """Wait until no deletion claims a checkpoint. Raises `Occupied` if it takes longer than `_PATIENCE`."""
         last = time.monotonic() + _PATIENCE
         while self.is_being_deleted(checkpoint):
             if time.monotonic() > last:
@@ -173,28 +179,29 @@ class S3Keeper:
         self.refresh()
 
     def _claim(self, checkpoint: Path) -> StoreClaim | None:
-        """Claim a checkpoint for its deletion. Return the claim that is there now, ours or another's.
+        """Claim a checkpoint for its deletion. Return the claim that exists then: ours, or another.
 
-        Returns None if only a deletion was to be finished, and it is by now.
+        Returns None if only an interrupted deletion was to be finished, and it has been finished in the meantime.
         """
-        there = self._read_claim(checkpoint)
-        if there is None and checkpoint in self._half_deleted:
+        existing = self._read_claim(checkpoint)
+        if existing is None and checkpoint in self._half_deleted:
             return None
-        if there is not None:
-            is_decided_anew = there.is_deletion and Checkpoint.at(checkpoint).is_complete
+        if existing is not None:
+            is_decided_anew = existing.is_deletion and Checkpoint.at(checkpoint).is_complete
             if not is_decided_anew:
-                return there
+                return existing
         ours = StoreClaim.for_deletion()
         try:
-            condition = {} if there else {"IfNoneMatch": "*"}
+            condition = {} if existing else {"IfNoneMatch": "*"}
             self.bucket.call("put_object", self._claim_key(checkpoint), Body=ours.to_bytes(), **condition)
         except IOFailure as error:
             if find_code(error) not in TAKEN:
                 raise
-        return self._read_claim(checkpoint) or ours  # some stores know no conditions
+        # read again: some stores ignore the condition, so another claim may exist
+        return self._read_claim(checkpoint) or ours
 
     def _read_claim(self, checkpoint: Path) -> StoreClaim | None:
-        """Ask for the claim on a checkpoint."""
+        """Return the claim on a checkpoint, from the store and not from a cache."""
         content = read_object(self.bucket, self._claim_key(checkpoint))
         return None if content is None else StoreClaim.parse(content)
 
@@ -204,18 +211,21 @@ class S3Keeper:
             self.bucket.call("delete_object", self._claim_key(checkpoint))
 
     def _keys_before_claim(self, checkpoint: Path) -> list[str]:
-        """Return the keys below a checkpoint that are not newer than the claim on it, but for the claim."""
-        own = self._claim_key(checkpoint)
-        found = list_objects(self.bucket, f"{key_of(checkpoint)}/")
-        if own not in found:
+        """Return the keys below a checkpoint that are not newer than its claim, without the claim itself."""
+        claim_key = self._claim_key(checkpoint)
+        objects = list_objects(self.bucket, f"{key_of(checkpoint)}/")
+        if claim_key not in objects:
             return []
-        return [key for key, one in found.items() if key != own and one.changed <= found[own].changed]
+        return [
+            key for key, stored in objects.items() if key != claim_key and stored.changed <= objects[claim_key].changed
+        ]
 
     def _delete(self, checkpoint: Path, keys: Sequence[str]) -> None:
-        """Delete objects, those first that make a checkpoint visible, and the claim last."""
+        """Delete objects: first those that make a checkpoint visible, and the claim last."""
         first = keys_to_see(checkpoint).intersection(keys)
         rest = [key for key in keys if key not in first]
         for batch in (*in_batches(sorted(first)), *in_batches(rest)):
+            # another process may have finished this deletion, and new files may be there
             if not self.is_being_deleted(checkpoint):
                 self._require_gone(checkpoint)
                 return
@@ -223,13 +233,13 @@ class S3Keeper:
         self._drop_claim(checkpoint)
 
     def _require_gone(self, checkpoint: Path) -> None:
-        """Raise `Occupied` unless another process has deleted all of a checkpoint."""
+        """Raise `Occupied` unless another process has deleted the complete checkpoint."""
         if list_objects(self.bucket, f"{key_of(checkpoint)}/"):
             hint = f"`ckptkit ls {self.root}` shows what is there now"
             raise Occupied("another process finished this deletion", path=checkpoint, hint=hint)
 
     def _claimed_to_delete(self) -> Iterator[Path]:
-        """Yield the directories that a deletion has claimed, as far as the store was looked at."""
+        """Yield the directories that a deletion has claimed, as of the last refresh."""
         for path in candidates_in(self.root):
             claim = read_claim(path)
             if claim is not None and claim.is_deletion:
@@ -241,16 +251,16 @@ class S3Keeper:
         return len(list_objects(self.bucket, base)) > len(self._keys_before_claim(checkpoint)) + 1
 
     def _watches_on(self, checkpoint: Path) -> Iterator[str]:
-        """Yield the watches that hold a checkpoint, each by an object that says until when."""
+        """Yield the watches that protect a checkpoint. The object of a watch expires at its `until` time."""
         folder = self.root / watches.FOLDER
         if not folder.is_dir():
             return
         for path in children(folder):
-            if path.suffix != _HOLD:  # what a copy of a local run brought along
+            if path.suffix != _HOLD:  # files of a local watch that were copied with the run
                 continue
             try:
-                found = json.loads(read_small(path, _LIMIT))
-                name, host, until = found["checkpoint"], found["host"], float(found["until"])
+                note = json.loads(read_small(path, _LIMIT))
+                name, host, until = note["checkpoint"], note["host"], float(note["until"])
             except (TypeError, ValueError, KeyError) as error:
                 raise Corrupt("not the note of a watch", path=path, hint="delete this object") from error
             if name == checkpoint.name and read_clock(self.bucket) < until:
@@ -265,7 +275,7 @@ class S3Keeper:
 
 @dataclass(slots=True)
 class S3Post:
-    """The post of the watch `key`: an object in the run names the checkpoint that it holds, for `longest` seconds."""
+    """The lease of the watch `key`: an object in the run names the protected checkpoint for `longest` seconds."""
 
     keeper: S3Keeper
     home: Path
@@ -276,14 +286,16 @@ class S3Post:
 
     @property
     def folder(self) -> Path:
-        """Return the directory for the journal, on this machine."""
+        """Return the journal directory, on this machine."""
         return self.home / watches.FOLDER
 
     def protect(self, checkpoint: Path) -> None:
-        """Write the object, then wait a while for a deletion that came before it."""
+        """Write the object, then wait for a deletion that started before it."""
         until = read_clock(self.keeper.bucket) + self.longest
-        told = {"checkpoint": checkpoint.name, "host": socket.gethostname(), "until": until}
-        if self._may(partial(self.keeper.bucket.call, "put_object", self._object, Body=json.dumps(told).encode())):
+        content = {"checkpoint": checkpoint.name, "host": socket.gethostname(), "until": until}
+        if self._try_write(
+            partial(self.keeper.bucket.call, "put_object", self._object, Body=json.dumps(content).encode())
+        ):
             last = time.monotonic() + _PATIENCE
             while self.keeper.is_being_deleted(checkpoint) and time.monotonic() < last:
                 time.sleep(_PAUSE)
@@ -291,7 +303,7 @@ class S3Post:
 
     def unprotect(self) -> None:
         """Delete the object."""
-        self._may(partial(self.keeper.bucket.call, "delete_object", self._object))
+        self._try_write(partial(self.keeper.bucket.call, "delete_object", self._object))
 
     def clock_ns(self) -> int:
         """Return the time of the store."""
@@ -301,8 +313,8 @@ class S3Post:
         """Raise `NotACheckpoint` if the journal was moved or removed."""
         watches.require_place(self.lock, self.home, self.key)
 
-    def _may(self, write: Callable[[], object]) -> bool:
-        """Write to the run, unless the credentials only let us read; which is said once."""
+    def _try_write(self, write: Callable[[], object]) -> bool:
+        """Write to the run, and return whether the credentials allow it. Warns once if they do not."""
         if not self.can_hold:
             return False
         try:
@@ -323,17 +335,18 @@ class S3Post:
 
 
 def keys_to_see(checkpoint: Path) -> set[str]:
-    """Return the keys of the files without any of which no reader finds a checkpoint.
+    """Return the keys of the files that make a checkpoint visible: when all of them are gone, no reader finds it.
 
-    These are manifests, config.json, and of each part the files that describe it, or all if none does.
+    They are manifests, config.json, and for each component its metadata files, or all files if it has no metadata.
     """
-    found = {checkpoint / MANIFEST, checkpoint / CONFIG}
-    for part in Checkpoint.at(checkpoint).components:
-        found |= {part.path / MANIFEST, part.path / CONFIG}
-        with suppress(Corrupt, Mismatch, NotACheckpoint, Unsupported):  # what cannot be read nobody finds
-            layout = part.layout
-            found |= {layout.root / name for name in (layout.descriptions or layout.paths)}
-    return {key_of(path) for path in found}
+    paths = {checkpoint / MANIFEST, checkpoint / CONFIG}
+    for component in Checkpoint.at(checkpoint).components:
+        paths |= {component.path / MANIFEST, component.path / CONFIG}
+        # a reader cannot find an unreadable component anyway
+        with suppress(Corrupt, Mismatch, NotACheckpoint, Unsupported):
+            layout = component.layout
+            paths |= {layout.root / name for name in (layout.descriptions or layout.paths)}
+    return {key_of(path) for path in paths}
 
 
 def key_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Write and delete single small files of S3."""
+"""Write and delete single small objects on S3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TAKEN = ("412", "PreconditionFailed", "409", "ConditionalRequestConflict")
 
 
 class S3SmallFiles:
-    """Single files of the bucket that `root` lies in: `SmallFiles`."""
+    """Implements `SmallFiles` for the bucket of `root`."""
 
     def __init__(self, root: RemotePath) -> None:
         self._bucket = S3Bucket(root.top)
@@ -27,22 +27,22 @@ class S3SmallFiles:
             return ""
 
     def put(self, path: RemotePath, content: bytes, *, replaces: str | None = None) -> str:
-        """Write an object as a whole and return its ETag; see `SmallFiles`."""
+        """Write an object atomically and return its ETag; see `SmallFiles`."""
         condition = {} if replaces is None else {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"}
         try:
-            answer = self._bucket.call("put_object", path.key, Body=content, **condition)
+            response = self._bucket.call("put_object", path.key, Body=content, **condition)
         except IOFailure as error:
             if find_code(error) not in (*_TAKEN, *_ABSENT):
                 raise
-            found = self.tag(path)
-            # ours, if the answer to a first attempt was lost and the library made another
-            if not found or self._bucket.read(path.key) != content:
+            tag = self.tag(path)
+            # same content: our own object, if the response was lost and the library retried
+            if not tag or self._bucket.read(path.key) != content:
                 hint = "stop the other process, then run the same command again"
                 raise Occupied("another process has written or deleted this object", path=path, hint=hint) from error
-            return found
+            return tag
         finally:
             refresh(path)
-        return str(answer["ETag"])
+        return str(response["ETag"])
 
     def delete(self, path: RemotePath) -> None:
         """Delete an object."""

@@ -1,4 +1,4 @@
-"""Find the unfinished uploads to a prefix of S3 by claims and by what the store lists, and abort them."""
+"""Find and abort unfinished uploads below an S3 prefix, from claims and from the store's list of multipart uploads."""
 
 from __future__ import annotations
 
@@ -31,43 +31,43 @@ Measured = dict[MultipartUpload, SentParts]
 
 @dataclass(frozen=True, slots=True)
 class ClaimedPlace:
-    """A place, the directory or the one file that an upload has claimed, and its claim."""
+    """The directory or file that an upload has claimed, and its claim."""
 
     place: UploadTarget
     claim: StoreClaim
 
     def split(self, objects: Mapping[str, StoredObject]) -> tuple[list[StoredObject], list[StoredObject]]:
-        """Return the claim and its notes, and the other objects of the place."""
+        """Return the claim with its notes, and the other objects of the destination."""
         own, others = [], []
         base = self.place.key("")
-        for key, one in objects.items():
+        for key, stored in objects.items():
             if self.place.is_own(key):
-                own.append(one)
+                own.append(stored)
             elif key == base if self.place.is_file else key.startswith(base):
-                others.append(one)
+                others.append(stored)
         return own, others
 
 
 def find_uploads(root: RemotePath) -> list[OpenUpload]:
-    """Return the unfinished uploads at or below a prefix, those that wrote last come last."""
+    """Return the unfinished uploads at or below a prefix; the most recently active come last."""
     bucket = S3Bucket(root.top)
-    objects = {key: one for key, one in list_objects(bucket, root.key).items() if is_in(key, root.key)}
-    uploads = [one for one in list_uploads(bucket, root.key) if is_in(one.key, root.key)]
-    found = zip(uploads, at_once(lambda one: measure_parts(bucket, one), uploads), strict=True)
-    measured = {upload: sent for upload, sent in found if sent is not None}
+    objects = {key: stored for key, stored in list_objects(bucket, root.key).items() if is_in(key, root.key)}
+    uploads = [upload for upload in list_uploads(bucket, root.key) if is_in(upload.key, root.key)]
+    parts_by_upload = zip(uploads, at_once(lambda upload: measure_parts(bucket, upload), uploads), strict=True)
+    measured = {upload: sent for upload, sent in parts_by_upload if sent is not None}
     places = list(claimed_places(bucket, objects))
     now = read_clock(bucket)
     named = {upload for place in places for upload in (place.claim.uploads or {}).values()}
-    alone = [one for one in measured if one.upload not in named]
+    unclaimed = [upload for upload in measured if upload.upload not in named]
     every = [
         *(claimed_upload(place, objects, measured, now) for place in places),
-        *(unclaimed_upload(bucket, one, measured[one], now) for one in alone),
+        *(unclaimed_upload(bucket, upload, measured[upload], now) for upload in unclaimed),
     ]
-    return sorted(every, key=lambda one: (-one.idle_seconds, str(one.path)))
+    return sorted(every, key=lambda upload: (-upload.idle_seconds, str(upload.path)))
 
 
 def claimed_places(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[ClaimedPlace]:
-    """Yield the places that uploads have claimed; a deletion's claim is none of an upload."""
+    """Yield the destinations that uploads have claimed; claims of deletions are skipped."""
     for key in keys:
         if not key.endswith(CLAIM):
             continue
@@ -81,25 +81,28 @@ def claimed_places(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[ClaimedPla
 def claimed_upload(
     place: ClaimedPlace, objects: Mapping[str, StoredObject], measured: Measured, now: float
 ) -> OpenUpload:
-    """Return the upload that has claimed a place."""
-    own, others = place.split(objects)
+    """Return the upload of a claimed destination."""
+    claim_objects, data_objects = place.split(objects)
     ids = set((place.claim.uploads or {}).values())
-    files = tuple(one for one in measured if one.upload in ids)
-    wrote = [*(one.changed for one in (*own, *others)), *(last_write(one, measured[one]) for one in files)]
+    files = tuple(stored for stored in measured if stored.upload in ids)
+    write_times = [
+        *(stored.changed for stored in (*claim_objects, *data_objects)),
+        *(last_write(stored, measured[stored]) for stored in files),
+    ]
     return OpenUpload(
         place.place.path,
         place.claim.started,
         place.claim.host,
-        max(0.0, now - max(wrote)),
+        max(0.0, now - max(write_times)),
         files,
-        sum(measured[one].nbytes for one in files),
-        sum(one.nbytes for one in others),
+        sum(measured[stored].nbytes for stored in files),
+        sum(stored.nbytes for stored in data_objects),
         place.claim,
     )
 
 
 def unclaimed_upload(bucket: S3Bucket, upload: MultipartUpload, sent: SentParts, now: float) -> OpenUpload:
-    """Return the upload of one object that no claim names: of another tool, or of an upload that lost its claim."""
+    """Return the multipart upload of an object without a claim: from another tool, or its claim was lost."""
     started = datetime.fromtimestamp(upload.began, UTC).isoformat(timespec="seconds")
     idle = max(0.0, now - last_write(upload, sent))
     return OpenUpload(RemotePath(*bucket.root.parts, upload.key), started, None, idle, (upload,), sent.nbytes)
@@ -110,9 +113,9 @@ def last_write(upload: MultipartUpload, sent: SentParts) -> float:
 
 
 def abort(upload: OpenUpload) -> bool:
-    """Abort an upload: the store forgets its parts, then its notes and its claim are deleted. Whole objects stay.
+    """Abort an upload: discard its parts, then delete its notes and its claim. Complete objects stay.
 
-    Return False, with nothing changed, if another upload has taken its place.
+    Returns False, and changes nothing, if another upload has taken over the destination.
     """
     bucket = S3Bucket(upload.path.top)
     either = (UploadTarget(upload.path, is_file) for is_file in (False, True))
@@ -124,22 +127,22 @@ def abort(upload: OpenUpload) -> bool:
         notes = list(list_objects(bucket, own.notes_prefix))
         for batch in in_batches(notes):
             delete_objects(bucket, batch)
-        bucket.call("delete_object", own.claim_key)  # last: until then the upload is found again
+        bucket.call("delete_object", own.claim_key)  # last: until then an interrupted abort can be repeated
     refresh(upload.path)
     return True
 
 
 def is_claim(bucket: S3Bucket, key: str, upload: OpenUpload) -> bool:
-    """Return whether an object is the claim of an upload, unchanged."""
+    """Return whether an object is the unchanged claim of this upload."""
     return upload.claim is not None and read_claim_at(bucket, key) == upload.claim
 
 
 def read_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
-    """Ask for a claim; None if there is none any more."""
+    """Return the claim at a key; None if it does not exist."""
     content = read_object(bucket, key)
     return None if content is None else StoreClaim.parse(content)
 
 
 def is_in(key: str, root: str) -> bool:
-    """Return whether a key is a place, lies below it, or belongs to its upload, and not to a neighbor named alike."""
+    """Return whether a key is `root`, below it, or part of its upload; keys that only share a prefix are excluded."""
     return key in (root, f"{root}{CLAIM}") or key.startswith((beneath(root), f"{root}{NOTES}/"))

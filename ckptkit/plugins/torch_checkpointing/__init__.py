@@ -1,1 +1,1 @@
-"""The format of the package torch_checkpointing: files of each rank, and metadata with the positions of tensors."""
+"""Read checkpoints of the package torch_checkpointing: per-rank files, and metadata with shard positions."""

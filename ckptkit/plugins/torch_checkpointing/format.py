@@ -1,8 +1,8 @@
-"""Read checkpoints of the package torch_checkpointing: an item's files of all ranks, with or without metadata.
+"""Read checkpoints of the package torch_checkpointing: the files of all ranks per item, with or without metadata.
 
 Source: torch_checkpointing/{checkpoint_writer,metadata_serialization}.py: `metadata.pkl` describes the items whose
-tensors can be resharded; of all others each rank has a file `ITEM_RANK.pt`. Without such an item
-the package writes no metadata. The DTensors in the files then say that they are one checkpoint, and where parts belong.
+tensors can be resharded; for other items each rank has a file `ITEM_RANK.pt`. Without reshardable items the package
+writes no metadata. Then DTensors in the files identify the checkpoint, and record the position of each shard.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from ckptkit.plugins.torch_checkpointing.read_metadata import (
     SAFETENSORS,
     TORCH,
     CheckpointItem,
-    Spread,
+    TensorSharding,
     read_items,
 )
 
-_LIMIT = 1 << 24  # bytes of a file that is read whole
+_LIMIT = 1 << 24  # bytes of a file that is read at once
 
 
 def read_item_files(root: Path, name: str, item: CheckpointItem, report: Report) -> list[RankFile]:
-    """Return what each rank has of an item; report files that are missing or cannot be read, and leave them out."""
-    found = []
+    """Return the content of an item on each rank; report and skip files that are missing or unreadable."""
+    rank_files = []
     for rank, (file, kind) in sorted(item.files.items()):
         try:
-            found.append(read_file(root, name, rank, file, kind, item))
+            rank_files.append(read_file(root, name, rank, file, kind, item))
         except CkptError as error:
             report(error)
-    return found
+    return rank_files
 
 
 def missing(path: Path) -> Incomplete:
-    """Return the error for a rank's file that is not there."""
+    """Return the error for a missing file of a rank."""
     return Incomplete("the file is missing", path=path, hint=ELSEWHERE)
 
 
 def read_file(root: Path, name: str, rank: int, file: str, kind: str, item: CheckpointItem) -> RankFile:
-    """Return what one rank has of an item. Every error names the file."""
+    """Return the content of an item on one rank. Every error names the file."""
     if not is_there(root / file):
         raise missing(root / file)
     try:
         if kind == TORCH:
-            return spread_out(read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread)), item.spread)
+            return with_shards_placed(read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread)), item.spread)
         if kind == SAFETENSORS:
-            return spread_out(read_safetensors(root, file, rank, name, item.spread), item.spread)
+            return with_shards_placed(read_safetensors(root, file, rank, name, item.spread), item.spread)
         data = read_small(root / file, _LIMIT)
         value = parse_json(data, root / file) if kind == JSON else data
         flat = FlatState({}, {name: Blob(file, 0, 0, dump(value))}, {name: (name,)})
@@ -75,36 +75,36 @@ def read_file(root: Path, name: str, rank: int, file: str, kind: str, item: Chec
 
 
 def read_safetensors(root: Path, file: str, rank: int, item: str, spread: Mapping[KeyPath, object]) -> RankFile:
-    """Return the tensors in a file of safetensors, where the steps of a key path are joined by dots."""
+    """Return the tensors in a safetensors file, whose names are key paths joined by dots."""
     paths = {".".join(map(str, path)): path for path in spread}
     flat = FlatState()
     for name, chunk in read_header(root / file).items():
         key = (item, *paths.get(name, (name,)))
-        own = ".".join(map(str, key))
-        flat.keys[own] = key
-        flat.tensors[own] = RankTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(path=file),))
+        full_name = ".".join(map(str, key))
+        flat.keys[full_name] = key
+        flat.tensors[full_name] = RankTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(path=file),))
     return RankFile(rank, file, flat, None)
 
 
-def spread_out(found: RankFile, spread: Mapping[KeyPath, Mapping[int, Spread]]) -> RankFile:
-    """Return a rank's file with the plain tensors of which the metadata say that they are parts of larger ones."""
+def with_shards_placed(found: RankFile, spread: Mapping[KeyPath, Mapping[int, TensorSharding]]) -> RankFile:
+    """Return the file of a rank, with plain tensors placed as shards where the metadata describes them so."""
     tensors = dict(found.flat.tensors)
-    for name, held in found.tensors.items():
-        how = spread.get(found.flat.keys[name][1:], {}).get(found.rank)
-        if how is not None and held.spread is None:
+    for name, plain in found.tensors.items():
+        placement = spread.get(found.flat.keys[name][1:], {}).get(found.rank)
+        if placement is not None and plain.spread is None:
             try:
-                tensors[name] = as_part(held, how, found.rank)
+                tensors[name] = as_shard(plain, placement, found.rank)
             except CkptError as error:
                 raise error.blame(tensor=name) from None
     return replace(found, flat=replace(found.flat, tensors=tensors))
 
 
-def as_part(held: RankTensor, how: Spread, rank: int) -> RankTensor:
-    """Return a plain tensor as the part of a larger one that a rank has."""
-    (chunk,) = held.chunks
-    shape, strides = held.spec.shape, chunk.strides or row_major(held.spec.shape)
+def as_shard(plain: RankTensor, placement: TensorSharding, rank: int) -> RankTensor:
+    """Return a plain tensor as the shard of a larger tensor on this rank."""
+    (chunk,) = plain.chunks
+    shape, strides = plain.spec.shape, chunk.strides or row_major(plain.spec.shape)
     record = TensorRecord("", chunk.dtype, 0, shape, strides)
-    placed = Placed(Spec(chunk.dtype, how.shape), how.seen_by(rank), how.placements, None, record)
+    placed = Placed(Spec(chunk.dtype, placement.shape), placement.seen_by(rank), placement.placements, None, record)
     return RankTensor(placed.spec, tuple(cut(chunk, placed)), spread=placed)
 
 
@@ -113,11 +113,11 @@ def cut(chunk: Chunk, placed: Placed) -> list[Chunk]:
 
 
 _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?P<kind>pt|safetensors|json|bin)")
-_PLAIN = re.compile(r"(?!.*rank_)(?P<item>.+)_(?P<rank>0|[1-9][0-9]{0,6})\.pt")  # `..._rank_0.pt` is of others
+_PLAIN = re.compile(r"(?!.*rank_)(?P<item>.+)_(?P<rank>0|[1-9][0-9]{0,6})\.pt")  # other tools write `..._rank_0.pt`
 
 
 class TorchCheckpointing(FormatReader):
-    """The format of a directory with `metadata.pkl` and each rank's files."""
+    """The format of a directory with `metadata.pkl` and the files of each rank."""
 
     name = "torch_checkpointing"
     known_by = "torch_checkpointing's `metadata.pkl`"
@@ -133,7 +133,7 @@ class TorchCheckpointing(FormatReader):
         return int(match["rank"]) if match else None
 
     def detect(self, path: Path) -> bool:
-        """Return True for a directory with a file of rank 0 and the metadata, or else with DTensors in such a file."""
+        """Return True for a directory with metadata and a file of rank 0, or with DTensors in such a file."""
         if not path.is_dir():
             return False
         names = names_in(path)
@@ -142,42 +142,42 @@ class TorchCheckpointing(FormatReader):
         return any(has_dtensors(path, name) for name in sorted(names) if is_of_rank_0(name))
 
     def check_names(self, path: Path, report: Report) -> None:
-        """Report each file that the metadata name and that is not there."""
+        """Report each file in the metadata that is missing."""
         items, _ = find_items(path)
         for file in files_of(items.values()):
             if not is_there(path / file):
                 report(missing(path / file))
 
     def read(self, path: Path, report: Report = refuse) -> Layout:
-        """Return the layout of the checkpoint in directory `path`; each item is a key."""
+        """Return the layout of the checkpoint in directory `path`; each item is a top-level key."""
         items, world = find_items(path)
-        whole = FlatState()
+        joined = FlatState()
         with collector_paused():
             for name, item in items.items():
                 try:
-                    whole.update(join_item(path, name, item, report))
+                    joined.update(join_item(path, name, item, report))
                 except CkptError as error:
                     raise error.blame(path=path) from None
             descriptions = (*named_in(path), *sorted(f for f in files_of(items.values()) if is_there(path / f)))
-            layout = Layout(path, self.name, whole.tensors, whole.blobs, whole.keys, world, descriptions)
-            layout = replace(layout, spares=whole.spares)
+            layout = Layout(path, self.name, joined.tensors, joined.blobs, joined.keys, world, descriptions)
+            layout = replace(layout, spares=joined.spares)
             check_cover(layout, report)
         return layout
 
     def extents(self, layout: Layout, report: Report = refuse) -> Iterator[Extent]:
-        """Return every entry of the files of torch.save, and the tensors of others, which have no checksums."""
-        found: set[FileOffset] = set()
+        """Return every zip entry of torch.save files, and the tensors of other files, which have no checksums."""
+        yielded: set[FileOffset] = set()
         for extent in extents_of(layout, saved_by_torch(layout.root, report), report):
-            found.add((extent.path, extent.offset))
+            yielded.add((extent.path, extent.offset))
             yield extent
         for name, tensor in layout.tensors.items():
             for chunk in tensor.chunks:
-                if (chunk.path, chunk.offset) not in found:
+                if (chunk.path, chunk.offset) not in yielded:
                     yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
 
 def join_item(path: Path, name: str, item: CheckpointItem, report: Report) -> FlatState:
-    """Return what all ranks have of an item; report files that cannot be read, and tensors that are in no other."""
+    """Return an item joined from all ranks; report unreadable files, and tensors that only those files contain."""
     files = read_item_files(path, name, item, report)
     absent = {rank for ranks in item.spread.values() for rank in ranks} - {file.rank for file in files}
     lost = [lost_file(files[0], rank, item.files[rank][0]) for rank in absent & item.files.keys()] if files else []
@@ -195,43 +195,43 @@ def is_of_rank_0(name: str) -> bool:
 
 
 def has_dtensors(path: Path, name: str) -> bool:
-    """Return whether a file is one of torch.save with DTensors in it."""
+    """Return whether a file is a torch.save file that contains DTensors."""
     try:
         if not is_torch_save(path / name):
             return False
         tensors = read_rank_file(path, name, 0, (), is_dict=False).tensors.values()
     except (Corrupt, Unsafe, Unsupported):
         return False
-    return any(isinstance(held.spread, Placed) for held in tensors)
+    return any(isinstance(tensor.spread, Placed) for tensor in tensors)
 
 
 def find_items(path: Path) -> tuple[dict[str, CheckpointItem], int]:
-    """Return the items that the metadata name, and those of which each rank has a file besides; and how many ranks.
+    """Return the items in the metadata and further per-rank items, and the world size.
 
-    Raises `Corrupt` where there are no metadata, and files in a format that does not say how tensors are spread.
+    Raises `Corrupt` if the metadata is missing and a file's format does not record how tensors are sharded.
     """
     has_metadata = bool(named_in(path))
     items, world = read_items(path) if has_metadata else ({}, 0)
-    taken = set(files_of(items.values()))
-    found = [match for name in sorted(set(names_in(path)) - taken) if (match := _OF_RANK.fullmatch(name))]
+    listed = set(files_of(items.values()))
+    matches = [match for name in sorted(set(names_in(path)) - listed) if (match := _OF_RANK.fullmatch(name))]
     if not has_metadata:
-        world = max(int(match["rank"]) for match in found) + 1
-        lost = next((match[0] for match in found if match["kind"] == "safetensors"), None)
+        world = max(int(match["rank"]) for match in matches) + 1
+        lost = next((match[0] for match in matches if match["kind"] == "safetensors"), None)
         if lost is not None:
             message = f"missing: nothing else says where the tensors in `{lost}` belong"
             raise Corrupt(message, path=path / NAME, hint=ELSEWHERE)
-    for name in dict.fromkeys(match["item"] for match in found if match["kind"] == "pt"):
+    for name in dict.fromkeys(match["item"] for match in matches if match["kind"] == "pt"):
         items.setdefault(name, CheckpointItem({rank: (f"{name}_{rank}.pt", TORCH) for rank in range(world)}, {}))
     return items, world
 
 
 def named_in(path: Path) -> tuple[str, ...]:
-    """Return the name of the metadata if they are there."""
+    """Return the name of the metadata file if it exists."""
     return (NAME,) if is_there(path / NAME) else ()
 
 
 def saved_by_torch(path: Path, report: Report) -> Iterator[str]:
-    """Yield the name of every file of torch.save. Reports each that cannot be opened."""
+    """Yield the name of every torch.save file. Reports each that cannot be opened."""
     for file in files_of(find_items(path)[0].values()):
         try:
             if is_torch_save(path / file):

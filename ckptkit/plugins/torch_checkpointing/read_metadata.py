@@ -1,7 +1,7 @@
-"""Read `metadata.pkl`: which items there are, in which file each rank has its part, and how tensors are spread.
+"""Read `metadata.pkl`: the items, the file of each rank, and how tensors are sharded.
 
 Source: torch_checkpointing/{distributed_metadata,dtensor_metadata,checkpoint_layout,types}.py. It is a pickle of dicts,
-lists and tuples, and names nothing; one that does is refused.
+lists and tuples without classes or functions; a pickle that refers to any is refused.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TORCH, SAFETENSORS, JSON, RAW = (
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """A tensor's `shape`, and the way it lies on a mesh of ranks."""
+class TensorSharding:
+    """The full `shape` of a tensor, and its placement on a mesh of ranks."""
 
     shape: Shape
     mesh: Shape
@@ -43,7 +43,7 @@ class Spread:
     placements: tuple[Placement, ...]
 
     def seen_by(self, rank: int) -> Mesh:
-        """Return the mesh as one of its ranks sees it."""
+        """Return the mesh from the view of one of its ranks."""
         if rank not in self.ranks:
             raise Corrupt(f"expected a rank of the mesh ({', '.join(map(str, self.ranks[:8]))}), found rank {rank}")
         return Mesh(self.mesh, self.ranks, unravel(self.ranks.index(rank), self.mesh), None, "")
@@ -51,14 +51,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointItem:
-    """An item of a checkpoint: each rank's file and the format it is in, and by key path how tensors are spread."""
+    """An item of a checkpoint: file and serialization format by rank, and the sharding of tensors by key path."""
 
     files: Mapping[int, tuple[str, str]]
-    spread: Mapping[KeyPath, Mapping[int, Spread]]
+    spread: Mapping[KeyPath, Mapping[int, TensorSharding]]
 
 
 def read_items(root: Path) -> tuple[dict[str, CheckpointItem], int]:
-    """Return the items that the metadata in directory `root` name, and the number of ranks."""
+    """Return the items in the metadata of directory `root`, and the world size."""
     path = root / NAME
     try:
         value, _ = inert_pickle.load(read_small(path, _LIMIT), frozenset())
@@ -68,16 +68,16 @@ def read_items(root: Path) -> tuple[dict[str, CheckpointItem], int]:
         world = value["world_size"]
         if type(world) is not int or not 0 < world <= _MOST_RANKS:
             raise Corrupt(f"expected metadata of 1 to {_MOST_RANKS} ranks, found {world!a}")
-        found = grouped(value) if version == "1.0" else value["metadata"]
-        return {name: read_item(root, name, item, world) for name, item in found.items()}, world
+        items = group_by_item(value) if version == "1.0" else value["metadata"]
+        return {name: read_item(root, name, item, world) for name, item in items.items()}, world
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Corrupt("the metadata is malformed", path=path) from error
     except CkptError as error:
         raise error.blame(path=path) from None
 
 
-def grouped(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return metadata of version 1.0 as later ones are: by item. There a path begins with the item."""
+def group_by_item(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return metadata of version 1.0, whose paths begin with the item, in the form of later versions."""
     items: dict[str, dict[str, Any]] = {}
     for text, groups in value["metadata"].items():
         name, *path = parse_json(text.encode(), Path(NAME))
@@ -92,23 +92,25 @@ def grouped(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def read_item(root: Path, name: str, item: Mapping[str, Any], world: int) -> CheckpointItem:
     """Return one item."""
-    said = {int(rank): file for rank, file in item["rank_to_layout_info"].items()}
-    files = {rank: file_of(root, name, rank, said.get(rank)) for rank in range(world)}
-    spread: dict[KeyPath, dict[int, Spread]] = {}
+    file_infos = {int(rank): file for rank, file in item["rank_to_layout_info"].items()}
+    files = {rank: file_of(root, name, rank, file_infos.get(rank)) for rank in range(world)}
+    spread: dict[KeyPath, dict[int, TensorSharding]] = {}
     for path, groups in item["nested_path_to_metadata"].items():
         steps = path if isinstance(path, tuple) else tuple(parse_json(path.encode(), root / NAME))
         if not all(type(step) in (str, int) for step in steps):
             raise ValueError("path")
         for group in groups:
-            how = read_spread(group["sharding_metadata"])
-            spread.setdefault(steps, {}).update(dict.fromkeys(group["ranks"], how))
+            sharding = read_spread(group["sharding_metadata"])
+            spread.setdefault(steps, {}).update(dict.fromkeys(group["ranks"], sharding))
     return CheckpointItem(files, spread)
 
 
-def file_of(root: Path, name: str, rank: int, said: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return name and format of a rank's file. Raises `Unsafe` for one that does not lie in the directory."""
+def file_of(root: Path, name: str, rank: int, file_info: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return file name and format of a rank's file. Raises `Unsafe` for path traversal."""
     file, kind = (
-        (f"{name}_{rank}.pt", TORCH) if said is None else (said["file_path"], said["serialization_format"]["type"])
+        (f"{name}_{rank}.pt", TORCH)
+        if file_info is None
+        else (file_info["file_path"], file_info["serialization_format"]["type"])
     )
     if not isinstance(file, str) or Path(file).is_absolute():
         raise Unsafe(f"the metadata refers to `{file!a}`", path=root)
@@ -119,22 +121,22 @@ def file_of(root: Path, name: str, rank: int, said: Mapping[str, Any] | None) ->
     return file, kind
 
 
-def read_spread(metadata: Mapping[str, Any]) -> Spread:
-    """Return how a tensor is spread. Raises `Unsupported` for what is no DTensor."""
+def read_spread(metadata: Mapping[str, Any]) -> TensorSharding:
+    """Return how a tensor is sharded. Raises `Unsupported` for anything but a DTensor."""
     if metadata["type"] != "DTensorShardingMetadata":
         raise Unsupported(f"sharding of the kind `{metadata['type']!a}`")
     data = metadata["data"]
     mesh = as_shape(tuple(data["mesh_spec"]["mesh_shape"]))
     ranks = as_shape(tuple(data["mesh_spec"]["mesh_data"]))
     shape = as_shape(tuple(data["global_shape"]))
-    placements = tuple(read_placement(one, len(shape), prod(mesh)) for one in data["placements"])
+    placements = tuple(read_placement(placement, len(shape), prod(mesh)) for placement in data["placements"])
     if len(ranks) != prod(mesh) or len(set(ranks)) != len(ranks) or len(placements) != len(mesh):
         raise ValueError("mesh")
-    return Spread(shape, mesh, ranks, placements)
+    return TensorSharding(shape, mesh, ranks, placements)
 
 
 def read_placement(one: Mapping[str, Any], ndim: int, most: int) -> Placement:
-    """Return one placement, along an axis of the mesh."""
+    """Return the placement along one axis of the mesh."""
     if one["type"] == "Replicate":
         return None
     if one["type"] not in ("Shard", "StridedShard"):

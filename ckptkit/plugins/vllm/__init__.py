@@ -1,4 +1,4 @@
-"""Make the loader of ckptkit known to vLLM, which calls `register` in each of its processes.
+"""Register ckptkit's loader with vLLM, which calls `register` in each of its processes.
 
 vllm serve run/ckpt-500 --load-format ckptkit
 vllm serve org/model --load-format ckptkit --model-loader-extra-config '{"path": "s3://bucket/run/ckpt-500"}'

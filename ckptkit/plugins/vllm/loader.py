@@ -1,4 +1,4 @@
-"""A loader of models for vLLM that reads any checkpoint as it is, at the start and when weights are reloaded."""
+"""A model loader for vLLM that reads any checkpoint directly, at the start and when weights are reloaded."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ckptkit.io.path import to_model_path
 if TYPE_CHECKING:
     import torch
 
-AHEAD_BYTES = 1 << 30  # held at most of tensors that nobody has asked for yet, but for one
-_THREADS = 4  # that read a tensor each: small ones of a store take a round trip
+AHEAD_BYTES = 1 << 30  # memory for tensors that were read ahead; a single larger tensor may exceed it
+_THREADS = 4  # parallel reads: each small tensor in a store costs a round trip
 
 
 def keep_all(_name: str) -> bool:
@@ -34,58 +34,58 @@ def keep_all(_name: str) -> bool:
 
 
 def read_ahead(tensors: LazyCheckpoint, skip: Callable[[str], bool] = keep_all) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors in the order of the files, without those that `skip` says are not needed.
+    """Yield names and tensors in file order, without the tensors that `skip` excludes.
 
-    Each is read whole, and compared with its CRC-32. Raises a `CkptError` for the first that cannot be read.
+    Each tensor is read in full, and its checksum is verified. Raises a `CkptError` for the first that cannot be read.
     """
-    waiting: deque[tuple[LazyTensor, Future[torch.Tensor]]] = deque()
-    held = 0
+    pending: deque[tuple[LazyTensor, Future[torch.Tensor]]] = deque()
+    pending_bytes = 0
     with ThreadPoolExecutor(_THREADS, "ckptkit-read-ahead") as pool:
         try:
-            for one in in_file_order(tensors, skip):
-                while waiting and held + one.nbytes > AHEAD_BYTES:
-                    held -= waiting[0][0].nbytes
-                    yield taken(waiting)
-                held += one.nbytes
-                waiting.append((one, pool.submit(one.torch)))
-            while waiting:
-                yield taken(waiting)
-        finally:  # whoever asked may have stopped
+            for tensor in in_file_order(tensors, skip):
+                while pending and pending_bytes + tensor.nbytes > AHEAD_BYTES:
+                    pending_bytes -= pending[0][0].nbytes
+                    yield take_first(pending)
+                pending_bytes += tensor.nbytes
+                pending.append((tensor, pool.submit(tensor.torch)))
+            while pending:
+                yield take_first(pending)
+        finally:  # the consumer may have stopped early
             pool.shutdown(cancel_futures=True)
 
 
-def taken(waiting: deque[tuple[LazyTensor, Future[torch.Tensor]]]) -> tuple[str, torch.Tensor]:
-    """Return the first of the tensors once it has been read, and forget it."""
-    tensor, read = waiting.popleft()
+def take_first(pending: deque[tuple[LazyTensor, Future[torch.Tensor]]]) -> tuple[str, torch.Tensor]:
+    """Wait for the first pending tensor, remove it from the queue and return it."""
+    tensor, read = pending.popleft()
     return tensor.name, read.result()
 
 
 def in_file_order(tensors: LazyCheckpoint, skip: Callable[[str], bool]) -> list[LazyTensor]:
-    """Return the tensors that are needed, ordered by where their first bytes lie."""
+    """Return the needed tensors, ordered by file and byte offset."""
 
     def place(name: str) -> tuple[str, int]:
         chunks = tensors.layout.tensors[name].chunks
-        return (chunks[0].path, chunks[0].offset) if chunks else ("", 0)  # what is computed may have none of its own
+        return (chunks[0].path, chunks[0].offset) if chunks else ("", 0)  # a computed tensor may have no chunks
 
     return [tensors[name] for name in sorted(filter(lambda name: not skip(name), tensors), key=place)]
 
 
 PATH, BASE = "path", "base"
 _FIRST = "ckptkit_first_model"
-_logger = init_logger("vllm.plugins.ckptkit")  # a name whose lines vLLM shows
+_logger = init_logger("vllm.plugins.ckptkit")  # vLLM only shows loggers below `vllm`
 
 
 def register_loader(load_format: str) -> None:
-    """Make the loader known by its name, unless it is."""
+    """Register the loader under the name `load_format`, unless it is registered already."""
     if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(load_format) is not Loader:
         model_loader.register_model_loader(load_format)(Loader)
 
 
 class Loader(DefaultModelLoader):  # type: ignore[misc]
-    """vLLM's own loader, with weights from a checkpoint of any format, family and place.
+    """vLLM's own loader, with weights from a checkpoint of any format, model family and location.
 
-    `path` in the extra config is the checkpoint, by default it is the model that vLLM was started with. `base` is the
-    model that has its config.json: by default the one that vLLM was started with, if `path` is given or the checkpoint
+    `path` in the extra config is the checkpoint, by default the model that vLLM was started with. `base` is the model
+    with the config.json to use: by default the model that vLLM was started with, if `path` is given or the checkpoint
     has no config.json.
     """
 
@@ -97,12 +97,12 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
         super().__init__(known)
 
     def download_model(self, model_config: Any) -> None:
-        """Do nothing: a remote checkpoint is read where it is."""
+        """Do nothing: a remote checkpoint is read directly."""
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors by the Hub's names, each compared with its CRC-32, without experts of other ranks.
+        """Yield the tensors by the Hub's names, with verified checksums and without experts of other ranks.
 
-        Raises a `CkptError` for the first tensor that is damaged or missing, and logs it in one line.
+        Raises a `CkptError` for the first damaged or missing tensor, and logs it in one line.
         """
         self.counter_before_loading_weights = time.perf_counter()
         is_unused = getattr(model, "is_unused_checkpoint_weight", None)
@@ -125,18 +125,19 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
             every = remember(model, opened.tensors.layout, read_ahead(opened.tensors))
             yield from (one for one in every if not skip(one[0]))
         except CkptError as error:
-            _logger.log(logging.ERROR, "ckptkit: %s", error)  # in one line: the traceback is vLLM's
+            _logger.log(logging.ERROR, "ckptkit: %s", error)  # in one line; vLLM logs the traceback
             raise
 
     def open(self, model_config: Any) -> HubModel:
-        """Open the checkpoint that a model of vLLM is to get its weights from.
+        """Open the checkpoint with the weights of a vLLM model.
 
-        The model that vLLM was started with gets those of `path`, until another is loaded in its place. A model that
-        drafts tokens has another name, and its own weights.
+        The model that vLLM was started with uses `path`, until another model is loaded in its place. A draft model has
+        another name, and its own weights.
         """
         name = model_config.model
         first = self.extra.setdefault(_FIRST, name)
         if name != first and getattr(model_config, "runner_type", None) != "draft":
+            # another model replaces the first: `path` is the checkpoint of the first
             self.extra.pop(PATH, None)
         source = self.extra.get(PATH) if name == first else None
         checkpoint = Checkpoint.open(to_model_path(str(source or name)))
@@ -147,9 +148,9 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
 
 
 def takes_deltas(known_as: str) -> bool:
-    """Return whether the engine patches weights by deltas: then the loader reads all of them, and remembers them.
+    """Return whether the engine receives deltas: then the loader must read and record all weights.
 
-    The loader and what applies deltas are known by one name.
+    The loader and the weight transfer backend are registered under the same name.
     """
     config = get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config

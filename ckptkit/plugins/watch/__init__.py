@@ -1,1 +1,1 @@
-"""Handle each checkpoint of a run once, as soon as it is complete."""
+"""Run commands on each checkpoint of a run, once, as soon as it is complete."""

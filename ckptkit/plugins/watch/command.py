@@ -1,4 +1,4 @@
-"""Run `ckptkit watch`."""
+"""Run `ckptkit watch`, which runs commands on each new checkpoint."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def watch(
 
 
 def require_command(line: str) -> None:
-    """Raise `Usage` if a line does not begin with a command that makes sense here."""
+    """Raise `Usage` unless a line begins with a known command of ckptkit."""
     from ckptkit.cli.commands import COMMANDS, SYNONYMS
 
     words: list[str] = []
-    with suppress(ValueError):  # which is said elsewhere
+    with suppress(ValueError):  # WatchCommand.parse reports it
         words = shlex.split(line)
     if words and words[0] not in {*COMMANDS, *SYNONYMS}:
         near = get_close_matches(words[0], COMMANDS, n=1)
@@ -103,7 +103,7 @@ def require_command(line: str) -> None:
 
 
 def tell(event: Event) -> None:
-    """Print what has become of a checkpoint as a line of its own, and what is begun as a note."""
+    """Print an outcome as a line on stdout, and progress as a note."""
     line = f"{event.checkpoint.name}: {event.message}"
     if event.outcome is None:
         note(line)
@@ -112,7 +112,7 @@ def tell(event: Event) -> None:
 
 
 def report(done: Watched, *, json: bool) -> None:
-    """Print what `--once` came to."""
+    """Print the result of `--once`."""
     if json:
         reasons = {str(path): reason for path, reason in done.reasons.items()}
         print_json(

@@ -1,4 +1,4 @@
-"""Fill a checkpoint's path and step into commands, and run each in a process of its own, without a shell."""
+"""Fill the path and step of a checkpoint into commands, and run each in its own process, without a shell."""
 
 from __future__ import annotations
 
@@ -18,24 +18,19 @@ from typing import Self
 
 from ckptkit.errors import Occupied, Usage
 
-PLACES = (
-    "ckpt",
-    "name",
-    "step",
-    "out",
-    "prev",
-)  # what is filled in, and by CKPTKIT_CKPT and so on what a command may look up
-_PLACE = re.compile(r"(?<!\$)\{([a-z]+)\}")  # but not a shell's ${name}
+# placeholders; also set as environment variables CKPTKIT_CKPT and so on
+PLACES = ("ckpt", "name", "step", "out", "prev")
+_PLACE = re.compile(r"(?<!\$)\{([a-z]+)\}")  # not a shell's ${name}
 _OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-_GRACE = 30.0  # seconds that a command has to end when it is asked to
-_LOOK = 0.05  # seconds between two looks at whether it has
-_ENDED = ("Z", "X")  # states of processes in /proc
-_NOT_FOUND = 127  # as shells have it
-_FINAL = (Usage.exit_code, Occupied.exit_code)  # of ckptkit: another try would end the same
+_GRACE = 30.0  # seconds between SIGTERM and SIGKILL
+_LOOK = 0.05  # seconds between two checks
+_ENDED = ("Z", "X")  # process states in /proc: zombie, dead
+_NOT_FOUND = 127  # exit code, as in shells
+_FINAL = (Usage.exit_code, Occupied.exit_code)  # exit codes of ckptkit that a retry cannot change
 
 
 class Final(str):
-    """How a command failed that fails again whenever it is tried."""
+    """The failure of a command that fails again at every retry."""
 
     __slots__ = ()
 
@@ -49,71 +44,72 @@ class WatchCommand:
 
     @classmethod
     def parse(cls, text: str | Sequence[str], *, is_ours: bool) -> Self:
-        """Read a command as a shell would split it, or as a list of words. Raises `Usage` for one that cannot run."""
+        """Read a command line, split as by a shell, or a list of words. Raises `Usage` if it cannot run."""
         try:
             words = tuple(shlex.split(text) if isinstance(text, str) else text)
         except ValueError as error:
             raise Usage(f"`{text}` cannot be split into words: {str(error).lower()}") from error
         if not words:
             raise Usage("expected a command, found nothing")
-        made = cls(words, is_ours)
-        unknown = sorted(made.places - set(PLACES))
+        command = cls(words, is_ours)
+        unknown = sorted(command.places - set(PLACES))
         if unknown:
-            hint = f"there are {', '.join(f'{{{place}}}' for place in PLACES)}"
-            raise Usage(f"`{{{unknown[0]}}}` in `{made}` is not a known placeholder", hint=hint)
-        if is_ours and not made.places - {"prev"}:
+            hint = f"there are {', '.join(f'{{{placeholder}}}' for placeholder in PLACES)}"
+            raise Usage(f"`{{{unknown[0]}}}` in `{command}` is not a known placeholder", hint=hint)
+        if is_ours and not command.places - {"prev"}:
             hint = "write the command with {ckpt}, as in 'consolidate {ckpt} {out}'"
-            raise Usage(f"`{made}` does not name the checkpoint", hint=hint)
+            raise Usage(f"`{command}` does not name the checkpoint", hint=hint)
         if not is_ours and not _PLACE.search(words[0]) and shutil.which(words[0]) is None:
             hint = "check PATH; for pipes, use a shell: sh -c '...' with $CKPTKIT_CKPT and $CKPTKIT_OUT"
             raise Usage(f"unknown program `{words[0]}`", hint=hint)
-        return made
+        return command
 
     @property
     def places(self) -> frozenset[str]:
         """Return the names of the placeholders."""
-        return frozenset(found for word in self.words for found in _PLACE.findall(word))
+        return frozenset(placeholder for word in self.words for placeholder in _PLACE.findall(word))
 
     def __str__(self) -> str:
         return " ".join(self.words)
 
     def run(self, values: Mapping[str, str], lock: int, timeout: float) -> str | None:
-        """Run it with these values in the placeholders. Return in words how it failed, None if it succeeded.
+        """Run the command with these values. Return a description of its failure, None if it succeeded.
 
-        It gets none of torchrun's variables, and so is no rank of a job that this process belongs to. It inherits the
-        descriptor `lock`: if it outlives this process, the checkpoint stays protected. If it runs longer than `timeout`
-        seconds, or if this process is interrupted, it and its children are ended first.
+        The command does not get torchrun's variables, so it is not a rank of the job that this process belongs to. It
+        inherits the file descriptor `lock`: if it outlives this process, the checkpoint stays protected. If it runs
+        longer than `timeout` seconds, or if this process is interrupted, the command and its children are terminated
+        first.
         """
         words = [_PLACE.sub(lambda found: values[found[1]], word) for word in self.words]
-        start = [sys.executable, "-m", "ckptkit"] if self.is_ours else []
+        launcher = [sys.executable, "-m", "ckptkit"] if self.is_ours else []
         environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         environment |= {f"CKPTKIT_{name.upper()}": value for name, value in values.items()}
         try:
             process = subprocess.Popen(
-                [*start, *words],
+                [*launcher, *words],
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=(lock,),
-                start_new_session=True,  # Ctrl-C is for us, who end it
+                start_new_session=True,  # so that Ctrl-C reaches only this process, which then terminates the command
             )
         except OSError:
             return Final(describe(_NOT_FOUND))
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            end(process)
+            terminate(process)
             return f"ran longer than {timeout:g} s, the timeout, and was ended with its children"
         except BaseException:
-            end(process)
+            terminate(process)
             raise
         if code == _NOT_FOUND or (self.is_ours and code in _FINAL):
             return Final(describe(code))
         return describe(code) if code else None
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children: ask all to end, and kill those that still run after a while."""
-    with suppress(ProcessLookupError):  # all have ended
+def terminate(process: subprocess.Popen[bytes]) -> None:
+    """Terminate a process and its children: SIGTERM to all, then SIGKILL after a grace period."""
+    with suppress(ProcessLookupError):  # all processes have ended
         os.killpg(process.pid, signal.SIGTERM)
         last = time.monotonic() + _GRACE
         while (process.poll() is None or is_running(process.pid)) and time.monotonic() < last:
@@ -124,21 +120,21 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_running(group: int) -> bool:
-    """Return whether any process of a group runs. A zombie, which only waits for its parent, does not run."""
+    """Return whether any process of a group is running. Zombies do not count."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
         return False
     states = []
-    for place in Path("/proc").glob("[0-9]*/stat"):
+    for stat_file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, _parent, found = place.read_text().rpartition(")")[2].split()[:3]
-            states += [state] if int(found) == group else []
+            state, _parent, process_group = stat_file.read_text().rpartition(")")[2].split()[:3]
+            states += [state] if int(process_group) == group else []
     return not states or any(state not in _ENDED for state in states)  # none are found on a system without /proc
 
 
 def describe(code: int) -> str:
-    """Return how a command ended, in words."""
+    """Return a description of an exit code."""
     if code < 0:
         known = {number.value: number.name for number in signal.Signals}
         return f"ended by {known.get(-code, f'signal {-code}')}"

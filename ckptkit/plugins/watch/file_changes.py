@@ -1,4 +1,4 @@
-"""Look at the files of a checkpoint: are they still being written, and have they been replaced?"""
+"""Take snapshots of a checkpoint's files: are they still being written, and have they been replaced?"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ckptkit.io.file import names_in
 
 @dataclass(frozen=True, slots=True)
 class FileSnapshot:
-    """The files of a checkpoint at one moment: path inside it, bytes, time of the last change in nanoseconds."""
+    """The files of a checkpoint at one moment: relative path, size in bytes, modification time in nanoseconds."""
 
     files: tuple[tuple[str, int, int], ...]
 
     @classmethod
     def at(cls, path: Path) -> FileSnapshot | None:
-        """Look at the checkpoint at `path`, a directory or a file; None if a part of it disappears meanwhile."""
+        """Return a snapshot of a checkpoint directory or file; None if a file disappears in the meantime."""
         with translate_os_errors(path):
             try:
                 return cls(tuple(sorted(_walk(path, ""))))
@@ -28,19 +28,19 @@ class FileSnapshot:
 
     @property
     def changed_ns(self) -> int:
-        """Return when the newest file was changed."""
+        """Return the modification time of the newest file."""
         return max((changed for _, _, changed in self.files), default=0)
 
     @property
     def saved_ns(self) -> int:
-        """Return when the largest file was changed. Small files that are added later do not count."""
+        """Return the modification time of the largest file. Small files that are added later do not count."""
         return max(((size, changed) for _, size, changed in self.files), default=(0, 0))[1]
 
 
 def _walk(path: Path, name: str) -> list[tuple[str, int, int]]:
     state = path.stat() if not name else path.lstat()
     if stat.S_ISDIR(state.st_mode):
-        return [found for inside in names_in(path) for found in _walk(path / inside, f"{name}/{inside}")]
+        return [entry for inside in names_in(path) for entry in _walk(path / inside, f"{name}/{inside}")]
     return [(name, state.st_size, state.st_mtime_ns)] if stat.S_ISREG(state.st_mode) else []
 
 
@@ -48,25 +48,26 @@ def _walk(path: Path, name: str) -> list[tuple[str, int, int]]:
 class StabilityWait:
     """Wait until no file of a checkpoint has changed for `pause` seconds.
 
-    It is not enough that a checkpoint is complete: some trainers write the model before the rest, and the model alone
-    looks like a whole checkpoint.
+    A complete checkpoint is not enough: some trainers write the model before the other files, and the model alone looks
+    like a complete checkpoint.
     """
 
     pause: float
     _last: dict[str, tuple[FileSnapshot, float]] = field(default_factory=dict)
 
     def is_at_rest(self, name: str, look: FileSnapshot | None, now_ns: int) -> bool:
-        """Return whether a checkpoint has not changed for long enough, by the times of its files or by two looks.
+        """Return whether a checkpoint has been unchanged for `pause` seconds.
 
-        `now_ns` is the time by the clock that dates the files: that of the file server, not of this host.
+        This follows from the modification times, or from an equal snapshot `pause` seconds ago. `now_ns` is the current
+        time of the clock that sets modification times: the clock of the file server, not of this host.
         """
         if look is None:
             self._last.pop(name, None)
             return False
         if self.pause * 1e9 <= now_ns - look.changed_ns:
             return True
-        before, since = self._last.get(name, (None, 0.0))
-        if before != look:
+        previous, since = self._last.get(name, (None, 0.0))
+        if previous != look:
             since = time.monotonic()
             self._last[name] = (look, since)
         return time.monotonic() - since >= self.pause

@@ -1,7 +1,7 @@
 """Record what a watch did with each checkpoint, so that a restart does not repeat it.
 
-The journal is a small JSON file beside the lock of the watch: in a local run, or for a run in a store in the cache of
-this machine. Every note replaces it, and is on disk before work goes on.
+The journal is a small JSON file next to the lock of the watch: in a local run, or for a run in a store in the cache of
+this machine. Every change replaces the file atomically and syncs it to disk before the work continues.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _STATES = ("begun", "done", "failed", "missed")
 
 @dataclass(frozen=True, slots=True)
 class HandledRecord:
-    """What a watch has done with the checkpoint that was saved at `saved_ns`: the first `commands_done` commands.
+    """What a watch has done with a checkpoint saved at `saved_ns`: it ran the first `commands_done` commands.
 
-    While the next command runs, `state` is "begun", and `out_before` is the inode and time of what was at `{out}` when
-    the command began.
+    While the next command runs, `state` is "begun", and `out_before` is the inode and modification time of `{out}`
+    before the command began.
     """
 
     state: str
@@ -35,7 +35,7 @@ class HandledRecord:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> HandledRecord:
-        """Return the fate that a JSON object says. Raises `ValueError`, `TypeError` or `KeyError` if it says none."""
+        """Return the record in a JSON object. Raises `ValueError`, `TypeError` or `KeyError` for invalid data."""
         before = found["out_before"]
         numbers = [found["saved_ns"], found["commands_done"], *(before or (0, 0))]
         if found["state"] not in _STATES or not all(isinstance(number, int) for number in numbers):
@@ -46,7 +46,7 @@ class HandledRecord:
 
 @dataclass(frozen=True)
 class WatchJournal:
-    """The journal of the watch `key` in a directory: an entry for each checkpoint, by name."""
+    """The journal of the watch `key` in a directory: one entry per checkpoint name."""
 
     folder: Path
     key: str
@@ -55,17 +55,17 @@ class WatchJournal:
 
     @classmethod
     def of(cls, folder: Path, key: str, about: Mapping[str, Any]) -> WatchJournal:
-        """Open the journal of a watch, empty if there is no file yet. Raises `Corrupt` if the file is no journal."""
-        made = cls(folder, key, about)
-        path = made.path
+        """Open the journal of a watch, empty without a file. Raises `Corrupt` if the file is not a journal."""
+        journal = cls(folder, key, about)
+        path = journal.path
         if path.exists():
             try:
-                found = json.loads(read_small(path, _LIMIT))["checkpoints"]
-                made.entries.update({str(name): HandledRecord.from_json(one) for name, one in found.items()})
+                records = json.loads(read_small(path, _LIMIT))["checkpoints"]
+                journal.entries.update({str(name): HandledRecord.from_json(record) for name, record in records.items()})
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 hint = "remove the file: then every checkpoint is handled again"
                 raise Corrupt("not the journal of a watch", path=path, hint=hint) from error
-        return made
+        return journal
 
     @property
     def path(self) -> Path:
@@ -73,7 +73,7 @@ class WatchJournal:
         return self.folder / f"{self.key}.json"
 
     def note(self, name: str, entry: HandledRecord) -> None:
-        """Write what has become of a checkpoint to the disk."""
+        """Write the record of a checkpoint to disk."""
         self.entries[name] = entry
         checkpoints = {name: asdict(entry) for name, entry in self.entries.items()}
         content = json.dumps({**self.about, "checkpoints": checkpoints}, indent=1).encode()

@@ -1,4 +1,4 @@
-"""Watch a run, and handle each checkpoint once, as soon as it is complete, while training and prune go on."""
+"""Watch a run, and handle each checkpoint once when it is complete, while training and prune continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckptkit.trainers import stem_of, step_of
 from ckptkit.words import count
 
 DAY = 86400.0  # seconds
-_OUT = "exported"  # the directory in the run that outputs go to
+_OUT = "exported"  # the output directory inside the run
 
 Outcome = Literal["handled", "failed", "missed"]
 Words = str | Sequence[str]
@@ -35,7 +35,7 @@ Words = str | Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A step of a watch, in words: the outcome of a checkpoint, or None while it is still being handled."""
+    """Progress of a watch as text: the outcome of a checkpoint, or None while it is being handled."""
 
     checkpoint: Path
     outcome: Outcome | None
@@ -47,9 +47,10 @@ Listener = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class Watched(Summarized):
-    """The checkpoints of the run `root` that a watch handled, those that it gave up, and those deleted before.
+    """The checkpoints of the run `root` by outcome: handled, failed, and deleted before they were handled.
 
-    An earlier watch handled those in `before`. `reasons` say for each of the `failed` which command failed and how.
+    An earlier watch handled those in `before`. `reasons` maps each failed checkpoint to the command that failed and
+    why.
     """
 
     root: Path
@@ -61,7 +62,7 @@ class Watched(Summarized):
 
     @property
     def is_ok(self) -> bool:
-        """Return whether none failed."""
+        """Return whether no checkpoint failed."""
         return not self.failed
 
     def summary(self) -> Iterator[str]:
@@ -88,22 +89,22 @@ def watch(
 ) -> Watched:
     """Handle every checkpoint of the run at `run` once, the oldest first: existing and new ones.
 
-    `do` are commands of ckptkit and `exec` other programs, one or several, each a line that is split as a shell splits
-    it, or a list of words. They run one after the other, in processes of their own and without a shell. The
-    placeholders `{ckpt}`, `{name}`, `{step}` and `{out}` become the checkpoint's path, its name, its step, and a path
-    for the output: the checkpoint's name in directory `out`, or in `exported` of the run. `{prev}` becomes the path of
-    the checkpoint before it that was handled; for the first, which has none, commands with `{prev}` are skipped.
+    `do` are commands of ckptkit and `exec` other programs, one or several, each a command line (split as by a shell) or
+    a list of words. They run one after the other, in their own processes and without a shell. The placeholders
+    `{ckpt}`, `{name}`, `{step}` and `{out}` become the checkpoint's path, its name, its step, and a path for the
+    output: the checkpoint's name in directory `out`, or in `exported` of the run. `{prev}` becomes the path of the
+    previously handled checkpoint; commands with `{prev}` are skipped for the first checkpoint.
 
-    A checkpoint counts when it is complete and nothing of it has changed for `every` seconds; the watch looks at the
-    run as often. No prune and no `Run` deletes a checkpoint while it is handled. A command that runs longer than
-    `timeout` seconds is ended with its children, and has failed; pass `math.inf` for no limit. A command that fails is
-    run again, after a pause of `every` seconds that doubles each time, until `tries` have failed. The journal in
-    `.ckptkit-watch` of the run has what was done; for a run on S3 it lies in the cache of this machine. The next watch
-    tries a checkpoint that failed again, and handles a checkpoint that was saved again as a new one.
+    A checkpoint is handled when it is complete and has not changed for `every` seconds; the watch also checks the run
+    every `every` seconds. No prune and no `Run` deletes a checkpoint while it is handled. A command that runs longer
+    than `timeout` seconds is terminated with its children, and counts as failed; pass `math.inf` for no limit. A failed
+    command is retried, after a pause of `every` seconds that doubles each time, up to `tries` attempts. The journal in
+    `.ckptkit-watch` of the run records the handled checkpoints; for a run on S3 it is in the cache of this machine. The
+    next watch retries checkpoints that failed, and handles a checkpoint that was saved again as a new one.
 
-    Returns with `once` when all checkpoints that are there have been handled or given up, and otherwise never. Raises
-    `NotACheckpoint` if there is no directory, `Usage` for commands that make no sense, `Occupied` if a watch with the
-    same commands is at work.
+    With `once`, returns when all existing checkpoints have been handled or given up; without it, never returns. Raises
+    `NotACheckpoint` if the directory is missing, `Usage` for invalid commands, `Occupied` if a watch with the same
+    commands is running.
     """
     commands = [*(WatchCommand.parse(one, is_ours=True) for one in several(do))]
     commands += [WatchCommand.parse(one, is_ours=False) for one in several(exec)]
@@ -118,19 +119,22 @@ def watch(
         if not keeper.is_there():
             raise NotACheckpoint("no such directory", path=root, hint="make the directory first if the run is new")
         refuse_checkpoint(root)
-    place = root / _OUT if out is None else to_destination(out).resolve()
-    about = {"commands": [list(one.words) for one in commands], "out": _OUT if out is None else str(place)}
-    key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+    output_directory = root / _OUT if out is None else to_destination(out).resolve()
+    description = {
+        "commands": [list(one.words) for one in commands],
+        "out": _OUT if out is None else str(output_directory),
+    }
+    key = hashlib.sha256(json.dumps(description).encode()).hexdigest()[:12]
     with keeper.watching(key, longest=timeout * len(commands)) as post:
-        terms = WatchTerms(tuple(commands), place, every, tries, timeout)
-        journal = WatchJournal.of(post.folder, key, about)
+        terms = WatchTerms(tuple(commands), output_directory, every, tries, timeout)
+        journal = WatchJournal.of(post.folder, key, description)
         watcher = Watcher(keeper, post, journal, terms, tell or (lambda _event: None))
         return watcher.work_once() if once else watcher.work_on()
 
 
 @dataclass(frozen=True, slots=True)
 class WatchTerms:
-    """The commands, where their outputs go, seconds between looks, how often one is tried, and seconds that it has."""
+    """The settings of a watch: commands, output directory, seconds between checks, attempts, seconds per attempt."""
 
     commands: tuple[WatchCommand, ...]
     place: Path
@@ -144,7 +148,7 @@ def several(given: Words | Sequence[Words]) -> list[Words]:
 
 
 class Watcher:
-    """The state of a watch while it runs: its journal, its listener, and which checkpoints are due when."""
+    """The state of a running watch: its journal, its listener, and when each checkpoint is due."""
 
     def __init__(
         self, keeper: RunBackend, post: WatchLease, journal: WatchJournal, terms: WatchTerms, tell: Listener
@@ -155,97 +159,103 @@ class Watcher:
         self._keeper = keeper
         self._post = post
         self._tell = tell
-        self._patience = StabilityWait(terms.every)
+        self._stability = StabilityWait(terms.every)
         self._outcomes: dict[str, Event] = {}
-        self._failures: dict[str, list[int]] = {}  # for each try that failed, when what was tried had been saved
-        self._due: dict[str, float] = {}  # when those that failed are tried again, by the monotonic clock
-        self._waiting: set[str] = set()  # complete, and not handled yet
+        self._failures: dict[str, list[int]] = {}  # save time (ns) of the checkpoint at each failed attempt
+        self._due: dict[str, float] = {}  # when failed checkpoints are retried, by the monotonic clock
+        self._waiting: set[str] = set()  # complete but not handled yet
 
     def work_on(self) -> NoReturn:
-        """Handle the checkpoints that are there and those that come, until a signal ends it."""
+        """Handle existing and new checkpoints, until a signal ends it."""
         while True:
             try:
                 self.poll_once()
-            except IOFailure as error:  # a file server may come back
+            except IOFailure as error:  # retry at the next check: a file server may come back
                 self._tell(Event(error.path or self.root, None, f"{error.message}; the watch goes on"))
             time.sleep(self.pause())
 
     def work_once(self) -> Watched:
-        """Handle the checkpoints that are there. Look twice at those that are complete and may still be written."""
-        there = {path.name for path in candidates_in(self.root)}
-        before = {name for name in there if (entry := self.journal.entries.get(name)) and entry.state == "done"}
-        looks = 0
+        """Handle the existing checkpoints. Checks complete ones twice, because they may still be written."""
+        existing = {path.name for path in candidates_in(self.root)}
+        before = {name for name in existing if (entry := self.journal.entries.get(name)) and entry.state == "done"}
+        polls = 0
         while True:
-            is_restless = self.poll_once(there)
-            looks += 1
-            if not self._due and (looks > 1 or not is_restless):
+            is_restless = self.poll_once(existing)
+            polls += 1
+            if not self._due and (polls > 1 or not is_restless):
                 break
             time.sleep(self.pause())
         for name in sorted(self._waiting):
             self._tell(Event(self.root / name, None, "still being written: left for the next time"))
-        failed = self.those("failed")
+        failed = self.checkpoints_with("failed")
         return Watched(
             self.root,
-            self.those("handled"),
+            self.checkpoints_with("handled"),
             failed,
-            self.those("missed"),
+            self.checkpoints_with("missed"),
             tuple(self.root / name for name in sorted(before - self._outcomes.keys())),
             {path: self._outcomes[path.name].message for path in failed},
         )
 
-    def those(self, outcome: Outcome) -> tuple[Path, ...]:
-        """Return the checkpoints with this outcome, in the order in which they had it."""
+    def checkpoints_with(self, outcome: Outcome) -> tuple[Path, ...]:
+        """Return the checkpoints with this outcome, in the order of their outcomes."""
         return tuple(event.checkpoint for event in self._outcomes.values() if event.outcome == outcome)
 
     def pause(self) -> float:
-        """Return the seconds until the next look at the run."""
+        """Return the seconds until the next check of the run."""
         soonest = min(self._due.values(), default=math.inf) - time.monotonic()
         return min(self.terms.every, max(soonest, 0.01))
 
     def poll_once(self, among: AbstractSet[str] | None = None) -> bool:
-        """Handle the checkpoints that can be; return whether there are complete ones that may still be written.
+        """Handle the checkpoints that are ready; return whether complete ones may still be written.
 
-        Raises `IOFailure` for one that cannot be looked at, when the others are done.
+        Raises `IOFailure` if a checkpoint cannot be inspected, after the others are done.
         """
         self._post.require_place()
         self._keeper.refresh()
         now_ns = self._post.clock_ns()
-        there = [path for path in candidates_in(self.root) if among is None or path.name in among]
-        for name in sorted(self._waiting - {path.name for path in there}):
+        candidates = [path for path in candidates_in(self.root) if among is None or path.name in among]
+        for name in sorted(self._waiting - {path.name for path in candidates}):
             self.miss(name)
         is_restless = False
         ready: dict[Checkpoint, FileSnapshot] = {}
         failures: list[IOFailure] = []
-        for path in there:
+        for path in candidates:
             try:
-                one, look = Checkpoint.at(path), FileSnapshot.at(path)
-                if look is None or one.own_step is None or self.is_done_with(one, look) or not one.is_complete:
+                checkpoint, snapshot = Checkpoint.at(path), FileSnapshot.at(path)
+                if (
+                    snapshot is None
+                    or checkpoint.own_step is None
+                    or self.is_done_with(checkpoint, snapshot)
+                    or not checkpoint.is_complete
+                ):
                     continue
             except IOFailure as error:
                 failures.append(error)
                 continue
-            self._waiting.add(one.name)
-            if not self._patience.is_at_rest(one.name, look, now_ns):
+            self._waiting.add(checkpoint.name)
+            if not self._stability.is_at_rest(checkpoint.name, snapshot, now_ns):
                 is_restless = True
-            elif self._due.get(one.name, 0) <= time.monotonic():
-                ready[one] = look
-        for one in oldest_first(ready):
-            is_restless |= not self.handle(one, ready[one])
+            elif self._due.get(checkpoint.name, 0) <= time.monotonic():
+                ready[checkpoint] = snapshot
+        for checkpoint in oldest_first(ready):
+            is_restless |= not self.handle(checkpoint, ready[checkpoint])
         if failures:
             raise failures[0]
         return is_restless
 
     def is_done_with(self, one: Checkpoint, look: FileSnapshot) -> bool:
-        """Return whether nothing is left to do with a checkpoint since it was last saved."""
+        """Return whether no work is left on a checkpoint since it was last saved."""
         if self._failures.get(one.name, []).count(look.saved_ns) >= self.terms.tries:
             return True
         entry = self.journal.entries.get(one.name)
         if entry is None or entry.state != "done":
             return False
-        return look.saved_ns == entry.saved_ns or one.is_weights_only  # those of one that was demoted
+        # prune may keep only the weights of a handled checkpoint, whose save time then differs
+        return look.saved_ns == entry.saved_ns or one.is_weights_only
 
     def handle(self, one: Checkpoint, look: FileSnapshot) -> bool:
-        """Handle a checkpoint, protect it meanwhile, and note the outcome. Return False if it has changed by now."""
+        """Handle a checkpoint, protect it meanwhile, and record the outcome. Returns False if it has changed."""
         self._due.pop(one.name, None)
         try:
             self._post.protect(one.path)
@@ -269,7 +279,7 @@ class Watcher:
         return True
 
     def run_commands(self, one: Checkpoint, saved_ns: int) -> str | None:
-        """Run the commands that are left for a checkpoint. Return what failed, None if nothing did."""
+        """Run the remaining commands for a checkpoint. Returns the failure, None if there was none."""
         name = one.path.stem if one.path.is_file() else one.name
         out = self.terms.place / name
         prev = self.previous(one)
@@ -284,6 +294,7 @@ class Watcher:
             if "prev" in command.places and prev is None:
                 self._tell(Event(one.path, None, f"skipped, no checkpoint was handled before: {command}"))
             elif not self.was_made(command, entry, out):
+                # recorded before the command runs: after a kill, `was_made` compares `{out}` with it
                 entry = HandledRecord("begun", saved_ns, number, identity(out))
                 self.note(one.name, entry)
                 if "out" in command.places:
@@ -299,27 +310,27 @@ class Watcher:
         return None
 
     def previous(self, one: Checkpoint) -> Path | None:
-        """Return the last checkpoint before this one that was handled, there or deleted by now; None if none was."""
+        """Return the last handled checkpoint before this one, even if it was deleted since; None if there is none."""
         handled = (self.root / name for name, entry in self.journal.entries.items() if entry.state == "done")
         steps = {path: step for path in handled if (step := step_in(path)) is not None}
         before = [path for path, step in steps.items() if one.own_step is not None and step < one.own_step]
         return max(before, key=lambda path: steps[path], default=None)
 
     def note(self, name: str, entry: HandledRecord) -> None:
-        """Write to the journal, unless the run has been moved: a new run is never made in its place."""
+        """Write to the journal, unless the run was moved: the old path must not be created again."""
         self._post.require_place()
         self.journal.note(name, entry)
 
     def was_made(self, command: WatchCommand, entry: HandledRecord, out: Path) -> bool:
-        """Return whether a command that ran when a watch was killed has made its output nevertheless.
+        """Return whether a command made its output although the watch was killed while it ran.
 
-        A command of ckptkit leaves a whole output or none, so what was not at `{out}` before is its output.
+        A command of ckptkit writes its output atomically, so a new `{out}` is a complete output.
         """
         is_whole = command.is_ours and "out" in command.places
         return entry.state == "begun" and is_whole and identity(out) not in (None, entry.out_before)
 
     def fail(self, name: str, saved_ns: int, failure: str) -> None:
-        """Note that a try failed, and plan the next try or give up."""
+        """Record a failed attempt, and schedule a retry or give up."""
         failures = self._failures.setdefault(name, [])
         failures.append(saved_ns)
         count = failures.count(saved_ns)
@@ -331,13 +342,13 @@ class Watcher:
         self._tell(Event(self.root / name, None, f"{failure}; the next try is in {pause:g} s"))
 
     def miss(self, name: str) -> None:
-        """Note that a checkpoint was deleted before it was handled."""
+        """Record that a checkpoint was deleted before it was handled."""
         entry = self.journal.entries.get(name)
         self.note(name, HandledRecord("missed", entry.saved_ns if entry else 0))
         self.record(name, "missed", "deleted before it was handled")
 
     def record(self, name: str, outcome: Outcome, message: str) -> None:
-        """Note and tell the outcome of a checkpoint."""
+        """Record and report the outcome of a checkpoint."""
         self._due.pop(name, None)
         self._waiting.discard(name)
         self._outcomes[name] = Event(self.root / name, outcome, message)
@@ -345,17 +356,17 @@ class Watcher:
 
 
 def step_in(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint, be it there or not."""
+    """Return the step in the name of a checkpoint, which need not exist."""
     return int(path.name) if path.name.isdecimal() else step_of(Path(stem_of(path.name)))
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return inode and time of the last change of a file or directory, None if there is nothing.
+    """Return inode and modification time of a file or directory; None if it does not exist.
 
-    A file or directory that replaces another has a different pair. In a store, an unfinished upload is nothing.
+    A replacement has a different pair. In a store, an unfinished upload counts as missing.
     """
     if is_remote(path):
-        return identity_in_store(path)
+        return snapshot_identity(path)
     with translate_os_errors(path):
         try:
             state = path.lstat()
@@ -364,11 +375,11 @@ def identity(path: Path) -> tuple[int, int] | None:
         return state.st_ino, state.st_mtime_ns
 
 
-def identity_in_store(path: Path) -> tuple[int, int] | None:
-    """Return a number that changes with the files at a path, and when the newest was changed; None for no output."""
+def snapshot_identity(path: Path) -> tuple[int, int] | None:
+    """Return a hash of the files at a path, and the newest modification time; None without output."""
     refresh(path)
-    look = FileSnapshot.at(path) if path.exists() and not find_claim(path) else None
-    if look is None:
+    snapshot = FileSnapshot.at(path) if path.exists() and not find_claim(path) else None
+    if snapshot is None:
         return None
-    digest = hashlib.blake2b(repr(look.files).encode(), digest_size=6).digest()
-    return int.from_bytes(digest), look.changed_ns
+    digest = hashlib.blake2b(repr(snapshot.files).encode(), digest_size=6).digest()
+    return int.from_bytes(digest), snapshot.changed_ns
