@@ -100,7 +100,6 @@ def no_partitions(path: Path, *, is_sharded: bool) -> NoReturn:
         raise Unsupported(message, path=path, hint="copy all files of all ranks to one directory")
     message = "the `*_optim_states.pt` files with the fp32 parameters and the optimizer are missing"
     raise Incomplete(message, path=path, hint="pass this file itself to read its 16-bit weights")
-    raise Corrupt(message, path=path, hint="pass this file itself to read its 16-bit weights")
 
 
 def with_lost_partitions(

@@ -15,7 +15,8 @@ from ckptkit.io.path import to_path
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.plugins.prove.prove import Logits, Proved
+    from ckptkit.plugins.prove.model import Logits
+    from ckptkit.plugins.prove.prove import Proved
 
 
 def prove(

@@ -15,7 +15,7 @@ from ckptkit.checks.open import LazyCheckpoint
 from ckptkit.errors import CkptError, Unsupported, Usage
 from ckptkit.layout.dtypes import DType
 from ckptkit.models.transformers_model import quiet
-from ckptkit.plugins.prove.prove import Logits, Runnable
+from ckptkit.plugins.prove.model import Logits, Runnable
 
 
 def choose_tokens(wanted: Sequence[int] | None, count: int, seed: int, models: Sequence[Runnable]) -> Tensor:

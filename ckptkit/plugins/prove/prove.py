@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.diff import compare_tensors
-from ckptkit.errors import Mismatch, Unsupported, Usage, and_more
+from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.io.file import read_small
 from ckptkit.io.path import remarks_on_id
 from ckptkit.io.progress import Progress
-from ckptkit.layout import Layout
-from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.computation import ConfigDifference, describe_differences, find_differences, rope_of
-from ckptkit.models.fit import check_equal
-from ckptkit.models.names.naming import name_weights
-from ckptkit.models.names.transformers import TRANSFORMERS
-from ckptkit.models.names.weights import find_weights
-from ckptkit.models.transformers_model import MetaModel, find_meta_model, missing_package
-from ckptkit.state.model import Model
-from ckptkit.state.names import AS_THEY_ARE, NameOptions, ask_names
-from ckptkit.state.steps import unwrap
+from ckptkit.models.transformers_model import missing_package
+from ckptkit.plugins.prove.model import Logits, Runnable
+from ckptkit.state.names import NameOptions
 from ckptkit.summary import Summarized
 from ckptkit.words import count
 
@@ -33,90 +26,6 @@ if TYPE_CHECKING:
     from ckptkit.checks.differences import Diff
 
 
-@dataclass(frozen=True, slots=True)
-class Runnable:
-    """A model to run: the transformers model of its config, and its tensors under transformers' names in memory."""
-
-    path: Path
-    meta: MetaModel
-    layout: Layout
-    remarks: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any], named: NameOptions = AS_THEY_ARE) -> Runnable:
-        """Return the model in a checkpoint, under the names that transformers uses in memory.
-
-        `named` are the user's options for the names in the checkpoint.
-        """
-        component = checkpoint.model_component
-        path, meta = component.path, find_meta_model(config)
-        weights = find_weights(named.rename_in([component.layout])[0])
-        model = Model(part=component, weights=weights, origins=(path,), companions=Companions(config=dict(config)))
-        model = model if named.rename else unwrap(model)
-        weights, remarks = model.weights, model.remarks
-        if may_be_adapted(weights.layout.tensors):
-            hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
-            raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
-        table = named.table_for(weights.layout.tensors)
-        translated, naming_remarks = name_weights(weights, ask_names(checkpoint, TRANSFORMERS.name, config, table))
-        if translated.layout.tensors.keys() != weights.layout.tensors.keys():
-            remarks += tuple(f"{path}: {remark}" for remark in naming_remarks)
-        tensors = dict(translated.layout.tensors)
-        for name, origin in meta.tied.items():
-            if name not in tensors and origin in tensors:
-                tensors[name] = tensors[origin]
-            elif name in tensors and origin in tensors:
-                # most programs keep only one of two tied tensors, so they must be equal
-                check_equal(translated.layout, name, origin)
-        runnable = cls(path, meta, replace(translated.layout, tensors=tensors), remarks)
-        runnable.check()
-        return runnable
-
-    def check(self) -> None:
-        """Raise `Mismatch` if a tensor of the model is missing or has another shape."""
-        missing = [name for name in self.meta.shapes if name not in self.layout.tensors]
-        missing = [name for name in missing if name not in self.meta.unsaved]
-        if missing:
-            message = f"missing: config.json describes it{and_more(len(missing) - 1)}"
-            raise Mismatch(message, path=self.path, tensor=missing[0])
-        for name, shape in self.meta.shapes.items():
-            shape_found = self.layout.tensors[name].spec.shape if name in self.layout.tensors else shape
-            if shape_found != shape:
-                message = f"expected shape {list(shape)} (config.json), found {list(shape_found)}"
-                raise Mismatch(
-                    message, path=self.path, tensor=name, hint="check that config.json belongs to this model"
-                )
-
-
-_MOST_KL = 0.01  # nats per token: rounding weights to bfloat16 costs a tenth of this or less
-_NOISE = 1e-5  # fraction of the largest logit: the effect of another summation order in float32
-
-
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """How the logits of two models differ over `tokens` tokens; the second model is the source.
-
-    `kl` is the mean KL divergence of the next-token distribution from the source in nats, `max_kl` its maximum.
-    `max_abs` is the largest difference of two logits, where the largest logit is `scale`; `unexplained` is that
-    difference when the source's weights are rounded to the same dtypes. `same_choice` counts the tokens with the same
-    most likely next token. `first` is the first block whose output differs from the (rounded) source; None if all are
-    equal bit for bit. `rounded` is true if dtypes differ.
-    """
-
-    tokens: int
-    kl: float
-    max_kl: float
-    max_abs: float
-    unexplained: float
-    scale: float
-    same_choice: int
-    first: str | None
-    rounded: bool
-
-    @property
-    def is_ok(self) -> bool:
-        """Return whether they differ by no more than rounding explains; False if a logit is NaN."""
-        return self.unexplained <= _NOISE * self.scale and (not self.rounded or self.kl <= _MOST_KL)
 
 
 _FEWEST = 64  # minimum tokens of a run

@@ -89,7 +89,7 @@ def test_an_export_is_proved(kind: str, tmp_path: Path) -> None:
 def test_the_logits_are_those_of_transformers_itself(kind: str, tmp_path: Path) -> None:
     from ckptkit.checkpoints.checkpoint import Checkpoint
     from ckptkit.plugins.prove.forward import Forward
-    from ckptkit.plugins.prove.prove import Runnable
+    from ckptkit.plugins.prove.model import Runnable
 
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config((MODELS | OTHERS)[kind](), dtype=torch.float32)
