@@ -1,4 +1,7 @@
-"""List the kinds of findings of a checkpoint that is to be loaded. Each is one function and one line."""
+"""The kinds of findings that doctor looks for.
+
+Each kind is a function that takes a `LoadTarget` and yields findings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explain the error of a failed load by what is in the checkpoint."""
+"""Explain the error of a failed load by what the checkpoint contains."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
 
 
 def meaning(message: Message) -> Finding:
-    """Return what a message means, where the checkpoint shows no more."""
+    """Return a finding with the general meaning of a message, for use if the checkpoint shows no cause."""
     return Finding(message.code, None, message.means)
 
 
 def words_of(error: BaseException) -> Iterator[str]:
-    """Yield what an error says, and what those say that led to it."""
+    """Yield the text and notes of an error, then those of its causes."""
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield f"{type(one).__name__}: {one}"
-        yield from getattr(one, "__notes__", ())
-        one = one.__cause__ or one.__context__
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield f"{type(current).__name__}: {current}"
+        yield from getattr(current, "__notes__", ())
+        current = current.__cause__ or current.__context__

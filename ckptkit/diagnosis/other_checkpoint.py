@@ -23,7 +23,7 @@ _MOST_RULES = 8
 
 
 def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
-    """Yield what another checkpoint has and this one has not, or by another name, or in another shape or dtype."""
+    """Yield the entries that another checkpoint has and this one lacks, or has under another name, shape or dtype."""
     if case.like is None:
         return
     here, there = case.checkpoint.family, case.like.family
@@ -41,13 +41,13 @@ def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
 
 
 def sides(one: Checkpoint, two: Checkpoint) -> list[tuple[Side, Side]]:
-    """Return the parts of both checkpoints that belong together, by names that can be compared."""
+    """Return pairs of components from both checkpoints, with names that can be compared."""
     pairs = (with_names_of_hub(one, two, pair) for pair in pair_parts(one, two)[0])
     return [match(ours.layout, theirs.layout)[:2] for ours, theirs in pairs]
 
 
 def find_key(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
-    """Yield that the model lies under another key, where both have one or none."""
+    """Yield a finding if the model is under another key than in the other checkpoint."""
     if ours.wrapper == theirs.wrapper or any(get_format(side.layout.format).is_model_only for side in (ours, theirs)):
         return
     here, there = (f"under `{side.wrapper}`" if side.wrapper else "under no key" for side in (ours, theirs))
@@ -57,12 +57,14 @@ def find_key(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterato
 
 
 def find_lacking(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
-    """Yield what the other has and this one lacks, and weights that only this one has."""
-    said = said_elsewhere(ours.layout, theirs.layout) if case.checkpoint.model_component.reader.is_sharded else set()
+    """Yield the entries that only the other checkpoint has, and the weights that only this one has."""
+    reported_states = (
+        said_elsewhere(ours.layout, theirs.layout) if case.checkpoint.model_component.reader.is_sharded else set()
+    )
     missing = {
         name: shape
         for name, shape in shapes_of(theirs.layout).items()
-        if name not in ours.layout.names and not is_of_rank(theirs.layout, name) and name not in said
+        if name not in ours.layout.names and not is_of_rank(theirs.layout, name) and name not in reported_states
     }
     extra = {
         name: shape
@@ -83,7 +85,10 @@ def find_lacking(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Ite
 
 
 def find_kinds(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
-    """Yield what is a tensor in shards here and none in the other, such as a rate. The other way round torch loads."""
+    """Yield entries that are tensors here and plain values in the other, such as a learning rate.
+
+    Torch loads the reverse.
+    """
     is_sharded = case.checkpoint.model_component.reader.is_sharded
     for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
         message = (
@@ -94,14 +99,17 @@ def find_kinds(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Itera
 
 
 def find_renamed(case: LoadTarget, other: Path, pairs: Mapping[str, str], ours: Side) -> Iterator[Finding]:
-    """Yield what the other calls otherwise, a finding for each rule. Those for the model change its optimizer too."""
+    """Yield the entries that have another name in the other checkpoint.
+
+    The rules for the model rename its optimizer too.
+    """
     own = {old: new for old, new in pairs.items() if old in ours.weights}
     rules = rules_for(own, ours.weights) if own else None
     yield from say_renamed(case.checkpoint, pairs, rules, str(other))
 
 
 def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
-    """Yield the tensors that have another shape or dtype in the other."""
+    """Yield the tensors that have another shape or dtype in the other checkpoint."""
     specs = theirs.layout.specs
     pairs = {name: (spec, specs[name]) for name, spec in ours.layout.specs.items() if specs.get(name, spec) != spec}
     shapes = {name: (one, two) for name, (one, two) in pairs.items() if one.shape != two.shape}
@@ -118,21 +126,26 @@ def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Itera
 
 
 def fix_dtypes(case: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
-    """Return the command that gives tensors the dtypes that the other has; None if some cannot become that."""
-    of_weights = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
-    is_simple = len(of_weights) == 1 and any(name in ours.weights for name in pairs)
-    rules = [dtype.name for dtype in of_weights] if is_simple else []
-    rest = {name: two.dtype for name, (_, two) in pairs.items() if not (is_simple and name in ours.weights)}
-    whole = kinds_of_one_change(rest, ours.layout)
-    globs = {name: f"*.{kind}" if (kind := kind_of(name)) in whole else f"*{fold(name)}" for name in rest}
-    rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in rest.items())
+    """Return the command that converts tensors to the other checkpoint's dtypes.
+
+    None if a dtype cannot be converted.
+    """
+    weight_dtypes = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
+    is_simple = len(weight_dtypes) == 1 and any(name in ours.weights for name in pairs)
+    rules = [dtype.name for dtype in weight_dtypes] if is_simple else []
+    other_dtypes = {name: two.dtype for name, (_, two) in pairs.items() if not (is_simple and name in ours.weights)}
+    uniform_kinds = kinds_of_one_change(other_dtypes, ours.layout)
+    globs = {
+        name: f"*.{kind}" if (kind := kind_of(name)) in uniform_kinds else f"*{fold(name)}" for name in other_dtypes
+    }
+    rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in other_dtypes.items())
     if not rules or len(rules) > _MOST_RULES or not all(a.dtype.can_become(b.dtype) for a, b in pairs.values()):
         return None
     return rewrite(case.checkpoint, dtype=tuple(rules))
 
 
 def kinds_of_one_change(changed: Mapping[str, DType], layout: Layout) -> set[str]:
-    """Return the last words of names, such as `exp_avg`, of which all tensors change to the same dtype."""
+    """Return the last words of names, such as `exp_avg`, whose tensors all change to the same dtype."""
     found: dict[str, set[DType | None]] = {}
     for name in layout.tensors:
         found.setdefault(kind_of(name), set()).add(changed.get(name) if "." in name else None)
@@ -144,10 +157,10 @@ def kind_of(name: str) -> str:
 
 
 def said_elsewhere(ours: Layout, theirs: Layout) -> set[str]:
-    """Return the entries of states that ours lists the parameters of and has not, which is a finding by itself."""
+    """Return the state entries that are missing for whole parameters: `find_missing_states` reports these."""
     lacking = {name for states in named_states(ours) for name in without_state(states)}
-    there = (found for states in named_states(theirs) for name, found in states.of.items() if name in lacking)
-    return {entry for found in there for entry in found.values()}
+    present = (state for states in named_states(theirs) for name, state in states.of.items() if name in lacking)
+    return {entry for state in present for entry in state.values()}
 
 
 def is_of_rank(layout: Layout, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Find what belongs to single ranks, or to as many as have saved, where another number is to load it."""
+"""Find per-rank state, and formats that only the same number of ranks can load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.words import count
 
 
 def find_ranks(case: LoadTarget) -> Iterator[Finding]:
-    """Yield what another number of ranks cannot load, or what each of them would look for in vain."""
+    """Yield the entries and files that another number of ranks cannot load."""
     wanted = case.world_size
     if wanted is None:
         return
@@ -27,7 +27,7 @@ def find_ranks(case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_files(case: LoadTarget, wanted: int) -> Iterator[Finding]:
-    """Yield the files that are one rank's each, if there are not as many as shall load them."""
+    """Yield the per-rank files, if their number differs from the number of ranks that load them."""
     reader = case.checkpoint.model_component.reader
     ranks = case.layout.world_size or case.checkpoint.world_size
     if ranks is not None and ranks != wanted and reader.is_bound(case.checkpoint.model_component.path):
@@ -48,11 +48,11 @@ def find_files(case: LoadTarget, wanted: int) -> Iterator[Finding]:
 
 
 def states_of_ranks(case: LoadTarget) -> dict[str, dict[str, int]]:
-    """Return the entries that are of single ranks, with these, by the first step of the way to them."""
-    found: dict[str, dict[str, int]] = defaultdict(dict)
+    """Return the rank of each entry of per-rank state, grouped by the first word of the key path."""
+    owners_by_group: dict[str, dict[str, int]] = defaultdict(dict)
     for name in case.layout.names:
         key = case.layout.key(name)
         owner = owner_of_key(key)
         if owner is not None:
-            found[str(key[0])][name] = owner
-    return found
+            owners_by_group[str(key[0])][name] = owner
+    return owners_by_group
