@@ -165,7 +165,7 @@ class Finding:
 
     @property
     def is_certain(self) -> bool:
-        """Return whether the fix is certain to help: it loses nothing, guesses nothing, and the model knows the names."""
+        """Return whether the fix is certain to help: it loses nothing, guesses nothing, and keeps no unknown names."""
         return self.fixed_by is not None and self.code in _CERTAIN and ("names", "keep") not in self.fixed_by.options
 
     @property

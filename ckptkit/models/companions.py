@@ -1,4 +1,4 @@
-"""Companions: the small files that make weights a model (config, tokenizer, chat templates)."""
+"""Companions: the small files that loaders need beside the weights (config, tokenizer, chat templates)."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _CONFIG_LIMIT = 1 << 24  # bytes of a config.json of which little is asked
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """The small files found in `found_in`, by name, as bytes; `config` parsed, None if there is none.
+    """The content of the model files found in `found_in`, by file name, and the parsed `config` (None without one).
 
-    `beside` are the files of a tokenizer that were found elsewhere, by name. `absent` are files with code that
-    config.json names and that do not lie beside it. `modules` are the modules after the transformer that have weights
-    of their own, as in sentence-transformers. `library` is whose config.json it is, if not transformers': then `config`
-    is None, and the file is copied unchanged.
+    `beside` are paths of tokenizer files that were found in another directory, by name. `absent` are code files that
+    config.json names and that are missing beside it. `modules` are the modules after the transformer that have weights
+    of their own, as in sentence-transformers. If config.json belongs to another library than transformers, `library`
+    describes that library; then `config` is None, and the file is copied unchanged.
     """
 
     found_in: Path | None = None
@@ -69,50 +69,50 @@ class Companions:
     library: ConfigOf | None = None
 
     def path_of(self, name: str) -> Path:
-        """Return where one of the files was found."""
+        """Return the path that a file was read from."""
         return self.beside.get(name) or (self.found_in or Path()) / name
 
     def describe(self) -> list[str]:
-        """Return for each directory which files were found in it."""
+        """Return one line for each directory, with the files that were found there."""
         places: dict[Path, list[str]] = {}
         for name in self.files:
             places.setdefault(self.path_of(name).parent, []).append(name)
         return [f"used {', '.join(names)} from {place}" for place, names in places.items()]
 
     def to_files(self) -> dict[str, bytes]:
-        """Return the files as they will be written, by name."""
+        """Return the content of the files to write, by name."""
         return self.files if self.config is None else self.files | {CONFIG: dump_config(self.config)}
 
     @property
     def stem(self) -> str:
-        """Return how the names of the files begin that loaders look for."""
+        """Return the start of the names of weight files that loaders look for, such as "model"."""
         return "model" if self.library is None else self.library.stem
 
 
 def find_companions(checkpoint: Path, base: str | None) -> Companions:
-    """Return the companions in `base`, a directory, URL or Hub id, if given; else in the checkpoint or the run.
+    """Return the companions in `base` (a directory, URL or Hub id) if given, else those of the checkpoint or its run.
 
-    A tokenizer that lies in the checkpoint is among them if there is none beside the config.json.
+    If there is no tokenizer beside config.json, the one in the checkpoint is used.
     """
     if base is not None:
-        found = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache is made of links
-        if found is None:
+        companions = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache is made of links
+        if companions is None:
             raise NotACheckpoint("expected a model's config.json in the base, found none", path=base)
-        return with_tokenizer(found, checkpoint)
+        return with_tokenizer(companions, checkpoint)
     own = checkpoint.absolute() if checkpoint.is_dir() else checkpoint.absolute().parent
-    for place in places_of(checkpoint.absolute()):
-        found = read_companions(spelled_like(checkpoint, place))
-        if found is not None and (found.library is None or place == own):
-            return with_tokenizer(found, checkpoint)
+    for directory in places_of(checkpoint.absolute()):
+        companions = read_companions(spelled_like(checkpoint, directory))
+        if companions is not None and (companions.library is None or directory == own):
+            return with_tokenizer(companions, checkpoint)
     return Companions()
 
 
 def with_tokenizer(found: Companions, checkpoint: Path) -> Companions:
-    """Return companions with the tokenizer in the checkpoint or a trainer's folder there, if they have none."""
+    """Return companions, with the tokenizer in the checkpoint or a trainer's directory in it if they have none."""
     if found.files.keys() & set(TOKENIZERS):
         return found
-    for place in places_of(checkpoint.absolute()):
-        beside = tokenizer_beside(spelled_like(checkpoint, place))
+    for directory in places_of(checkpoint.absolute()):
+        beside = tokenizer_beside(spelled_like(checkpoint, directory))
         if beside.keys() & set(TOKENIZERS):
             files = {
                 name: read_small(path, TOKENIZER_LIMIT) for name, path in beside.items() if name not in found.files
@@ -122,10 +122,11 @@ def with_tokenizer(found: Companions, checkpoint: Path) -> Companions:
 
 
 def places_of(checkpoint: Path) -> Iterator[Path]:
-    """Yield where companions may lie: in the checkpoint, in a trainer's directory in it, and in the run above.
+    """Yield the directories to search: the checkpoint, a trainer's directory inside it, and the run above it.
 
-    A file by itself has only the directory that it lies in. A directory counts as the run above, or as the checkpoint
-    that a directory is a component of, only if names say so. Anything else there may belong to another model.
+    For a single file, only its own directory is searched. A parent counts as the run, or as the checkpoint that
+    contains a component, only if its name or its entries say so: any other directory may contain files of another
+    model.
     """
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
     yield place
@@ -141,7 +142,7 @@ def places_of(checkpoint: Path) -> Iterator[Path]:
 
 
 def is_of_training(folder: Path) -> bool:
-    """Return whether a directory is a run or a checkpoint of a training, by the names in it."""
+    """Return whether a directory is a training run or a checkpoint, by the names in it."""
     try:
         return any(map(has_name_of_training, names_in(folder)))
     except PermissionError:  # one may enter a directory without the right to list it
@@ -149,9 +150,10 @@ def is_of_training(folder: Path) -> bool:
 
 
 def read_companions(place: Path, *, follow_links: bool = False) -> Companions | None:
-    """Return the companions in one directory, None if it has no config.json that can be one of a model.
+    """Return the companions in one directory; None if it has no config.json that can belong to a model.
 
-    Links are followed only in a directory that the user vouches for: a stranger's may lead to any file of ours.
+    Follows links only in a directory that the user named. In an unknown directory a link could point to any private
+    file.
     """
 
     def read(name: str) -> bytes:
@@ -178,25 +180,31 @@ def read_companions(place: Path, *, follow_links: bool = False) -> Companions | 
 
 
 def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
-    """Return the config.json of the model in a checkpoint or in the run above; None if none there can be read."""
-    for place in places_of(checkpoint.absolute()):
+    """Return the config.json of the model in a checkpoint or in the run above.
+
+    None if there is none, or it is unreadable.
+    """
+    for directory in places_of(checkpoint.absolute()):
         try:
-            with translate_os_errors(place):
-                if (place / CONFIG).is_file():
-                    return read_config(place / CONFIG)
+            with translate_os_errors(directory):
+                if (directory / CONFIG).is_file():
+                    return read_config(directory / CONFIG)
         except (Corrupt, IOFailure, Unsafe):
             return None
     return None
 
 
 def read_config(path: Path) -> Mapping[str, Any] | None:
-    """Return what a config.json says, None if it is no object. Raises `Corrupt` if it is no JSON."""
+    """Return the content of a config.json; None if it is not a JSON object.
+
+    Raises `Corrupt` if it is not valid JSON.
+    """
     found = parse_json(read_small(path, _CONFIG_LIMIT), path)
     return found if isinstance(found, dict) else None
 
 
 def templates_in(place: Path, *, follow_links: bool) -> list[str]:
-    """Return the chat templates that transformers puts beside the main one, as names in directory `place`."""
+    """Return the paths, relative to `place`, of the additional chat templates that transformers stores."""
     folder = place / TEMPLATES
     if not folder.is_dir() or (folder.is_symlink() and not follow_links):
         return []
@@ -204,7 +212,7 @@ def templates_in(place: Path, *, follow_links: bool) -> list[str]:
 
 
 def modules_in(place: Path) -> list[str]:
-    """Return the directories of the modules after the transformer, in a model of sentence-transformers; [] in others.
+    """Return the directories of the modules after the transformer, for sentence-transformers models; [] for others.
 
     Source: `save_pretrained` in sentence_transformers/base/model.py.
     """
@@ -224,7 +232,7 @@ def python_in(place: Path) -> list[str]:
 
 
 def code_files(config: Mapping[str, Any]) -> set[str]:
-    """Return the files with a model's own code that `auto_map` in config.json names, which lie beside it.
+    """Return the Python files with a model's own code that `auto_map` in config.json names, expected beside it.
 
     Source: transformers/dynamic_module_utils.py. A class is `module.Class`, or `repository--module.Class` elsewhere.
     """
@@ -235,7 +243,10 @@ def code_files(config: Mapping[str, Any]) -> set[str]:
 
 
 def resolve_base(base: str) -> Path:
-    """Return the directory that `base` names: itself, or a Hub repository's companions, downloaded or cached."""
+    """Return the directory that `base` names.
+
+    For a Hub id, download the companions of the repository, or use the cache.
+    """
     if "://" in base:
         return to_path(base)
     if Path(base).is_dir():
@@ -254,7 +265,7 @@ def resolve_base(base: str) -> Path:
 def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec], dtype: str | None = None) -> dict[str, Any]:
     """Return a config with the dtype that most bytes of the weights have, and architectures without FSDP1's prefix.
 
-    A `dtype` that is given takes its place.
+    If `dtype` is given, it is used instead.
     """
     described = dict(config)
     nbytes: Counter[str] = Counter()
@@ -270,18 +281,18 @@ def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec], dtype: st
 
 
 def dump_config(config: Mapping[str, Any]) -> bytes:
-    """Return a config.json as transformers writes it."""
+    """Return the bytes of a config.json as transformers writes it."""
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes the escape that JSON has for it
 
 
 def tokenizer_beside(checkpoint: Path) -> dict[str, Path]:
-    """Return the files of a tokenizer that lie in a checkpoint, by name; no links, which may lead anywhere."""
+    """Return the paths of the tokenizer files in a checkpoint, by name. Skips links: they could point anywhere."""
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
     names = [name for name in FILES if name not in (CONFIG, "generation_config.json")]
     return {name: place / name for name in names if is_regular(place / name)}
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether a file lies at a path itself, or a link to a blob in the same cache of the Hub."""
+    """Return whether a path is a regular file, or a link to a blob in the same Hub cache."""
     return path.is_file() and not is_strange_link(path)

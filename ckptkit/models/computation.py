@@ -1,7 +1,7 @@
-"""Compare two config.json for everything that changes what a model computes.
+"""Compare two config.json files for every difference that changes what a model computes.
 
-A key that is not known to be harmless counts. A key that only one config has counts as the default of transformers
-where transformers knows the type of model; ckptkit asks it only about configs that differ as they are written.
+Every key counts, except those known to be harmless. A key that only one config has is compared with transformers'
+default, if transformers knows the model type. transformers is imported only if the configs differ as written.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _NAMED = 4  # differences that a message names
 
 
 class ConfigDifference(NamedTuple):
-    """A key of config.json, with dots between the keys of sections, and its two values; None where it is absent.
+    """A key of config.json (dots between nested sections) and its two values; None for an absent value.
 
-    It is not certain where one of the two is absent and nobody knows what the model then computes with.
+    `is_certain` is False if one value is absent and its default is unknown.
     """
 
     key: str
@@ -72,67 +72,69 @@ class ConfigDifference(NamedTuple):
 
 
 def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[ConfigDifference]:
-    """Return what two models compute differently by their config.json, the certain differences first.
+    """Return the differences between two configs that change what the model computes, certain ones first.
 
-    The rope may be in `rope_theta` and `rope_scaling`, or in `rope_parameters`, as transformers writes it since 5.0.
-    Of a model with other towers and a text model alone, the text models are compared.
+    Rotary parameters may be in `rope_theta` and `rope_scaling`, or in `rope_parameters` (transformers 5.0 and later).
+    If only one of the two models is multimodal, its text model is compared.
     """
     one, two = same_part(config, other)
     keys, other_keys = flatten(one), flatten(two)
     labels = [ConfigDifference(_LABELS, labels_of(one), labels_of(two))] if has_other_labels(one, two) else []
-    found = sorted([*compare(keys, other_keys), *open_keys(keys, other_keys)], key=lambda pair: not pair.is_certain)
-    if not found and not may_have_defaults(keys, other_keys):
+    differences = sorted(
+        [*compare(keys, other_keys), *open_keys(keys, other_keys)], key=lambda pair: not pair.is_certain
+    )
+    if not differences and not may_have_defaults(keys, other_keys):
         return labels
     from ckptkit.models.transformers_model import with_defaults  # few configs differ, and the import takes seconds
 
     full, other_full = with_defaults(one), with_defaults(two)
     if full is None or other_full is None:
-        return [*labels, *found]
+        return [*labels, *differences]
     return [*labels, *compare(flatten(full), flatten(other_full), is_full=True)]
 
 
 def has_other_labels(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Return whether two classifiers give other names to their classes; without names of one, nothing is known."""
+    """Return whether two classifiers have different label names; False if either has no names."""
     here, there = labels_of(one), labels_of(two)
     return bool(here and there) and here != there
 
 
 def labels_of(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of a classifier's classes in order; [] for those that transformers makes up, `LABEL_0`."""
+    """Return the label names of a classifier in order; [] for names that transformers generates (`LABEL_0`)."""
     found = config.get(_LABELS)
     pairs = sorted((str(key).zfill(9), str(label)) for key, label in found.items()) if isinstance(found, dict) else ()
     labels = [label for _, label in pairs]
     return [] if all(re.fullmatch(r"LABEL_[0-9]+", label) for label in labels) else labels
 
 
-def find_contradictions(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
-    """Return what a config.json says otherwise than `said`, the few keys of one that a trainer's own file gives.
+def find_contradictions(reported: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
+    """Return the keys in `said` that config.json contradicts. `said` is a partial config from a trainer's own file.
 
-    Of these `POSITIONS` may be "rope" or another word.
+    In `said`, the value of `POSITIONS` is "rope" or another kind of position embedding.
     """
     text = config.get(_TEXT)
     config = text if isinstance(text, Mapping) else config
-    found = contradictions(said, config)
-    if not found:
+    differences = contradictions(reported, config)
+    if not differences:
         return []
     from ckptkit.models.transformers_model import with_defaults  # as in `find_differences`
 
     full = with_defaults(config)
-    return found if full is None else contradictions(said, full)
+    return differences if full is None else contradictions(reported, full)
 
 
 def contradictions(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
-    """Return what a config says otherwise, and the keys among `_BY_PRESENCE` that it lacks."""
+    """Return the keys with other values in a config, and the keys among `_BY_PRESENCE` that it lacks."""
     known = {canonical(key): value for key, value in flatten(said).items() if value is not None}
     there = {canonical(key): value for key, value in flatten(config).items()}
     if rope_of(config).get("rope_theta") is not None:
         there[POSITIONS] = "rope"
-    found = compare(known, {key: value for key, value in there.items() if key in known})
-    return [one for one in found if (one.key in _BY_PRESENCE or one.there is not None) and not is_neutral(one)]
+    differences = compare(known, {key: value for key, value in there.items() if key in known})
+    return [one for one in differences if (one.key in _BY_PRESENCE or one.there is not None) and not is_neutral(one)]
 
 
 def is_neutral(one: ConfigDifference) -> bool:
-    """Return whether a factor is 1 and absent, or a window counts the token itself or does not."""
+    """Return whether a difference has no effect: an absent factor of 1, or a window that differs by one token."""
     if one.there is None:
         return bool(one.here == 1)
     is_window = one.key == "sliding_window" and one.here and isinstance(one.there, int)
@@ -140,19 +142,19 @@ def is_neutral(one: ConfigDifference) -> bool:
 
 
 def describe_differences(found: Sequence[ConfigDifference], there: str) -> str:
-    """Return differences in words: `rope_theta (10000.0, in OTHER 500000.0)` and how many more there are."""
+    """Return the first differences as text, `rope_theta (10000.0, in OTHER 500000.0)`, and the number of others."""
     words = (f"{one.key} ({spell(one.here)}, in {there} {spell(one.there)})" for one in found[:_NAMED])
     return f"{', '.join(words)}{and_more(len(found) - _NAMED)}"
 
 
 def spell(value: Any) -> str:
-    """Return a value of config.json in a message."""
+    """Return a value of config.json as text for a message, at most 60 characters."""
     text = "absent" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def same_part(config: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return two configs, or the text model's of the one that has other towers too."""
+    """Return the two configs to compare: if only one model is multimodal, its text config replaces it."""
 
     def text_of(whole: Mapping[str, Any], wanted: object) -> Mapping[str, Any]:
         text = whole.get(_TEXT)
@@ -163,9 +165,9 @@ def same_part(config: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapp
 
 
 def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = False) -> list[ConfigDifference]:
-    """Return the keys that differ. False, zero and null are the same as an absent key.
+    """Return the keys that differ. False, zero and null equal an absent key.
 
-    Of configs with all defaults (`is_full`), null is a value as any other.
+    If both configs have all defaults (`is_full`), a difference to null is certain.
     """
     found = []
     for key in sorted({*one, *two}):
@@ -183,26 +185,26 @@ def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = F
 
 
 def open_keys(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDifference]:
-    """Return the keys that are false or zero in one config and absent in the other, whose default may be another."""
+    """Return the keys that are false or zero in one config and absent in the other: their default may differ."""
     alone = sorted(key for key in one.keys() ^ two.keys() if not _TOLD.fullmatch(key.rpartition(".")[2]))
     found = (ConfigDifference(key, one.get(key), two.get(key), is_certain=False) for key in alone)
     return [pair for pair in found if pair.here in (False, 0) or pair.there in (False, 0)]
 
 
 def may_have_defaults(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Return whether a key is null in one config and absent in the other, where transformers may have a default."""
+    """Return whether a key is null in one config and absent in the other: transformers may have a default for it."""
     return any(one.get(key, two.get(key)) is None for key in one.keys() ^ two.keys())
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what changes what a model computes, by key; the rope's keys without a section of their own."""
+    """Return the keys of a config that change the computation, flattened; rope parameters are at the top level."""
     is_padded = any(_PADDED.search(str(name)) for name in config.get("architectures") or ())
     found = dict(entries_in(config, ""))
     return found if is_padded else {key: one for key, one in found.items() if key.rpartition(".")[2] != "pad_token_id"}
 
 
 def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that are not harmless with their values, through all sections."""
+    """Yield the keys that change the computation, with their values, from all sections."""
     rope = rope_of(config)
     kind = rope.get("rope_type")
     entries: Iterable[tuple[str, Any]] = ({**config, **widths_of(config), **rope}).items()
@@ -218,7 +220,7 @@ def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, A
 
 
 def widths_of(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of heads that a config leaves open, and that follow from others."""
+    """Return the head width and the number of key heads, if the config leaves them to their defaults."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not (isinstance(hidden, int) and isinstance(heads, int) and heads):
         return {}
@@ -227,35 +229,35 @@ def widths_of(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json, or a section of one, says of rotary positions, in the keys of `rope_parameters`.
+    """Return the rotary parameters in a config.json, or in a section of one, under the keys of `rope_parameters`.
 
-    The length before the rope was scaled is that of the config, else that of the rope, else the longest; the factor of
-    yarn is by default the ratio of the two. Source: `standardize_rope_params` and `_compute_yarn_parameters` in
-    transformers/modeling_rope_utils.py.
+    The length before scaling is taken from the config, else from the rope parameters, else it is the maximum length.
+    The default factor of yarn is the ratio of the two lengths. Source: `standardize_rope_params` and
+    `_compute_yarn_parameters` in transformers/modeling_rope_utils.py.
     """
-    found: dict[str, Any] = {}
+    rope: dict[str, Any] = {}
     for key in _ROPE:
-        found |= config[key] if isinstance(config.get(key), Mapping) else {}
-    kind = found.pop("type", None)  # of files before transformers 4.43; it rewrites `mrope` itself
+        rope |= config[key] if isinstance(config.get(key), Mapping) else {}
+    kind = rope.pop("type", None)  # of files before transformers 4.43; it rewrites `mrope` itself
     if kind not in (None, "mrope"):
-        found.setdefault("rope_type", kind)
+        rope.setdefault("rope_type", kind)
     if config.get("rope_theta") is not None:
-        found["rope_theta"] = config["rope_theta"]
-    if found.get("rope_type") in _BY_ORIGINAL:
+        rope["rope_theta"] = config["rope_theta"]
+    if rope.get("rope_type") in _BY_ORIGINAL:
         length = config.get(_LENGTH)
-        found[_ORIGINAL] = config.get(_ORIGINAL) or found.get(_ORIGINAL) or length
-        if found["rope_type"] == "yarn" and found.get("factor") is None and length and found[_ORIGINAL]:
-            found["factor"] = length / found[_ORIGINAL]
-    return {key: value for key, value in found.items() if value is not None}
+        rope[_ORIGINAL] = config.get(_ORIGINAL) or rope.get(_ORIGINAL) or length
+        if rope["rope_type"] == "yarn" and rope.get("factor") is None and length and rope[_ORIGINAL]:
+            rope["factor"] = length / rope[_ORIGINAL]
+    return {key: value for key, value in rope.items() if value is not None}
 
 
 def plain(key: str, value: Any) -> Any:
-    """Return a value of config.json as JSON has it; a class without FSDP1's prefix."""
+    """Return a value of config.json as JSON would have it; class names without FSDP1's prefix."""
     if key == "architectures" and isinstance(value, list):
         return [str(name).removeprefix("FSDP") for name in value]
     return list(value) if isinstance(value, tuple) else value
 
 
 def canonical(key: str) -> str:
-    """Return the name of a key that all libraries share here."""
+    """Return the common name for a key that libraries name differently."""
     return _CANONICAL.get(key, key)

@@ -1,4 +1,4 @@
-"""Find the largest token id of a tokenizer, in any of its files. Runs no tokenizer."""
+"""Find the largest token id of a tokenizer, in any of its files. Does not run the tokenizer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"
 
 
 def check_tokens(companions: Companions, rows: int) -> list[str]:
-    """Return what there is to say of a vocabulary of so many rows.
+    """Return notes on a vocabulary of `rows` rows.
 
-    Raises `Mismatch` if the tokenizer has a token for which there would be none.
+    Raises `Mismatch` if the tokenizer has a token without a row.
     """
     largest = largest_token(companions.files, companions.config or {})
     if largest is None:
@@ -47,7 +47,7 @@ def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
 
 
 def largest_number(name: str, content: bytes) -> int:
-    """Return an upper bound for the tokens in a file of a tokenizer, -1 for no tokens. Does not parse JSON."""
+    """Return an upper bound for the token ids in a tokenizer's file, -1 if it has none. Does not parse JSON."""
     if not name.endswith(".json"):
         return max(numbers_in(name, content), default=-1)
     if name not in _IN_JSON:
@@ -58,9 +58,9 @@ def largest_number(name: str, content: bytes) -> int:
 
 
 def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Return the largest number of a token, and the file that says it; None if none of the files does.
+    """Return the largest token id and the file that contains it; None if there are no tokenizer files.
 
-    `files` are those beside a model, by name, and `config` its config.json, which has numbers of a few tokens too.
+    `files` are the files beside a model, by name. `config` is its config.json, which contains some special token ids.
     """
     found = [(number, name) for name, content in files.items() for number in numbers_in(name, content)]
     found += [(number, "config.json") for number in special_tokens(config)] if found else []
@@ -68,14 +68,14 @@ def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tupl
 
 
 def special_tokens(config: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the numbers of tokens in a config.json."""
+    """Yield the token ids in a config.json."""
     for key in _IDS:
         value = config.get(key)
         yield from (one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
 
 
 def numbers_in(name: str, content: bytes) -> Iterator[int]:
-    """Yield the largest number of a token in a file of a tokenizer, and maybe others; nothing for other files."""
+    """Yield token ids of a tokenizer's file, the largest among them; nothing for other files."""
     if name == _SENTENCEPIECE:
         count = count_pieces(content) or count_lines(content)
         yield from [count - 1] if count else []
@@ -91,7 +91,7 @@ def numbers_in(name: str, content: bytes) -> Iterator[int]:
 
 
 def numbers_of_json(name: str, parsed: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the numbers of tokens in a file of JSON."""
+    """Yield the token ids in a JSON file."""
     if name == "tokenizer.json":
         model = parsed.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -114,9 +114,9 @@ def is_number(value: object) -> bool:
 
 
 def count_pieces(content: bytes) -> int:
-    """Return how many pieces a model of sentencepiece has, 0 for any other file.
+    """Return the number of pieces in a sentencepiece model, 0 for any other file.
 
-    Source: sentencepiece_model.proto. Every field of it is a message or text, with its length before it.
+    Source: sentencepiece_model.proto. Each of its fields is a message or a string, with its length in front.
     """
     at = count = 0
     while at < len(content):
@@ -130,7 +130,7 @@ def count_pieces(content: bytes) -> int:
 
 
 def read_varint(content: bytes, at: int) -> tuple[int, int]:
-    """Return a number of protobuf's at a place, and where it ends; one beyond all lengths if it does not."""
+    """Return a protobuf varint and the offset after it; a value beyond all lengths if it is truncated."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(content):
@@ -144,7 +144,7 @@ def read_varint(content: bytes, at: int) -> tuple[int, int]:
 
 
 def count_lines(content: bytes) -> int:
-    """Return how many tokens a file of tiktoken has, a line with a number for each; 0 for any other file."""
+    """Return the number of tokens in a tiktoken file (one line with an id per token), 0 for any other file."""
     numbers = [line.rpartition(b" ")[2] for line in content.splitlines()]
     return (
         max((int(one) for one in numbers if one.isdigit()), default=-1) + 1 if all(map(bytes.isdigit, numbers)) else 0
