@@ -36,7 +36,7 @@ RANK = "rank"  # the part of a process that torchrun started
 
 
 class KnownQuantizer(NamedTuple):
-    """A way to quantize: the `module:function` that returns a `Model` quantized as `ConvertOptions` say."""
+    """A quantization method: the `module:function` that returns a `Model` quantized according to `ConvertOptions`."""
 
     quantize: str
 
@@ -56,12 +56,12 @@ _OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """The options of a conversion. `of` makes one of what users give, and checks it.
+    """The options of a conversion. Create them with `of`, which checks them.
 
-    Without `optimizer_keys` an optimizer stays as it is, but for one in a file that becomes shards: it is named where
-    that is certain. `weights` are those of the mean of several checkpoints, one for each, `scales` those by which
-    adapters count that are merged into the first of several; with `only_sharded`, parts of a checkpoint that are the
-    same for any number of ranks stay as they are, if it has others.
+    Without `optimizer_keys`, an optimizer does not change, except in a file that is converted to shards: then it gets
+    names if they are certain. `weights` are the factors of an average, one for each checkpoint. `scales` are the
+    factors of adapters that are merged into the first of several. With `only_sharded`, components that are equal for
+    any number of ranks are copied unchanged, if there are others.
     """
 
     to: str
@@ -178,9 +178,10 @@ class ConvertOptions:
 
     @classmethod
     def of(cls, given: Keywords, **more: Any) -> Self:
-        """Return the options that users have `given`, and `more`: one word for several, lists for tuples.
+        """Return the options that users have `given`, and `more`.
 
-        Raises TypeError for an option that there is not, `Usage` for options that contradict each other or the format.
+        A single string may stand for several, lists for tuples. Raises TypeError for an unknown option, `Usage` for
+        options that contradict each other or the format.
         """
         if unknown := given.keys() - Keywords.__annotations__.keys():
             raise TypeError(f"unknown option `{min(unknown)}`")
@@ -189,7 +190,7 @@ class ConvertOptions:
         return options
 
     def check(self) -> None:
-        """Raise `Usage` for what is not understood, and for options that contradict each other or the format."""
+        """Raise `Usage` for invalid values, and for options that contradict each other or the format."""
         require_least(self)
         if self.to not in (*FORMATS, ADAPTER):
             raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*writable_formats(), ADAPTER))}")
@@ -214,18 +215,18 @@ class ConvertOptions:
 
     @property
     def wanted_names(self) -> str:
-        """Return the family of names that the tensors are to have: the Hub's for a model alone, else their own."""
+        """Return the family of names for the output: the Hub's for a model without training state, else the present names."""
         return self.names or (HUB if self.writer.is_model_only or self.map else KEEP)
 
     @property
     def family(self) -> Family | None:
-        """Return the family of names that the output gets; None for the Hub's, those of a table, or the model's own."""
+        """Return the family of names for the output; None for the Hub's names, a table's, or the model's own."""
         names = self.names or HUB
         return get_family(names) if names in FAMILIES else None
 
     @property
     def changes_names(self) -> bool:
-        """Return whether the model is asked for under a family's names, or with another vocabulary."""
+        """Return whether the model gets a family's names, or another vocabulary."""
         return bool(self.names not in (None, KEEP) or self.map or self.vocab_size)
 
     @property
@@ -235,32 +236,32 @@ class ConvertOptions:
 
     @property
     def wanted_keys(self) -> str | None:
-        """Return whether optimizers are to have names or numbers; None if they stay as they are, or as shards need."""
+        """Return whether optimizers must get names or indices; None if they keep theirs, or the format decides."""
         needs_names = self.optimizer_order is not None and not self.complete_optimizer
         return self.optimizer_keys or (NAMES if needs_names else None)
 
     @property
     def keeps_groups(self) -> bool:
-        """Return whether the groups of an optimizer are copied unchanged, as the torch that saved them reads them."""
+        """Return whether the parameter groups are copied unchanged, in the form of the torch that saved them."""
         return self.to == "dcp" and not (self.rename or self.changes_names or self.wanted_keys)
 
     @property
     def order(self) -> Order | None:
-        """Return the order of the optimizer's parameters that the user says. Raises `Usage` for an unknown one."""
+        """Return the user's order of the optimizer's parameters. Raises `Usage` for an invalid one."""
         return None if self.optimizer_order is None else read_order(self.optimizer_order)
 
     @property
     def table(self) -> Family | None:
-        """Return the table of names that was given, None if none was. Raises `Usage` for one that is not understood."""
+        """Return the user's table of names, None without one. Raises `Usage` for an invalid table."""
         return None if self.map is None else read_table(Path(self.map))
 
     @property
     def edits(self) -> Edits:
-        """Return what is to be changed of names and dtypes."""
+        """Return the changes of names and dtypes."""
         return Edits(self.include, self.exclude, self.rename, self.dtype, self.allow_unmatched)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what all processes that make the same thing have in common."""
+        """Return the options that all processes must share that write one output together."""
         common = [field.name for field in fields(self) if not field.metadata]
         return {name: anywhere(name, getattr(self, name)) for name in common}
 
@@ -275,7 +276,7 @@ CHOICES: dict[str, Collection[str]] = {
 
 
 class Contradiction(NamedTuple):
-    """Options that contradict each other, or the format `{to}`."""
+    """Options that contradict each other or the format, which the message calls `{to}`."""
 
     holds: Callable[[ConvertOptions], object]
     message: str
@@ -422,7 +423,7 @@ CONTRADICTIONS = (
 
 
 class Keywords(TypedDict, total=False):
-    """The options that every function takes that writes a checkpoint; for their meaning see `ConvertOptions`."""
+    """The options of every function that writes a checkpoint. `ConvertOptions` explains them."""
 
     dtype: str | torch.dtype | Sequence[str | torch.dtype]
     quantize: str | None
@@ -455,15 +456,15 @@ class Keywords(TypedDict, total=False):
 
 
 def spell_out(function: Function) -> Function:
-    """Give a function that takes `**options` the signature with each of them, for `help`, notebooks and the docs."""
+    """Give a function that takes `**options` a signature with every option, for `help()`, notebooks and the docs."""
     signature = inspect.signature(function)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    explicit = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     defaults = {field.name: field.default for field in fields(ConvertOptions)}
-    each = [
+    options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=written(hint))
         for name, hint in Keywords.__annotations__.items()
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *each])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*explicit, *options])  # type: ignore[attr-defined]
     return function
 
 
@@ -475,7 +476,7 @@ _SEVERAL = ("include", "exclude", "from_base", "exclude_quantize", "rename", "we
 
 
 def normalize(name: str, value: Any) -> Any:
-    """Return an option as `ConvertOptions` holds it."""
+    """Return an option in the form that `ConvertOptions` stores."""
     if name == "dtype":
         rules = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
         return tuple(map(str, rules))
@@ -487,7 +488,7 @@ def normalize(name: str, value: Any) -> Any:
 
 
 def anywhere(name: str, value: Any) -> Any:
-    """Return an option with its paths as processes with other working directories need them."""
+    """Return an option with absolute paths, for processes with other working directories."""
     if name == "dtype":
         return tuple(map(like_anywhere, value))
     if name in ("map", "adapter_config", "optimizer_order") and value not in (None, OF_MODEL):
@@ -503,7 +504,7 @@ def like_anywhere(rule: str) -> str:
 
 
 def require_least(options: ConvertOptions) -> None:
-    """Raise `Usage` for a number that is less than 1."""
+    """Raise `Usage` for a number below its minimum."""
     for name, setting in settings_of(ConvertOptions).items():
         value = getattr(options, name)
         if setting.least is not None and value is not None and value < setting.least:

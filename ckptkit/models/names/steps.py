@@ -234,7 +234,7 @@ class Cropped:
 
 @dataclass(frozen=True, slots=True)
 class FlatFront:
-    """A tensor with one first axis in the family and two on the Hub: the items that a symbol counts, and their rows."""
+    """A tensor with one axis in the family and two on the Hub: the items that a symbol counts, and their rows."""
 
     symbol: str
 

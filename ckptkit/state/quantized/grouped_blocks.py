@@ -1,8 +1,8 @@
-"""Compute weights of few bits, whole groups of neighbors at a time: numbers in a stream of bits, times scales.
+"""Compute low-bit weights in groups of neighbors: unpack numbers from a bit stream, then apply scales.
 
-A row of a weight is cut into groups. Further tensors have an element for each group: a scale, a zero point, a bias. A
-part of a recipe applies one of them. All is computed in float32; products that a library rounds to another dtype are
-rounded to it.
+Rows of a weight are divided into groups. Further tensors have one element per group: a scale, a zero point, a bias.
+Each `GroupStep` of a recipe applies one of them. All is computed in float32; products are rounded to another dtype
+where the quantizing library does so.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ FOUR_BITS = SMALL_FLOATS["float4_e2m1fn_x2"].numbers
 
 
 class GroupStep(Protocol):
-    """What is done to the numbers of groups, with tensors that have an element for each group.
+    """A step that changes the numbers of groups, with tensors that have one element per group.
 
-    The region of an operand is given a box of groups: the rows of the weight, and groups in place of its columns.
+    The region of an operand receives a box of groups: rows of the weight, and group indices instead of columns.
     """
 
     @property
     def operands(self) -> Sequence[Operand]:
-        """Return the tensors that it reads."""
+        """Return the tensors that the step reads."""
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
-        """Change the numbers of groups in place; their last axis is that of a group's numbers.
+        """Change the numbers of groups in place; the last axis runs over the numbers of a group.
 
-        Returns whether there is something to note. Raises `Corrupt` for elements that there cannot be.
+        Returns whether there is something to report. Raises `Corrupt` for invalid elements.
         """
 
 
 class Codes(NamedTuple):
-    """Numbers of so many `bits`, one after another from the lowest bit on, and the number that each pattern is."""
+    """Numbers of `bits` bits each, packed from the lowest bit on, and the value of each bit pattern."""
 
     bits: int
     numbers: tuple[float, ...]
 
     def unpack(self, raw: Array) -> Array:
-        """Return the numbers that rows of bytes hold, as float32."""
+        """Return the numbers in rows of bytes, as float32."""
         if self.bits == 8:
             return table(self.numbers).take(raw)
         if self.bits == 4:
@@ -70,8 +70,8 @@ class Codes(NamedTuple):
 class GroupedRecipe:
     """The recipe of a weight whose rows are groups of `group` numbers, stored as `codes` in the first operand.
 
-    `parts` are applied in their order; a product of theirs is rounded to the dtype `rounds_to` before the one that is
-    asked for. Groups divide the rows of `shape`.
+    `parts` are applied in order. The product is rounded to `rounds_to` before it is cast to the requested dtype. The
+    group size must divide the rows of `shape`.
     """
 
     def __init__(
@@ -99,25 +99,25 @@ class GroupedRecipe:
         return operand._replace(region=lambda box: operand.region(self._groups(box)))
 
     def _columns(self, box: Box) -> tuple[int, int]:
-        """Return the columns that are computed for a box: whole groups, in whole elements."""
+        """Return the range of columns to compute for a box: whole groups, in whole stored elements."""
         low = box.start[-1] // self._step * self._step
         high = -(-box.stop[-1] // self._step) * self._step
         return low, min(high, self._shape[-1])
 
     def _stored(self, box: Box) -> Box:
-        """Return the elements that hold the columns of a box."""
+        """Return the box of stored elements that contain the columns of a box."""
         low, high = self._columns(box)
         start, stop = low * self._codes.bits // self._bits, -(-high * self._codes.bits // self._bits)
         return Box((*box.start[:-1], start), (*box.size[:-1], stop - start))
 
     def _groups(self, box: Box) -> Box:
-        """Return the groups that hold the columns of a box."""
+        """Return the box of groups that contain the columns of a box."""
         low, high = self._columns(box)
         start, stop = low // self._group, -(-high // self._group)
         return Box((*box.start[:-1], start), (*box.size[:-1], stop - start))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the elements of a box as `dtype`, and whether a part has something to note."""
+        """Return the elements of a box as `dtype`, and whether a step has something to report."""
         low, high = self._columns(box)
         raw = np.frombuffer(blocks[0], np.uint8).reshape(*box.size[:-1], -1)
         rows = self._padded(raw)
@@ -136,16 +136,16 @@ class GroupedRecipe:
         return as_stored(values[..., first : first + box.size[-1]], FLOAT32, dtype), has_remark
 
     def _padded(self, raw: Array) -> Array:
-        """Return rows of bytes that end with a whole run of eight numbers."""
+        """Return rows of bytes padded to a multiple of eight numbers, which `Codes.unpack` needs."""
         lacking = -raw.shape[-1] % self._codes.bits if self._codes.bits not in (4, 8) else 0
         return np.pad(raw, [(0, 0)] * (raw.ndim - 1) + [(0, lacking)]) if lacking else raw
 
 
 class Factors:
-    """Multiply the numbers of each group with its scale, of which none is negative.
+    """Multiply the numbers of each group with its scale, which must not be negative.
 
-    `largest` is the magnitude of the largest number. A scale of 0 is an error if the numbers are not 0, unless it
-    `may_vanish`: rounded to few bits, a small scale is 0.
+    `largest` is the magnitude of the largest number. A scale of 0 is an error if the numbers are not 0, unless
+    `may_vanish`: a small scale that is rounded to few bits may become 0.
     """
 
     def __init__(self, scales: Operand, shape: Shape, largest: float, *, may_vanish: bool = False) -> None:
@@ -153,7 +153,7 @@ class Factors:
         self._name, self._largest, self._may_vanish = scales.name, largest, may_vanish
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
-        """Multiply. Raises `Corrupt` for scales that are none."""
+        """Multiply. Raises `Corrupt` for invalid scales."""
         factors = self._factors(blocks)
         check_factors(factors, self._name, self._largest)
         spread = spread_over(factors, groups)
@@ -167,7 +167,7 @@ class Factors:
 
 
 class TwoLevels(Factors):
-    """Multiply the numbers of each group with its scale times, or divided by, one number for the whole weight."""
+    """Multiply the numbers of each group with its scale, times (or divided by) one scale for the whole weight."""
 
     def __init__(self, scales: Operand, whole_scale: Operand, shapes: tuple[Shape, Shape], *, divides: bool) -> None:
         super().__init__(scales, shapes[0], max(FOUR_BITS), may_vanish=True)
@@ -185,9 +185,9 @@ class TwoLevels(Factors):
 
 
 class ZeroPoints:
-    """Subtract the zero point of each group: an integer for each, or packed in words as the codes of `bits` bits are.
+    """Subtract the zero point of each group: one int8 each, or packed in 32-bit words with `bits` bits each.
 
-    Words hold the zero points of so many rows, one below another.
+    A word contains the zero points of consecutive rows.
     """
 
     def __init__(self, zeros: Operand, shape: Shape, bits: int | None = None) -> None:
@@ -207,12 +207,12 @@ class ZeroPoints:
         if not self._words:
             values -= spread_over(np.frombuffer(blocks[0], np.int8).astype(np.float32), groups)
             return False
-        there = self._words_of(groups)
-        words = np.frombuffer(blocks[0], np.uint32).reshape(*there.size[:-1], 1, there.size[-1])
+        word_box = self._words_of(groups)
+        words = np.frombuffer(blocks[0], np.uint32).reshape(*word_box.size[:-1], 1, word_box.size[-1])
         shifts = np.arange(self._words, dtype=np.uint32)[:, None] * np.uint32(self._bits)
         zeros = ((words >> shifts) & np.uint32((1 << self._bits) - 1)).astype(np.float32)
-        zeros = zeros.reshape(*there.size[:-2], -1, there.size[-1]) - np.float32(1 << (self._bits - 1))
-        first = groups.start[-2] - there.start[-2] * self._words
+        zeros = zeros.reshape(*word_box.size[:-2], -1, word_box.size[-1]) - np.float32(1 << (self._bits - 1))
+        first = groups.start[-2] - word_box.start[-2] * self._words
         values -= zeros[..., first : first + groups.size[-2], :, None]
         return False
 
@@ -225,7 +225,7 @@ class Affine:
         self._rounds_to = stored_as
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
-        """Multiply and add. Raises `Corrupt` for scales and biases that are no numbers. A scale may be negative."""
+        """Multiply and add. Raises `Corrupt` for scales and biases that are not finite. A scale may be negative."""
         scales, biases = (np.frombuffer(block, np.float32) for block in blocks)
         for operand, found in zip(self.operands, (scales, biases), strict=True):
             if not np.isfinite(found).all():
@@ -240,7 +240,7 @@ class Affine:
 
 
 class DeclaredShape:
-    """Compare the shape that a tensor says a weight has with the one that it was found to have."""
+    """Compare the shape of a weight that a tensor declares with the shape that was found."""
 
     def __init__(self, declared: Operand, shape: Shape) -> None:
         self.operands = (declared._replace(region=lambda _: whole((len(shape),))),)
@@ -257,9 +257,9 @@ class DeclaredShape:
 
 @dataclass(frozen=True, slots=True)
 class Requantized:
-    """Whether integers of so many bits would be the same if their weights were quantized again.
+    """The verdict whether integers of `bits` bits would be the same if their weights were quantized again.
 
-    The scale of a group is then its maximum, divided by the largest integer.
+    A new quantization would use the maximum of each group, divided by the largest integer, as scale.
     """
 
     bits: int
@@ -269,7 +269,7 @@ class Requantized:
         return (1 << (self.bits - 1)) - 1
 
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
-        """Return for how many weights it is so; `noted` are the others."""
+        """Return a sentence on how many weights would be the same; those in `noted` would not."""
         others = [name for name in judged if name in noted]
         again = f"if you quantize them to int{self.bits} again, with scales of maximum / {self.largest}"
         if not others:
@@ -279,9 +279,9 @@ class Requantized:
 
 
 class Extremes:
-    """Note a group whose integers would be others if its weights were quantized again.
+    """Report groups whose integers would change if their weights were quantized again.
 
-    That is a group without an integer of the largest magnitude, or with a larger one, unless all of them are 0.
+    These are groups that have no integer of the largest magnitude, or a larger one, unless all are 0.
     """
 
     operands: Sequence[Operand] = ()
@@ -290,13 +290,16 @@ class Extremes:
         self.verdict = Requantized(bits)
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:  # noqa: ARG002
-        """Return whether there is one."""
+        """Return whether there is such a group."""
         peaks = peaks_of(values)
         return bool(((peaks != self.verdict.largest) & (peaks != 0)).any())
 
 
 def peaks_of(values: Array) -> Array:
-    """Return the largest magnitude in each group: neighbors are compared, which takes a sixth of numpy's time."""
+    """Return the largest magnitude in each group.
+
+    Halves pairs of neighbors, which takes a sixth of the time of `max(-1)`.
+    """
     found, size = np.abs(values).reshape(-1), values.shape[-1]
     while size % 2 == 0:
         found, size = np.maximum(found[::2], found[1::2]), size // 2
@@ -305,22 +308,21 @@ def peaks_of(values: Array) -> Array:
 
 
 def of_each_group(operand: Operand, shape: Shape) -> Operand:
-    """Return a tensor that has an element for each group, or a single one for all of them."""
+    """Return an operand with one element per group, or a single element for all groups."""
     return operand._replace(region=(lambda _: whole(shape)) if prod(shape) == 1 else the_same)
 
 
 def the_same(groups: Box) -> Box:
-    """Return the box of groups itself."""
     return groups
 
 
-def spread_over(found: Array, groups: Box) -> Array:
-    """Return what groups have with an axis for their numbers."""
-    return found if found.size == 1 else found.reshape(*groups.size, 1)
+def spread_over(values: Array, groups: Box) -> Array:
+    """Return values of groups with an extra axis for broadcasting over their numbers."""
+    return values if values.size == 1 else values.reshape(*groups.size, 1)
 
 
 def round_to(dtype: DType, values: Array) -> None:
-    """Round float32 to another dtype, and put the rounded numbers in place."""
+    """Round float32 values to another dtype, in place."""
     flat = values.reshape(-1)
     rounded = np.empty(flat.size, f"u{dtype.itemsize}")
     cast(flat, FLOAT32, dtype, rounded)
@@ -334,7 +336,7 @@ def table(numbers: tuple[float, ...]) -> Array:
 
 @cache
 def pairs(numbers: tuple[float, ...]) -> Array:
-    """Return the two numbers that each byte is, the low half first, as one of 8 bytes."""
+    """Return a lookup table for bytes: the two 4-bit numbers of each, low half first, as one element of 8 bytes."""
     both = np.arange(256)
     halves = np.stack([table(numbers)[both & 15], table(numbers)[both >> 4]], axis=1)
     return np.ascontiguousarray(halves).view(np.uint64).reshape(-1)
