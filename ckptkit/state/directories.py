@@ -75,7 +75,7 @@ def contains(outer: Path, inner: Path) -> bool:
 
 
 def check_beside_parts(source: Checkpoint, dst: Path) -> None:
-    """Raise `Unsafe` if a result directly in a checkpoint's directory would be read as a component of the checkpoint."""
+    """Raise `Unsafe` if a result directly in a checkpoint's directory would be read as a component of it."""
     if not source.is_direct or dst.name == TRAINING:
         raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
 
@@ -101,11 +101,11 @@ def entry_at(root: Path, dst: Path) -> Path | None:
 
 
 def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], list[str]]:
-    """Return the regular files to copy from a checkpoint directory, by relative path, and the paths of all other entries.
+    """Return the regular files to copy from a checkpoint directory, by relative path, and the paths to skip.
 
     Skips files and directories in `taken`. Skips manifests and the markers of a finished save: they are valid only for
     the save that they describe. Hidden files are included only if a trainer needs them, or if their directory is copied
-    whole.
+    whole. The returned paths to skip are entries that are not regular files.
     """
     regular: dict[str, Path] = {}
     skipped: list[str] = []

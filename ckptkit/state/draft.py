@@ -38,7 +38,7 @@ DAMAGED = "damaged"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """The files to write for one component of a checkpoint, or for the same component of several, with their byte ranges.
+    """The files to write for one component of a checkpoint, or for the same component of several checkpoints.
 
     If several processes share the work, each locates the byte ranges of its own share later. The files go into the
     directory `place` of the output ("" is the output itself). `read` are the source files. `made_of` is the manifest's

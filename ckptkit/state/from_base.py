@@ -94,7 +94,10 @@ def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> li
 
 
 def with_partners(chosen: Sequence[str], quantized: Quantized | None) -> list[str]:
-    """Return the chosen tensors, with all tensors of each quantized weight: numbers are useless without their scales."""
+    """Return the chosen tensors, with all tensors of each quantized weight.
+
+    Numbers are useless without their scales.
+    """
     groups = [(weight, *packed.beside) for weight, packed in quantized.weights.items()] if quantized else []
     group_of = {name: group for group in groups for name in group}
     return list(dict.fromkeys(one for name in chosen for one in group_of.get(name, (name,))))

@@ -109,7 +109,10 @@ def note_remainders(model: Model) -> Model:
 
 
 def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
-    """Raise `Unsupported` for a cast of weights whose remainders the optimizer keeps: remainders complete bfloat16 only."""
+    """Raise `Unsupported` for a cast of weights whose remainders the optimizer keeps.
+
+    Remainders complete bfloat16 weights to fp32 and are useless with another dtype.
+    """
     weights = find_weights(checkpoint.layout).layout
     tensors = checkpoint.layout.tensors
     kept = {

@@ -78,11 +78,12 @@ Pair = tuple[Compared, Compared]
 
 
 def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> tuple[list[Pair], list[str]]:
-    """Return the pairs of components to compare: all if both checkpoints have the same components, else those of the model.
+    """Return the pairs of components to compare.
 
-    Files beside a model are compared with it if the other checkpoint has everything in one component. `order` is the
-    user's order of the parameters, for an optimizer with parameter indices. Also returns remarks on components that are
-    not compared. Raises `Mismatch` or `Unsupported` if the order does not fit.
+    These are all components if both checkpoints have the same ones, else those of the model. Files beside a model are
+    compared with it if the other checkpoint has everything in one component. `order` is the user's order of the
+    parameters, for an optimizer with parameter indices. Also returns remarks on components that are not compared.
+    Raises `Mismatch` or `Unsupported` if the order does not fit.
     """
     ours, theirs = ({part.place: part for part in checkpoint.components} for checkpoint in (one, two))
     if len(ours) > 1 and ours.keys() == theirs.keys():
@@ -260,7 +261,7 @@ def own_keys(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
 
 
 def cleaner(weights: Weights) -> NewName:
-    """Return the function that maps a parameter name outside the model, such as in the optimizer, to the model's own name."""
+    """Return the function that maps the name of a parameter in the optimizer to the model's own name."""
 
     def clean(name: str) -> str:
         return own_name(name, weights.came_from)

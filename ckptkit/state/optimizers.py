@@ -1,4 +1,4 @@
-"""Decide whether an optimizer is written with parameter names or indices, find the names, and complete missing states."""
+"""Optimizer keys and states: choose names or indices for the parameters, find the names, complete missing states."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class ConvertOptions:
 
     @property
     def wanted_names(self) -> str:
-        """Return the family of names for the output: the Hub's for a model without training state, else the present names."""
+        """Return the family of names for the output: the Hub's for model formats, else the present names."""
         return self.names or (HUB if self.writer.is_model_only or self.map else KEEP)
 
     @property

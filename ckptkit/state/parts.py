@@ -36,7 +36,7 @@ from ckptkit.trainers import say_opaque
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The components of a checkpoint that are written as one: a directory or file, and the files beside it that belong to it.
+    """The components of a checkpoint that are written as one: a directory or file, and the files that belong to it.
 
     `restored` are the tied tensors (the head) that the source left out and that were added again.
     """
@@ -136,7 +136,7 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
 
 
 def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[Piece], Completed]:
-    """Return the pieces of a checkpoint, with the parameter groups and states that the output's optimizers will have."""
+    """Return the pieces of a checkpoint, with the parameter groups and states of the output's optimizers."""
     pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
     layouts = [piece.layout if options.keeps_groups else split_groups(piece.layout) for piece in pieces]
     remarks: list[str] = []
@@ -163,7 +163,7 @@ def check_edits(chosen: Sequence[Layout], options: ConvertOptions, path: Path, *
 
 
 def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: ConvertOptions) -> Iterator[str]:
-    """Yield a remark on each file beside the model that is copied unchanged and contains names that `--rename` would change."""
+    """Yield a remark on each file beside the model that is copied with names that `--rename` would change."""
     written = [part for piece in pieces for part in piece.parts]
     for part in checkpoint.components:
         if part.under is not None and part not in written:
@@ -270,7 +270,7 @@ def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions
 
 
 def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layout], world_size: int) -> Conversion:
-    """Return the conversion with the other files in directory `root` to copy, and notes on files that are not copied."""
+    """Return the conversion with the other files in directory `root` to copy, and notes on the files to skip."""
     taken = frozenset(file for layout in layouts for file in own_files(layout))
     result = entry_at(root, conversion.output)
     other_files, irregular = files_beside(root, taken | ({result} if result else set()))
@@ -294,7 +294,10 @@ def with_config_of(conversion: Conversion, rows: int) -> Conversion:
 
 
 def without_copy(conversion: Conversion, root: Path) -> Conversion:
-    """Return the conversion without a second copy of the model beside the components: loaders would read only that copy."""
+    """Return the conversion without a second copy of the model beside the components.
+
+    Loaders would read only that copy.
+    """
     reader = detect_format(root)
     copies = sorted(name for name in conversion.copied_files if reader and reader.owns(name))
     if not copies:

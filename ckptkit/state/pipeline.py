@@ -181,7 +181,10 @@ def require_all_done(conversion: Conversion, work: Path, count: int) -> None:
 
 
 def require_whole(conversion: Conversion, room: Path) -> None:
-    """Raise `Corrupt` if a file that the shares have filled is missing or truncated: the journals still count its bytes."""
+    """Raise `Corrupt` if a file that the shares have filled is missing or truncated.
+
+    The journals still count the bytes of that file as written.
+    """
     for draft in conversion.drafts:
         for file in draft.files:
             path = room / draft.place / file.name

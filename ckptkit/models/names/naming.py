@@ -112,12 +112,12 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
         *remarks(weights.layout, change, translated, asked.config, vocabulary),
         *contradictions(layout, change, asked),
     ]
-    old_entries = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
-    if old_entries:
+    dropped_entries = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
+    if dropped_entries:
         notes.append(
-            f"dropped {count(len(old_entries), 'entry')} under old names of layers, such as `{min(old_entries)}`"
+            f"dropped {count(len(dropped_entries), 'entry')} under old names of layers, such as `{min(dropped_entries)}`"
         )
-    return edits.select(named, lambda name: name not in old_entries), notes
+    return edits.select(named, lambda name: name not in dropped_entries), notes
 
 
 def is_dropped(family: Family | None, key: KeyPath) -> bool:

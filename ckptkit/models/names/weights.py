@@ -169,7 +169,7 @@ def has_weights(layout: Layout) -> bool:
 
 
 def may_have_weights(layout: Layout) -> bool:
-    """Return whether any tensor may belong to a model: it has axes, and is not training or generator state."""
+    """Return whether any tensor may belong to a model: it has axes and is no training or generator state."""
     training = training_state(layout, ())
     keys = (layout.key(name) for name, tensor in layout.tensors.items() if tensor.spec.shape)
     return any(key[0] not in training and not is_generator(key) for key in keys)

@@ -190,7 +190,7 @@ def check_together(quantized: Quantized | None, model: Model, asked: Edits) -> N
 
 
 def check_casts(model: Model, options: ConvertOptions) -> Model:
-    """Refuse casts that separate quantized weights from their scales, and add a note on 8-bit weights that do not change.
+    """Refuse casts that separate quantized weights from their scales, and add a note on unchanged 8-bit weights.
 
     Raises `Unsupported` or `Usage` if scales or packed numbers would be rounded on their own.
     """

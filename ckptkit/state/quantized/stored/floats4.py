@@ -33,16 +33,16 @@ _NVFP4, _MXFP4 = 16, 32  # numbers with one scale
 
 
 class Level(NamedTuple):
-    """A number for a whole weight, by which its scales are multiplied or divided."""
+    """A scale for a whole weight, by which the scales of its groups are multiplied or divided."""
 
     name: str
     divides: bool
 
 
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
-    """Yield the weights that are floats of 4 bits and have scales.
+    """Yield the weights that are 4-bit floats and have scales.
 
-    Raises `Mismatch` for tensors beside them of other shapes than they need.
+    Raises `Mismatch` for related tensors with a wrong shape.
     """
     for name, spec in specs.items():
         if spec.dtype.name not in _BYTES or len(spec.shape) < 2:
@@ -58,13 +58,13 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
 
 
 def level_of(stem: str, specs: Mapping[str, Spec]) -> Level | None:
-    """Return the number for a whole weight; None without one."""
+    """Return the scale for the whole weight; None without one."""
     levels = (Level(stem + _GLOBAL, divides=True), Level(stem + _SECOND, divides=False))
     return next((level for level in levels if level.name in specs), None)
 
 
 def packed(specs: Specs, name: str, scale: str, level: Level | None) -> Packed:
-    """Return the weight that floats of 4 bits stand for. Raises `Mismatch` for scales of another dtype or shape."""
+    """Return the weight that 4-bit floats encode. Raises `Mismatch` for scales with a wrong dtype or shape."""
     stored, scales = specs[name], specs[scale]
     group = _MXFP4 if level is None else _NVFP4
     fits = is_exponent(scales) if level is None else scales.dtype.name == "float8_e4m3fn"
@@ -78,15 +78,15 @@ def packed(specs: Specs, name: str, scale: str, level: Level | None) -> Packed:
     require_shape(specs, scale, (*shape[:-1], columns // group), f"a scale for {group} numbers,")
     if level is None:
         return Packed("mxfp4", shape, (scale,), (1, group), one_level(shape, scales.shape))
-    found = specs[level.name]
-    if prod(found.shape) != 1 or found.dtype.kind != "float":
-        raise mismatch(level.name, "one number for the whole weight", found)
-    make = two_levels(shape, (scales.shape, found.shape), divides=level.divides)
+    level_spec = specs[level.name]
+    if prod(level_spec.shape) != 1 or level_spec.dtype.kind != "float":
+        raise mismatch(level.name, "one number for the whole weight", level_spec)
+    make = two_levels(shape, (scales.shape, level_spec.shape), divides=level.divides)
     return Packed("nvfp4", shape, (scale, level.name), (1, group), make)
 
 
 def one_level(shape: Shape, of_scales: Shape) -> Callable[[Sequence[Operand]], Recipe]:
-    """Return what makes the recipe of a weight whose scales are powers of 2."""
+    """Return the function that makes the recipe of a weight whose scales are powers of 2."""
 
     def make(operands: Sequence[Operand]) -> Recipe:
         from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which no copy needs
@@ -99,7 +99,7 @@ def one_level(shape: Shape, of_scales: Shape) -> Callable[[Sequence[Operand]], R
 
 
 def two_levels(shape: Shape, of_scales: tuple[Shape, Shape], *, divides: bool) -> Callable[[Sequence[Operand]], Recipe]:
-    """Return what makes the recipe of a weight with scales for groups and one for all of it."""
+    """Return the function that makes the recipe of a weight with scales for its groups and one scale for all of it."""
 
     def make(operands: Sequence[Operand]) -> Recipe:
         from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which no copy needs

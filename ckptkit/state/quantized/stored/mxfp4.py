@@ -1,6 +1,6 @@
 """Find gpt-oss's MXFP4: `X_blocks`, uint8 `[E, R, G, 16]` with 32 numbers in 16 bytes, and `X_scales`, `[E, R, G]`.
 
-They stand for a weight `[E, G*32, R]`. Source: transformers/integrations/mxfp4.py.
+They encode a weight `[E, G*32, R]`. Source: transformers/integrations/mxfp4.py.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _MOST_AT_HAND = 1 << 28  # bytes of one expert, where a block needs all of it
 
 
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:  # noqa: ARG001
-    """Yield the weights that are blocks of 32 numbers. Raises `Mismatch` for shapes that they cannot have."""
+    """Yield the weights that are blocks of 32 numbers. Raises `Mismatch` for shapes that do not match."""
     for name, blocks in specs.items():
         scale = f"{name.removesuffix(BLOCKS)}{_SCALES}"
         if not name.endswith(BLOCKS) or blocks.dtype.name != "uint8" or scale not in specs:
             continue
         scales = specs[scale]
-        is_sound = len(blocks.shape) == 4 and blocks.shape[-1] == _PACK and blocks.shape[:-1] == scales.shape
-        if not is_sound or scales.dtype.name != "uint8":
+        has_matching_shapes = len(blocks.shape) == 4 and blocks.shape[-1] == _PACK and blocks.shape[:-1] == scales.shape
+        if not has_matching_shapes or scales.dtype.name != "uint8":
             raise Mismatch(f"blocks {blocks} do not match scales {scales}", tensor=name)
         experts, rows, groups, _ = blocks.shape
         shape = (experts, 2 * _PACK * groups, rows)
@@ -34,7 +34,7 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
 
 
 def recipe(shape: Shape, operands: Sequence[Operand]) -> Recipe:
-    """Return the recipe of a weight. Raises `Unsupported` for experts of which one would not be held in memory."""
+    """Return the recipe of a weight. Raises `Unsupported` if one expert needs too much memory."""
     from ckptkit.state.quantized.plain_blocks import Transposed4  # imports numpy, which no copy needs
 
     _, columns, rows = shape
