@@ -128,9 +128,9 @@ class KeyMismatch:
 
     missing: Shapes
     extra: Shapes
-    tied: Shapes  # that the model has in memory, and that need not be there
-    needed: int  # how many, in all
-    rows: int | None  # of the model's vocabulary
+    tied: Shapes  # tied tensors of the model, which the checkpoint may omit
+    needed: int  # number of tensors that the model needs
+    rows: int | None  # size of the model's vocabulary
 
     @classmethod
     def of(cls, shapes: Shapes, form: Form, model: TargetModel) -> KeyMismatch:
@@ -195,7 +195,10 @@ class TargetModel:
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any], specs: Mapping[str, Spec], *, asked: bool = True) -> TargetModel:
-        """Return the model that a config describes. `specs` are those of its weights, {} without weights."""
+        """Return the model that a config describes.
+
+        `specs` are the dtypes and shapes of its weights, {} without weights.
+        """
         by_weights = Form({name: spec.shape for name, spec in specs.items()}) if specs else None
         try:
             forms = forms_for(config, lambda: frozenset(specs) or None) if config else ()

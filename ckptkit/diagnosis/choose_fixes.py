@@ -32,17 +32,17 @@ def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> Trial:
     try:
         if "salvage" in options:
             return judge_salvage(dry_run_salvage(fix, checkpoint))
-        if is_run_here(fix) and not is_remote(checkpoint.path):
+        if writes_checkpoint(fix) and not is_remote(checkpoint.path):
             output = options.get("fix", fix.paths[-1])
             run_fix(fix, checkpoint, str(output), dry_run=True, overwrite=True)
     except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage) as error:
         return Trial(error)
-    except (IOFailure, Occupied):  # another disk or another destination helps
+    except (IOFailure, Occupied):  # not the command's fault: another disk or destination helps
         pass
     return Trial()
 
 
-def is_run_here(fix: Fix) -> bool:
+def writes_checkpoint(fix: Fix) -> bool:
     """Return whether a command writes another checkpoint."""
     return fix.verb in _MAKERS or "fix" in dict(fix.options)
 
@@ -83,7 +83,7 @@ def judge_salvage(account: Account) -> Trial:
     return Trial(remark=", ".join(words) if weights.filled or weights.lost else "")
 
 
-_ALONE = frozenset(["include", "salvage"])  # look at what these make before you do more to it
+_NEVER_JOINED = frozenset(["include", "salvage"])  # users should check the output of these before other changes
 _RESHARD, _CONVERT, _EXPORT = "reshard", "convert", "consolidate"
 
 
@@ -108,7 +108,7 @@ class ChosenFixes:
 def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: DryRun) -> ChosenFixes:
     """Return the findings, grouped, with the fewest commands that fix them and that pass `dry_run`."""
     findings_grouped = group(findings)
-    if any(finding.code == "other_model" for finding in findings_grouped):  # no command makes the model that is wanted
+    if any(finding.code == "other_model" for finding in findings_grouped):  # no command can create the requested model
         return ChosenFixes(tuple(replace(finding, fixed_by=None) for finding in findings_grouped))
     suggested = list(dict.fromkeys(finding.fixed_by for finding in findings_grouped if finding.fixed_by))
     joint = join_all(suggested, is_sharded=checkpoint.model_component.reader.name == SHARDS)
@@ -184,7 +184,7 @@ def join_all(fixes: Collection[Fix], *, is_sharded: bool) -> dict[Fix, Fix]:
             equivalent[fix] = as_shards(fix)
     alike: dict[tuple[object, ...], list[Fix]] = {}
     for fix, same in equivalent.items():
-        if not _ALONE & dict(fix.options).keys():
+        if not _NEVER_JOINED & dict(fix.options).keys():
             alike.setdefault((same.verb, *fix.paths), []).append(fix)
     joined = dict(equivalent)
     for members in alike.values():

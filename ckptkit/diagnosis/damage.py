@@ -56,7 +56,7 @@ def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None
 
     A salvage does not restore a lost config.json or tokenizer: for those the fix copies them from `model`, if given.
     """
-    complete = find_whole(checkpoint) if damage else None
+    complete = find_complete_checkpoint(checkpoint) if damage else None
     fix = rewrite(checkpoint, salvage=True, fill_from=complete) if damage else None
     copy = export(checkpoint, base=str(model)) if damage and model is not None else None
     other = f"; {complete.name} beside it is complete" if complete else ""
@@ -78,7 +78,7 @@ def is_owned(checkpoint: Checkpoint, name: str) -> bool:
     return any(part.reader.owns(name) for part in checkpoint.components)
 
 
-def find_whole(checkpoint: Checkpoint) -> Path | None:
+def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
     """Return the latest other checkpoint of the run that is complete.
 
     None if there is none, or the name has no step.

@@ -96,7 +96,7 @@ def doctor(
     case, findings = open_case(checkpoint, model, like, world_size)
     findings += [finding for kind in KINDS for finding in kind(case)] if case else []
     chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
-    notes = (*remarks_on_id(model), *unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
+    notes = (*remarks_on_id(model), *note_unfinished(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
     read = tuple(dict.fromkeys(name for tie in compared_ties(case).items() for name in tie)) if case else ()
     diagnosis = Diagnosis(checkpoint.path, chosen.findings, notes, compared=read)
     if fix is None:
@@ -202,7 +202,7 @@ def notes_on(case: LoadTarget | None) -> Iterator[str]:
         yield f"the weights are {one}, those of {case.model.name} {two}: a load converts them silently"
 
 
-def unfinished_in(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
+def note_unfinished(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note if the run at `asked` has a later checkpoint that is not complete."""
     if asked == checkpoint.path or not asked.is_dir():
         return

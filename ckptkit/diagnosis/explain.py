@@ -13,8 +13,8 @@ from ckptkit.diagnosis.explanations import MatchedMessage
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.messages import MESSAGES, Message
 
-_MOST = 1 << 20  # characters of a text that is searched: rank by rank it says the same
-# lines of code, in which messages stand as they are made
+_MAX_CHARACTERS = 1 << 20  # searched characters: logs of many ranks repeat the same text
+# lines of source code in a traceback: they contain the templates of messages
 _SOURCE = re.compile(r"^(\[rank\d+\]:\s?)?    .*$", re.MULTILINE)
 
 
@@ -25,7 +25,7 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     error. Raises a `CkptError` if there is no checkpoint at `ckpt`.
     """
     text = error if isinstance(error, str) else "\n".join(words_of(error))
-    text = _SOURCE.sub("", text[:_MOST])
+    text = _SOURCE.sub("", text[:_MAX_CHARACTERS])
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_case(checkpoint)
     meanings: list[Finding] = []
@@ -42,7 +42,7 @@ def meaning(message: Message) -> Finding:
 
 
 def words_of(error: BaseException) -> Iterator[str]:
-    """Yield the text and notes of an error, then those of its causes."""
+    """Yield the text and notes of an error and of its causes."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

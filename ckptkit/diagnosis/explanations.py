@@ -20,11 +20,11 @@ from ckptkit.models.vocabulary import rows_of
 
 Look = Callable[["MatchedMessage", LoadTarget], Iterator[Finding]]
 _QUOTED = re.compile(r'"([^"]+)"')
-_GROUPS = "param_groups."  # lies beside the states of an optimizer
-_MOST_ENDS = 3  # entries that a finding lists
+_GROUPS = "param_groups."  # beside `state.` in an optimizer's state dict
+_MAX_ENTRIES = 3  # in one finding
 _SIZE = re.compile(r"[0-9]+")
 _WORLD = re.compile(r"_world_size_([0-9]{1,7})_rank_")
-_OPERAND = re.compile(r"Unsupported operand ([0-9]+)")  # the byte with which a file begins that is no pickle
+_OPERAND = re.compile(r"Unsupported operand ([0-9]+)")  # the first byte of a file that is not a pickle
 _NO_FILE = {"118": ", but a pointer of git-lfs: `git lfs pull` fetches it", "60": ", but a web page"}
 _UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: (.*)")
 
@@ -98,7 +98,7 @@ def find_key(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
         return
     wrapper = case.weights.wrapper if case.weights else ""
     unwrapped, raw = name.removeprefix(f"{wrapper}.") if wrapper else name, raw_names(case)
-    if entry_names := find_by_end(name, case.layout):
+    if entry_names := entries_with_same_end(name, case.layout):
         yield Finding("key", name, f"the checkpoint contains it as {entry_names}")
     elif (rule := find_prefix_rule([unwrapped], raw)) is not None:
         fix = rewrite(case.checkpoint, rename=(rule,))
@@ -110,7 +110,7 @@ def find_key(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
         yield missing(case, name)
 
 
-def find_by_end(name: str, layout: Layout) -> str:
+def entries_with_same_end(name: str, layout: Layout) -> str:
     """Return the entries whose names share their end with key `name`, as text; "" if there are none.
 
     If `name` ends with the names of entries, the longest is the match. Otherwise all entries that end with `name` are
@@ -124,8 +124,8 @@ def find_by_end(name: str, layout: Layout) -> str:
         above = {known.rpartition(_GROUPS)[0] for known in layout.names if _GROUPS in known}
         inner_prefixes = tuple(f"{optimizer}{part}" for optimizer in above for part in ("state.", _GROUPS))
         known_by_end = [known for known in known_by_end if not known.startswith(inner_prefixes)]
-    more = len(known_by_end) - _MOST_ENDS
-    shown = " or ".join(f"`{known}`" for known in known_by_end[:_MOST_ENDS])
+    more = len(known_by_end) - _MAX_ENTRIES
+    shown = " or ".join(f"`{known}`" for known in known_by_end[:_MAX_ENTRIES])
     return f"{shown} or {more} more" if more > 0 else shown
 
 
@@ -139,7 +139,7 @@ def find_kind(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
         yield Finding("kind", name, message)
 
 
-def is_end(one: str, other: str) -> bool:
+def has_same_end(one: str, other: str) -> bool:
     return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
@@ -151,7 +151,12 @@ def find_size(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     saved, wanted = (tuple(map(int, _SIZE.findall(part))) for part in matched.parts[:2])
     name = matched.parts[2].strip().rstrip(".")
     rows = rows_of(case.weights.layout.tensors) if case.weights else {}
-    if saved and wanted and saved[1:] == wanted[1:] and any(is_end(known, name) or known == name for known in rows):
+    if (
+        saved
+        and wanted
+        and saved[1:] == wanted[1:]
+        and any(has_same_end(known, name) or known == name for known in rows)
+    ):
         message = f"expected {wanted[0]} rows as in the model, found {saved[0]}: one of the two is padded"
         yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=wanted[0]))
     elif len(wanted) == 1 and len(saved) > 1:

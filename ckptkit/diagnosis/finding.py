@@ -15,9 +15,9 @@ from ckptkit.io.joined import roots_of
 from ckptkit.io.path import path_beside
 from ckptkit.layout.renames import fold
 
-_MODEL_FILE = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")  # what `from_pretrained` reads beside others
-_FIRST = ("to", "world_size", "also")  # options that come before all others
-SHARDS = "dcp"  # what a checkpoint becomes whose own format is only read
+_MODEL_FILE = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")  # one of the names that `from_pretrained` reads
+_FIRST = ("to", "world_size", "also")  # options that a command shows first
+SHARDS = "dcp"  # output format for checkpoints whose own format ckptkit only reads
 Value = int | str | Path | tuple[str | Path, ...]
 
 
@@ -137,7 +137,7 @@ def own_format(checkpoint: Checkpoint) -> str:
     return name if name in writable_formats() and not get_writer(name).needs_names else SHARDS
 
 
-# the kinds whose fix loses nothing and guesses nothing
+# kinds of findings whose fix loses nothing and guesses nothing
 _CERTAIN = frozenset(
     ["index", "empty_entry", "config_dtype", "empty_adapter", "experts", "wrapper", "torch_version", "world_size"]
 )

@@ -9,7 +9,7 @@ from ckptkit.checkpoints.examination.inconsistency import Certainty, Inconsisten
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, rewrite
 
-_BY_NAME = frozenset(["layer_gap", "empty_weight"])  # said of each tensor where the model's tensors are known
+_BY_NAME = frozenset(["layer_gap", "empty_weight"])  # if the model is known, `find_names` reports each tensor
 
 
 def find_inconsistencies(case: LoadTarget) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """The error messages of failed loads: what each means, how to fix it, and what to look for in the checkpoint.
 
-The texts are those of torch, transformers, Accelerate, DeepSpeed and safetensors; `…` stands for the variable parts. A
+The texts come from torch, transformers, Accelerate, DeepSpeed and safetensors; `…` stands for the variable parts. A
 page of the documentation is generated from this table.
 """
 

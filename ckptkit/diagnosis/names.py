@@ -40,8 +40,8 @@ def say_renamed(
         yield Finding("renamed", line.old, f"{whose} uses the name `{line.new}`", fix, members)
 
 
-_IN_MEMORY = "transformers"  # the family of names that its models have there
-_MOST_GLOBS = 8
+_IN_MEMORY = "transformers"  # family of transformers' in-memory names
+_MAX_GLOBS = 8
 
 
 def find_wrappers(case: LoadTarget) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def find_wrappers(case: LoadTarget) -> Iterator[Finding]:
             message = (
                 f"the names start with `{prefix}.` (added by {whose}); a model without that wrapper will not find them"
             )
-            yield Finding("wrapper", names[0], message, without_word(case, prefix), names)
+            yield Finding("wrapper", names[0], message, fix_removing_word(case, prefix), names)
 
 
 def raw_names(case: LoadTarget) -> dict[str, str]:
@@ -69,7 +69,7 @@ def raw_names(case: LoadTarget) -> dict[str, str]:
     return {".".join(map(str, key[len(prefix) :])): own for own, key in keys.items()}
 
 
-def without_word(case: LoadTarget, word: str) -> Fix:
+def fix_removing_word(case: LoadTarget, word: str) -> Fix:
     """Return the command that removes a word from all names. An export drops the words of wrappers by default."""
     if is_model(case.checkpoint):
         base = case.model.name if case.model and case.model.asked else None
@@ -88,7 +88,7 @@ def find_names(case: LoadTarget) -> Iterator[Finding]:
     on_hub = None if misfits.is_small else translate_to_hub(case, model)
     if on_hub is not None:
         if not model.asked:
-            return  # the names are its trainer's, which loads it
+            return  # the trainer that wrote these names can load them
         yield on_hub.finding
         misfits = KeyMismatch.of(on_hub.shapes, closest(model.forms, on_hub.shapes.keys()), model)
     experts = find_named_experts(case, model, misfits)
@@ -100,9 +100,9 @@ def find_names(case: LoadTarget) -> Iterator[Finding]:
     missing = {name: shape for name, shape in misfits.missing.items() if name not in pairs.values()}
     extra = [name for name in misfits.extra if name not in pairs]
     if missing and len(missing) == misfits.needed:
-        yield another_model(case, model, len(missing))
+        yield other_model_finding(case, model, len(missing))
         return
-    yield from (missing_one(model, name) for name in missing)
+    yield from (missing_finding(model, name) for name in missing)
     if model.asked or is_model(case.checkpoint):
         heads = predictors_in(extra, model.config)
         yield from find_unexpected(case, model, [name for name in extra if name not in heads])
@@ -177,7 +177,7 @@ def find_renamed(case: LoadTarget, pairs: Mapping[str, str]) -> Iterator[Finding
     yield from say_renamed(case.checkpoint, pairs, rules_for(pairs, case.shapes.keys()), case.model.name, base)
 
 
-def another_model(case: LoadTarget, model: TargetModel, needed: int) -> Finding:
+def other_model_finding(case: LoadTarget, model: TargetModel, needed: int) -> Finding:
     """Return the finding that the checkpoint contains no tensor of the model."""
     some_names = abridge(sorted(case.shapes, key=len))
     message = (
@@ -186,7 +186,7 @@ def another_model(case: LoadTarget, model: TargetModel, needed: int) -> Finding:
     return Finding("other_model", None, message)
 
 
-def missing_one(model: TargetModel, name: str) -> Finding:
+def missing_finding(model: TargetModel, name: str) -> Finding:
     """Return the finding that a tensor is missing."""
     message = f"missing: {model.name} has this tensor"
     if name == HEAD:
@@ -208,7 +208,7 @@ def find_unexpected(case: LoadTarget, model: TargetModel, extra: list[str]) -> I
     came_from = case.weights.came_from
     names = {came_from.get(name, name) for name in extra}
     others = set(case.checkpoint.model_component.layout.names) - names
-    globs = few_globs(sorted(names), others, _MOST_GLOBS)
+    globs = few_globs(sorted(names), others, _MAX_GLOBS)
     fix = rewrite(case.checkpoint, exclude=globs, base=model.name) if globs else None
     yield from (Finding("unexpected", name, message, fix) for name in extra)
 

@@ -19,7 +19,7 @@ from ckptkit.models.names import HUB
 from ckptkit.state.matching import Side, match, pair_parts, with_names_of_hub
 from ckptkit.trainers import owner_of_key
 
-_MOST_RULES = 8
+_MAX_RULES = 8
 
 
 def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
@@ -35,7 +35,7 @@ def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
         if here is there or shared:
             yield from find_key(case, case.like.path, ours, theirs)
-            yield from find_lacking(case, case.like.path, ours, theirs)
+            yield from find_missing_and_extra(case, case.like.path, ours, theirs)
             yield from find_specs(case, case.like.path, ours, theirs)
             yield from find_kinds(case, case.like.path, ours, theirs)
 
@@ -56,20 +56,22 @@ def find_key(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterato
     yield Finding("key", None, f"expected the model {there} as in {other}, found it {here}", fix)
 
 
-def find_lacking(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+def find_missing_and_extra(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield the entries that only the other checkpoint has, and the weights that only this one has."""
     reported_states = (
-        said_elsewhere(ours.layout, theirs.layout) if case.checkpoint.model_component.reader.is_sharded else set()
+        entries_of_missing_states(ours.layout, theirs.layout)
+        if case.checkpoint.model_component.reader.is_sharded
+        else set()
     )
     missing = {
         name: shape
         for name, shape in shapes_of(theirs.layout).items()
-        if name not in ours.layout.names and not is_of_rank(theirs.layout, name) and name not in reported_states
+        if name not in ours.layout.names and not is_per_rank(theirs.layout, name) and name not in reported_states
     }
     extra = {
         name: shape
         for name, shape in shapes_of(ours.layout).items()
-        if name not in theirs.layout.names and not is_of_rank(ours.layout, name)
+        if name not in theirs.layout.names and not is_per_rank(ours.layout, name)
     }
     pairs = by_rule(extra, missing)
     yield from find_renamed(case, other, pairs, ours)
@@ -134,17 +136,17 @@ def fix_dtypes(case: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: S
     is_simple = len(weight_dtypes) == 1 and any(name in ours.weights for name in pairs)
     rules = [dtype.name for dtype in weight_dtypes] if is_simple else []
     other_dtypes = {name: two.dtype for name, (_, two) in pairs.items() if not (is_simple and name in ours.weights)}
-    uniform_kinds = kinds_of_one_change(other_dtypes, ours.layout)
+    uniform_kinds = uniformly_changed_kinds(other_dtypes, ours.layout)
     globs = {
         name: f"*.{kind}" if (kind := kind_of(name)) in uniform_kinds else f"*{fold(name)}" for name in other_dtypes
     }
     rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in other_dtypes.items())
-    if not rules or len(rules) > _MOST_RULES or not all(a.dtype.can_become(b.dtype) for a, b in pairs.values()):
+    if not rules or len(rules) > _MAX_RULES or not all(a.dtype.can_become(b.dtype) for a, b in pairs.values()):
         return None
     return rewrite(case.checkpoint, dtype=tuple(rules))
 
 
-def kinds_of_one_change(changed: Mapping[str, DType], layout: Layout) -> set[str]:
+def uniformly_changed_kinds(changed: Mapping[str, DType], layout: Layout) -> set[str]:
     """Return the last words of names, such as `exp_avg`, whose tensors all change to the same dtype."""
     found: dict[str, set[DType | None]] = {}
     for name in layout.tensors:
@@ -156,12 +158,12 @@ def kind_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def said_elsewhere(ours: Layout, theirs: Layout) -> set[str]:
+def entries_of_missing_states(ours: Layout, theirs: Layout) -> set[str]:
     """Return the state entries that are missing for whole parameters: `find_missing_states` reports these."""
     lacking = {name for states in named_states(ours) for name in without_state(states)}
     present = (state for states in named_states(theirs) for name, state in states.of.items() if name in lacking)
     return {entry for state in present for entry in state.values()}
 
 
-def is_of_rank(layout: Layout, name: str) -> bool:
+def is_per_rank(layout: Layout, name: str) -> bool:
     return owner_of_key(layout.key(name)) is not None

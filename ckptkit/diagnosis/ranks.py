@@ -18,7 +18,7 @@ def find_ranks(case: LoadTarget) -> Iterator[Finding]:
     if wanted is None:
         return
     yield from find_files(case, wanted)
-    states = states_of_ranks(case)
+    states = per_rank_entries(case)
     for group, owners in states.items():
         ranks = 1 + max(owners.values())
         if wanted not in (ranks, case.layout.world_size):
@@ -43,11 +43,11 @@ def find_files(case: LoadTarget, wanted: int) -> Iterator[Finding]:
     saved = 1 + max(owners.values(), default=-1)
     if owners and saved != wanted:
         message = f"the random states of {count(saved, 'rank')} are in one file a rank and cannot be used by {wanted}"
-        fix = reshard(case.checkpoint, wanted) if reader.is_sharded else None  # else its trainer reads no other format
+        fix = reshard(case.checkpoint, wanted) if reader.is_sharded else None  # other trainers cannot read DCP
         yield Finding("rank_state", min(owners), message, fix, tuple(sorted(owners)))
 
 
-def states_of_ranks(case: LoadTarget) -> dict[str, dict[str, int]]:
+def per_rank_entries(case: LoadTarget) -> dict[str, dict[str, int]]:
     """Return the rank of each entry of per-rank state, grouped by the first word of the key path."""
     owners_by_group: dict[str, dict[str, int]] = defaultdict(dict)
     for name in case.layout.names:

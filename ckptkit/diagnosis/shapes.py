@@ -26,7 +26,7 @@ _TOWERS = {
     "audio_config": re.compile(r"audio|speech|\bapm\b"),
 }
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
-_MOST_GLOBS = 3
+_MAX_GLOBS = 3
 
 
 def find_unserved(case: LoadTarget) -> Iterator[Finding]:
@@ -34,7 +34,7 @@ def find_unserved(case: LoadTarget) -> Iterator[Finding]:
     model = case.model
     is_for_use = case.is_asked or is_model(case.checkpoint)
     if model is None or not (case.shapes and is_for_use) or case.adapted or case.misfits is not None:
-        return  # where the model's tensors are known, those that are missing are findings of their own
+        return  # if the model's tensors are known, `find_names` reports the missing ones
     yield from find_towers(case, model)
     yield from find_layers(case, model)
 
@@ -64,7 +64,7 @@ def from_base(case: LoadTarget, model: TargetModel, wanted: Iterable[str]) -> Fi
     None if it does not have them.
     """
     names = [name for name in wanted if name not in case.shapes]
-    globs = few_globs(names, model.specs.keys() - set(names), _MOST_GLOBS)
+    globs = few_globs(names, model.specs.keys() - set(names), _MAX_GLOBS)
     return export(case.checkpoint, from_base=globs, base=model.name) if globs else None
 
 

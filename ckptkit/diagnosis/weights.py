@@ -40,7 +40,7 @@ def find_adapters(case: LoadTarget) -> Iterator[Finding]:
     """Yield a finding for each checkpoint with an adapter, and the command that merges it into its base."""
     if case.adapted is None:
         return
-    if misfit := misfit_of(case):
+    if misfit := adapter_error(case):
         yield Finding("adapter_misfit", misfit.tensor, misfit.message)
         return
     if not case.is_asked or case.model is None:
@@ -63,7 +63,7 @@ def find_adapters(case: LoadTarget) -> Iterator[Finding]:
     yield Finding("adapter", names[0], message, fix, names)
 
 
-def misfit_of(case: LoadTarget) -> Mismatch | Unsupported | None:
+def adapter_error(case: LoadTarget) -> Mismatch | Unsupported | None:
     """Return why an adapter fits no base: its matrices or its config contradict each other.
 
     None if it is consistent.

@@ -43,11 +43,11 @@ FILES = (
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 TEMPLATES = "additional_chat_templates"
-# of sentence-transformers: the modules after the transformer, such as pooling, each with a directory for its config
+# sentence-transformers: modules after the transformer, such as pooling; each has a directory with its config
 MODULES = "modules.json"
-_OF_MODULES = (MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
-TOKENIZER_LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
-_CONFIG_LIMIT = 1 << 24  # bytes of a config.json of which little is asked
+_MODULE_FILES = (MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
+TOKENIZER_LIMIT = 1 << 28  # bytes; the largest tokenizer files have tens of megabytes
+_CONFIG_LIMIT = 1 << 24  # bytes; a config.json has a few kilobytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ class Companions:
 
 
 def find_companions(checkpoint: Path, base: str | None) -> Companions:
-    """Return the companions in `base` (a directory, URL or Hub id) if given, else those of the checkpoint or its run.
+    """Return the companions in `base` (a directory, URL or Hub id) if given, else in the checkpoint or its run.
 
     If there is no tokenizer beside config.json, the one in the checkpoint is used.
     """
     if base is not None:
-        companions = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache is made of links
+        companions = read_companions(resolve_base(base), follow_links=True)  # the Hub's cache consists of links
         if companions is None:
             raise NotACheckpoint("expected a model's config.json in the base, found none", path=base)
         return with_tokenizer(companions, checkpoint)
@@ -135,7 +135,7 @@ def places_of(checkpoint: Path) -> Iterator[Path]:
     folders = companion_folders()
     yield from (place / folder for folder in folders)
     above = place.parent
-    if step_of(above) is not None:  # a component of a checkpoint: the run is one further up
+    if step_of(above) is not None:  # `place` is a component of a checkpoint: the run is one level further up
         yield from (above, *(above / folder for folder in folders), above.parent)
     elif step_of(place) is not None or is_of_training(above):
         yield above
@@ -145,7 +145,7 @@ def is_of_training(folder: Path) -> bool:
     """Return whether a directory is a training run or a checkpoint, by the names in it."""
     try:
         return any(map(has_name_of_training, names_in(folder)))
-    except PermissionError:  # one may enter a directory without the right to list it
+    except PermissionError:  # a directory can be entered without the permission to list it
         return False
 
 
@@ -171,9 +171,9 @@ def read_companions(place: Path, *, follow_links: bool = False) -> Companions | 
         files = {name: read(name) for name in FILES if (place / name).is_file()}
         return Companions(place, files, library=config_of(config))
     code = code_files(config)
-    names = [*FILES, *templates_in(place, follow_links=follow_links), *(python_in(place) if code else ())]
-    modules = modules_in(place)
-    names += [*_OF_MODULES, *(f"{module}/{CONFIG}" for module in modules)] if modules else []
+    names = [*FILES, *chat_templates_in(place, follow_links=follow_links), *(python_files_in(place) if code else ())]
+    modules = extra_modules_in(place)
+    names += [*_MODULE_FILES, *(f"{module}/{CONFIG}" for module in modules)] if modules else []
     files = {name: read(name) for name in names if (place / name).is_file()}
     trained = tuple(name for name in modules if any(map(is_weights, children(place / name))))
     return Companions(place, files, config, tuple(sorted(code - files.keys())), modules=trained)
@@ -203,7 +203,7 @@ def read_config(path: Path) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def templates_in(place: Path, *, follow_links: bool) -> list[str]:
+def chat_templates_in(place: Path, *, follow_links: bool) -> list[str]:
     """Return the paths, relative to `place`, of the additional chat templates that transformers stores."""
     folder = place / TEMPLATES
     if not folder.is_dir() or (folder.is_symlink() and not follow_links):
@@ -211,7 +211,7 @@ def templates_in(place: Path, *, follow_links: bool) -> list[str]:
     return [f"{TEMPLATES}/{child.name}" for child in children(folder) if child.suffix == ".jinja"]
 
 
-def modules_in(place: Path) -> list[str]:
+def extra_modules_in(place: Path) -> list[str]:
     """Return the directories of the modules after the transformer, for sentence-transformers models; [] for others.
 
     Source: `save_pretrained` in sentence_transformers/base/model.py.
@@ -227,7 +227,7 @@ def is_weights(file: Path) -> bool:
     return file.suffix in (".safetensors", ".bin")
 
 
-def python_in(place: Path) -> list[str]:
+def python_files_in(place: Path) -> list[str]:
     return [child.name for child in children(place) if child.suffix == ".py"]
 
 
@@ -283,7 +283,7 @@ def describe_weights(config: Mapping[str, Any], specs: Iterable[Spec], dtype: st
 def dump_config(config: Mapping[str, Any]) -> bytes:
     """Return the bytes of a config.json as transformers writes it."""
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    return text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes the escape that JSON has for it
+    return text.encode("utf-8", "backslashreplace")  # write a lone surrogate as its JSON escape
 
 
 def tokenizer_beside(checkpoint: Path) -> dict[str, Path]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ckptkit.errors import and_more
 from ckptkit.models.known_types import default_head_width
 
-# keys that do not change the logits of given tokens with given tensors, by their last name; or that shapes tell
+# keys, by their last name, that do not change the logits for given tokens and tensors, or that shapes determine
 _HARMLESS = re.compile(
     "|".join(
         (
@@ -31,21 +31,23 @@ _HARMLESS = re.compile(
             r".*(repetition|length)_penalty|(encoder_)?no_repeat_ngram_size|bad_words_ids|num_return_sequences",
             r"id2label|label2id|problem_type|finetuning_task|task_specific_params|summary_.*",
             r"vocab_size|max_position_embeddings|n_positions|n_ctx|seq_length|(model_)?max_(sequence|seq)_?len(gth)?",
-            r"num_nextn_predict_layers|.*mtp.*",  # they predict further tokens
+            r"num_nextn_predict_layers|.*mtp.*",  # MTP layers, which predict further tokens
         )
     )
 )
-_IDENTITY = ("model_type", "architectures")  # a config that does not have them does not contradict another
-_PADDED = re.compile(r"Classification|Reward|Roberta|Electra|Camembert")  # classes that look for the padding token
+_IDENTITY = ("model_type", "architectures")  # their absence is not a difference
+_USES_PADDING_TOKEN = re.compile(
+    r"Classification|Reward|Roberta|Electra|Camembert"
+)  # classes that use the padding token's id
 _ROPE = ("rope_scaling", "rope_parameters")
-_ABSENT = {"rope_type": "default", "is_causal": True}  # what a key that is absent means in every library
+_COMMON_DEFAULTS = {"rope_type": "default", "is_causal": True}  # defaults that all libraries share
 _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
-_BY_LENGTH = ("dynamic", "longrope", "su")  # kinds of rope that depend on `max_position_embeddings` itself
-_BY_ORIGINAL = ("llama3", "yarn", "longrope", "su")  # kinds that depend on the length before the rope was scaled
+_BY_LENGTH = ("dynamic", "longrope", "su")  # rope types that use `max_position_embeddings`
+_BY_ORIGINAL = ("llama3", "yarn", "longrope", "su")  # rope types that use the length before scaling
 _TEXT = "text_config"
 _LABELS = "id2label"
-_TOLD = re.compile(r".*_bias|bias|is_causal")  # tensors tell whether a model has biases; `_ABSENT` knows the other
-# the names that libraries have for one number
+_SHOWN_BY_TENSORS = re.compile(r".*_bias|bias|is_causal")  # tensors show biases; `is_causal` has a common default
+# different names of libraries for the same number
 _ALIASES = (
     ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "layernorm_epsilon"),
     ("hidden_act", "activation_function", "hidden_activation", "mlp_hidden_act", "activation"),
@@ -54,9 +56,14 @@ _ALIASES = (
     ("partial_rotary_factor", "rotary_pct", "rotary_percent"),
 )
 POSITIONS = "position_embedding_type"
-_BY_PRESENCE = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "sliding_window")  # a model without is another
+_BY_PRESENCE = (
+    "rms_norm_eps",
+    "rope_theta",
+    "partial_rotary_factor",
+    "sliding_window",
+)  # their absence is a difference
 _CANONICAL = {name: names[0] for names in _ALIASES for name in names}
-_NAMED = 4  # differences that a message names
+_MAX_NAMED = 4  # differences in one message
 
 
 class ConfigDifference(NamedTuple):
@@ -77,7 +84,7 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     Rotary parameters may be in `rope_theta` and `rope_scaling`, or in `rope_parameters` (transformers 5.0 and later).
     If only one of the two models is multimodal, its text model is compared.
     """
-    one, two = same_part(config, other)
+    one, two = comparable_parts(config, other)
     keys, other_keys = flatten(one), flatten(two)
     labels = [ConfigDifference(_LABELS, labels_of(one), labels_of(two))] if has_other_labels(one, two) else []
     differences = sorted(
@@ -85,7 +92,9 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     )
     if not differences and not may_have_defaults(keys, other_keys):
         return labels
-    from ckptkit.models.transformers_model import with_defaults  # few configs differ, and the import takes seconds
+    from ckptkit.models.transformers_model import (
+        with_defaults,
+    )  # imported late: few configs differ, and the import takes seconds
 
     full, other_full = with_defaults(one), with_defaults(two)
     if full is None or other_full is None:
@@ -143,8 +152,8 @@ def is_neutral(one: ConfigDifference) -> bool:
 
 def describe_differences(found: Sequence[ConfigDifference], there: str) -> str:
     """Return the first differences as text, `rope_theta (10000.0, in OTHER 500000.0)`, and the number of others."""
-    words = (f"{one.key} ({spell(one.here)}, in {there} {spell(one.there)})" for one in found[:_NAMED])
-    return f"{', '.join(words)}{and_more(len(found) - _NAMED)}"
+    words = (f"{one.key} ({spell(one.here)}, in {there} {spell(one.there)})" for one in found[:_MAX_NAMED])
+    return f"{', '.join(words)}{and_more(len(found) - _MAX_NAMED)}"
 
 
 def spell(value: Any) -> str:
@@ -153,7 +162,9 @@ def spell(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def same_part(config: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def comparable_parts(
+    config: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the two configs to compare: if only one model is multimodal, its text config replaces it."""
 
     def text_of(whole: Mapping[str, Any], wanted: object) -> Mapping[str, Any]:
@@ -173,7 +184,7 @@ def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = F
     for key in sorted({*one, *two}):
         here, there = one.get(key), two.get(key)
         last = key.rpartition(".")[2]
-        here, there = (_ABSENT.get(last) if value is None else value for value in (here, there))
+        here, there = (_COMMON_DEFAULTS.get(last) if value is None else value for value in (here, there))
         if here == there or not (here or there):
             continue
         is_one_absent = here is None or there is None
@@ -186,7 +197,7 @@ def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = F
 
 def open_keys(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDifference]:
     """Return the keys that are false or zero in one config and absent in the other: their default may differ."""
-    alone = sorted(key for key in one.keys() ^ two.keys() if not _TOLD.fullmatch(key.rpartition(".")[2]))
+    alone = sorted(key for key in one.keys() ^ two.keys() if not _SHOWN_BY_TENSORS.fullmatch(key.rpartition(".")[2]))
     found = (ConfigDifference(key, one.get(key), two.get(key), is_certain=False) for key in alone)
     return [pair for pair in found if pair.here in (False, 0) or pair.there in (False, 0)]
 
@@ -198,7 +209,7 @@ def may_have_defaults(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a config that change the computation, flattened; rope parameters are at the top level."""
-    is_padded = any(_PADDED.search(str(name)) for name in config.get("architectures") or ())
+    is_padded = any(_USES_PADDING_TOKEN.search(str(name)) for name in config.get("architectures") or ())
     found = dict(entries_in(config, ""))
     return found if is_padded else {key: one for key, one in found.items() if key.rpartition(".")[2] != "pad_token_id"}
 
@@ -207,7 +218,7 @@ def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, A
     """Yield the keys that change the computation, with their values, from all sections."""
     rope = rope_of(config)
     kind = rope.get("rope_type")
-    entries: Iterable[tuple[str, Any]] = ({**config, **widths_of(config), **rope}).items()
+    entries: Iterable[tuple[str, Any]] = ({**config, **default_widths(config), **rope}).items()
     for key, value in entries:
         if key in _ROPE or _HARMLESS.fullmatch(str(key)) or (key == _ORIGINAL and kind not in _BY_ORIGINAL):
             continue
@@ -219,7 +230,7 @@ def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, A
         yield f"{section}{_LENGTH}", config[_LENGTH]
 
 
-def widths_of(config: Mapping[str, Any]) -> dict[str, int]:
+def default_widths(config: Mapping[str, Any]) -> dict[str, int]:
     """Return the head width and the number of key heads, if the config leaves them to their defaults."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not (isinstance(hidden, int) and isinstance(heads, int) and heads):
@@ -238,7 +249,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     rope: dict[str, Any] = {}
     for key in _ROPE:
         rope |= config[key] if isinstance(config.get(key), Mapping) else {}
-    kind = rope.pop("type", None)  # of files before transformers 4.43; it rewrites `mrope` itself
+    kind = rope.pop("type", None)  # the key before transformers 4.43; transformers replaces `mrope` itself
     if kind not in (None, "mrope"):
         rope.setdefault("rope_type", kind)
     if config.get("rope_theta") is not None:

@@ -179,7 +179,7 @@ def expected_llama(config: Mapping[str, Any]) -> Expected | None:
     """Return the table's model, if its blocks compute the same as Llama's; None for any other."""
     try:
         own = by_table(as_text(config))
-    except Unsupported:  # it lacks a size
+    except Unsupported:  # config.json lacks a size
         return None
     return own if own is not None and own.is_llama else None
 
@@ -188,7 +188,7 @@ def as_text(config: Mapping[str, Any]) -> str:
     return json.dumps(config, skipkeys=True, default=repr)
 
 
-@lru_cache(maxsize=8)  # a conversion asks several times, and a model with experts has tens of thousands of names
+@lru_cache(maxsize=8)  # conversions call this several times, and a mixture has tens of thousands of names
 def by_table(text: str) -> ExpectedByTable | None:
     """Return the model of a config.json from ckptkit's own table; None if the table does not know its type."""
     config = json.loads(text)

@@ -89,7 +89,7 @@ def without_declared(names: Sequence[str], config: Mapping[str, Any]) -> Sequenc
     """Return names without the MTP layers that config.json declares and transformers' model does not have."""
     if not names:
         return names
-    from ckptkit.models.predictors import predictors_in  # few models have other tensors than transformers' own
+    from ckptkit.models.predictors import predictors_in  # imported late: few models have extra tensors
 
     declared = predictors_in(names, config)
     return [name for name in names if name not in declared]

@@ -1,7 +1,7 @@
 """Compute names and shapes of the tensors of the model types that ckptkit knows, from config.json alone.
 
 Most types are Llama with another norm, bias or fused projection. Two types have a mixture of experts, with other
-tensors in memory than on disk. Names, shapes and order are those of transformers' own classes.
+tensors in memory than on disk. Names, shapes and order are equal to those in transformers' classes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_CAUSAL = "ForCausalLM"  # how the names of classes end that have such a head
+_CAUSAL = "ForCausalLM"  # suffix of class names with this head
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
-# in the order in which the classes make them; weights come before biases
+# in the order of the classes' constructors; weights come before biases
 _MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 
-# ten times those of any model, and of all its experts; a config may be anybody's
-_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1 << 17
+# ten times more than any model has; limits the work for a malicious config
+_MAX_LAYERS, _MAX_EXPERTS = 10_000, 1 << 17
 
-# shapes in letters: hidden, intermediate, vocabulary, query and key width, width of one head
+# symbolic shapes: hidden, intermediate, vocabulary; query and key width; d, the width of one head
 _BLOCK = {
     "self_attn.q_proj.weight": "qh",
     "self_attn.k_proj.weight": "kh",
@@ -59,20 +59,20 @@ class Mixture:
 
     memory: Mapping[str, str]
     disk: Mapping[str, tuple[str, str]]
-    router: str  # on disk
+    router: str  # its name on disk
     width: str  # the key of config.json for the width of an expert
-    may_be_dense: bool  # `mlp_only_layers` and `decoder_sparse_step` say which layers are
+    may_be_dense: bool  # `mlp_only_layers` and `decoder_sparse_step` decide which layers are dense
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """The ways in which a model type differs from Llama."""
+    """The differences of a model type from Llama."""
 
     more: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     options: tuple[str, ...] = ()  # switches of the config that add biases
-    head_dim: int | None = None  # where the config gives none: None for hidden size over heads
-    is_tied: bool = False  # where the config says nothing
+    head_dim: int | None = None  # default; None: hidden size / heads
+    is_tied: bool = False  # default
     mixture: Mixture | None = None
 
 
@@ -133,7 +133,7 @@ _MIXTURES = {
     ),
 }
 _TYPES = _LLAMAS | _MIXTURES
-# numbers that the config of a model with experts must give: what it leaves open, its class fills in
+# numbers that the config of a mixture must contain; otherwise its class has a default that this table does not know
 _SIZES_OF_EXPERTS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
     *("vocab_size", "num_experts_per_tok", "max_position_embeddings"),
@@ -208,8 +208,8 @@ def find_table(config: Mapping[str, Any]) -> Table | None:
     try:
         sizes, layers = letter_sizes(config), int(config["num_hidden_layers"])
     except (KeyError, TypeError, ValueError, ArithmeticError):
-        layers = _MOST_LAYERS + 1
-    if layers > _MOST_LAYERS:
+        layers = _MAX_LAYERS + 1
+    if layers > _MAX_LAYERS:
         raise Unsupported(f"the config of this `{model_type}` lacks a size, or gives a size that is not a number")
     block = in_order(variation, config)
     return Table((block,) * layers, sizes, is_tied(config), None)
@@ -226,7 +226,7 @@ def mixture_table(config: Mapping[str, Any], variation: Variation, mixture: Mixt
     if not are_numbers or len(set(counts)) != 1 or not isinstance(dense, list) or config.get("quantization_config"):
         return None
     experts, layers, width = counts[0], config["num_hidden_layers"], config[mixture.width]
-    if layers > _MOST_LAYERS or layers * experts > _MOST_EXPERTS:
+    if layers > _MAX_LAYERS or layers * experts > _MAX_EXPERTS:
         return None
     block = in_order(variation, config)
     sparse = with_experts(block, mixture)

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from ckptkit.words import count
 
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
-_SECTIONS = ("text_config", "mtp_config")  # of config.json, and of its text_config
+_SECTIONS = ("text_config", "mtp_config")  # sections of config.json and of its text_config that may contain the keys
 _LAYERS = "num_hidden_layers"
-# lists with an item for each layer, to which some models add those of the MTP layers; a loader cuts them by the number
-# of these. Source: transformers/models/step3p7/configuration_step3p7.py
-_PADDED = (
+# lists with an item per layer; some models append items for MTP layers, and loaders cut the lists by their
+# number. Source: transformers/models/step3p7/configuration_step3p7.py
+_PER_LAYER_LISTS = (
     *("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"),
     *("rope_theta", "partial_rotary_factors"),
 )
@@ -75,7 +75,7 @@ def predictors_in(names: Iterable[str], config: Mapping[str, Any]) -> frozenset[
     return frozenset(name for name in names if any(one.holds(name) for one in found))
 
 
-def count_there(declaration: Declared, names: Iterable[str]) -> int:
+def count_present(declaration: Declared, names: Iterable[str]) -> int:
     """Return how many of the declared layers have tensors. MTP layers with their own numbering count as all or none."""
     own = [name for name in names if declaration.holds(name)]
     numbers = [declaration.number(name) for name in own]
@@ -86,13 +86,13 @@ def with_counts(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[s
     """Return a config.json that declares only the layers that have tensors, and a note for each key that changed."""
     changed, words, names = deepcopy(dict(config)), [], list(names)
     for one in declared(config):
-        present = count_there(one, names)
+        present = count_present(one, names)
         if present != one.layers:
             said: dict[str, Any] = changed
             for section in one.sections:
                 said = said[section]
             said[one.key] = present
-            for key in _PADDED:
+            for key in _PER_LAYER_LISTS:
                 said |= without_padding(key, said.get(key), one, present)
             path = ".".join((*one.sections, one.key))
             layers = count(one.layers, "MTP layer")

@@ -13,8 +13,8 @@ from ckptkit.errors import Unsupported, Usage
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.transformers_model import MetaModel, find_meta_model, kind_of, quiet, without_hints
 
-# text models without a class of their own, and what config.json says of the type that computes the same where there is
-# no image: without one the three positions of a token are equal.
+# text models without a class of their own, and the config keys of a type that computes the same for text: without an
+# image, the three positions of a token are equal.
 # Sources: transformers/models/qwen2_vl/modeling_qwen2_vl.py and qwen3_vl_moe/modeling_qwen3_vl_moe.py, whose router
 # always divides by the sum
 _SAME_AS: dict[str, dict[str, Any]] = {
@@ -23,8 +23,8 @@ _SAME_AS: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {"model_type": "qwen3"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
 }
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")  # in rope_parameters
-_FROM_ABOVE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
+_IMAGE_KEYS = ("mrope_section", "mrope_interleaved")  # keys in rope_parameters that only images need
+_FROM_OUTER_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
 
 
 class TextModel(NamedTuple):
@@ -66,7 +66,7 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
     if inner.model_type in _SAME_AS:
         text_config["rope_parameters"] = without_images(text_config.get("rope_parameters"))
     text_config |= {
-        key: config[key] for key in _FROM_ABOVE if text_config.get(key) is None and config.get(key) is not None
+        key: config[key] for key in _FROM_OUTER_CONFIG if text_config.get(key) is None and config.get(key) is not None
     }
     text_config = {key: value for key, value in text_config.items() if not key.startswith("_")}
     return text_config | same | {"architectures": [classes[kind].__name__], "tie_word_embeddings": HEAD in whole.tied}
@@ -76,7 +76,7 @@ def without_images(rope: Any) -> Any:
     """Return rotary parameters without those for images."""
     if not isinstance(rope, dict):
         return rope
-    kept = {key: value for key, value in rope.items() if key not in _OF_IMAGES and value != "mrope"}
+    kept = {key: value for key, value in rope.items() if key not in _IMAGE_KEYS and value != "mrope"}
     return {"rope_type": "default", **kept}
 
 

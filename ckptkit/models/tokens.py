@@ -13,10 +13,10 @@ from ckptkit.models.companions import Companions
 _SENTENCEPIECE = "tokenizer.model"
 _CONFIG = "tokenizer_config.json"
 _IN_JSON = ("tokenizer.json", _CONFIG, "vocab.json", "added_tokens.json")
-_KEY = re.compile(rb'"(\d{1,18})"\s*:')  # of `added_tokens_decoder`
-_PIECE = 0x0A  # the tag of one of sentencepiece's pieces: field 1, a message
-_NUMBER = re.compile(rb'"\s*:\s*(\d{1,18})')  # in JSON
-_UNIGRAM = re.compile(rb'"type"\s*:\s*"Unigram"')  # a vocabulary that is a list
+_KEY = re.compile(rb'"(\d{1,18})"\s*:')  # a key of `added_tokens_decoder`
+_PIECE = 0x0A  # protobuf tag of a sentencepiece piece: field 1, a message
+_NUMBER = re.compile(rb'"\s*:\s*(\d{1,18})')  # a number value in JSON
+_UNIGRAM = re.compile(rb'"type"\s*:\s*"Unigram"')  # its vocabulary is a list: the index is the id
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -38,7 +38,7 @@ def check_tokens(companions: Companions, rows: int) -> list[str]:
 
 def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
     """Return a warning if the tokenizer has a token beyond the last row of an embedding of `rows` rows."""
-    likely = any(largest_number(name, content) >= rows for name, content in companions.files.items())
+    likely = any(max_id_bound(name, content) >= rows for name, content in companions.files.items())
     number, file = largest_token(companions.files, {}) or (-1, "") if likely else (-1, "")
     if number < rows:
         return []
@@ -46,10 +46,10 @@ def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
     return [Caution(f"{words}; copy the tokenizer of this model, or run this again with --vocab-size {number + 1}")]
 
 
-def largest_number(name: str, content: bytes) -> int:
+def max_id_bound(name: str, content: bytes) -> int:
     """Return an upper bound for the token ids in a tokenizer's file, -1 if it has none. Does not parse JSON."""
     if not name.endswith(".json"):
-        return max(numbers_in(name, content), default=-1)
+        return max(token_ids_in(name, content), default=-1)
     if name not in _IN_JSON:
         return -1
     numbers = max((int(found[1]) for found in _NUMBER.finditer(content)), default=-1)
@@ -62,7 +62,7 @@ def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tupl
 
     `files` are the files beside a model, by name. `config` is its config.json, which contains some special token ids.
     """
-    found = [(number, name) for name, content in files.items() for number in numbers_in(name, content)]
+    found = [(number, name) for name, content in files.items() for number in token_ids_in(name, content)]
     found += [(number, "config.json") for number in special_tokens(config)] if found else []
     return max(found, default=None)
 
@@ -74,7 +74,7 @@ def special_tokens(config: Mapping[str, Any]) -> Iterator[int]:
         yield from (one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
 
 
-def numbers_in(name: str, content: bytes) -> Iterator[int]:
+def token_ids_in(name: str, content: bytes) -> Iterator[int]:
     """Yield token ids of a tokenizer's file, the largest among them; nothing for other files."""
     if name == _SENTENCEPIECE:
         count = count_pieces(content) or count_lines(content)
@@ -87,10 +87,10 @@ def numbers_in(name: str, content: bytes) -> Iterator[int]:
         except (ValueError, RecursionError):
             return
         if isinstance(parsed, dict):
-            yield from numbers_of_json(name, parsed)
+            yield from token_ids_in_json(name, parsed)
 
 
-def numbers_of_json(name: str, parsed: Mapping[str, Any]) -> Iterator[int]:
+def token_ids_in_json(name: str, parsed: Mapping[str, Any]) -> Iterator[int]:
     """Yield the token ids in a JSON file."""
     if name == "tokenizer.json":
         model = parsed.get("model")

@@ -18,8 +18,8 @@ from ckptkit.models.transformers_model import classes_of
 from ckptkit.words import count
 
 Config = Mapping[str, Any]
-# heads of transformers' classes, and heads for values, which libraries of RLHF put beside a causal model: source of
-# `v_head` is trl/models/modeling_value_head.py, of `value_head` and others openrlhf/models/model.py
+# heads of transformers' classes, and value heads that RLHF libraries add to a causal model. Sources:
+# trl/models/modeling_value_head.py (`v_head`), openrlhf/models/model.py (`value_head` and others)
 _HEAD = re.compile(r"(?:.*\.)?(?:score|(?:pre_)?classifier|qa_outputs|pooler|classification_head)\..+")
 _VALUE_HEAD = re.compile(r"(?:.*\.)?(?:v_head|value_head|reward_head|regression_head)\..+")
 

@@ -20,14 +20,17 @@ from typing import Any
 from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
 
-OLDEST = (5, 16)  # that the tests pass with; pyproject.toml has it too
-# what would be a hint to load code, or change the tensors in ways that no table of names tells
-_LEFT_OUT = re.compile(r"_.*|.*_implementation|.*kernel.*config.*|auto_map|torch_dtype|dtype")
-_FLOAT = "__float__"  # what transformers writes for numbers that JSON has not
+OLDEST = (5, 16)  # oldest version that passes the tests; keep equal to pyproject.toml
+# keys that could load code, or that change tensors in ways that no table of names describes
+_DROPPED_KEYS = re.compile(r"_.*|.*_implementation|.*kernel.*config.*|auto_map|torch_dtype|dtype")
+_FLOAT = "__float__"  # transformers' encoding of numbers that JSON lacks (infinity)
 _LAYERS = re.compile(r".*(layers?|blocks|depths?|stages)")
 _EXPERTS = re.compile(r".*experts.*")
-_MOST_LAYERS, _MOST = 2_000, 1 << 20  # ten times those of any model, and of all its experts; a config may be anybody's
-_MIXTURE = ".experts"  # how the names of modules with all experts of a layer end
+_MAX_LAYERS, _MAX_LAYERS_TIMES_EXPERTS = (
+    2_000,
+    1 << 20,
+)  # ten times more than any model has: limits a malicious config
+_MIXTURE = ".experts"  # suffix of module names with fused experts
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings"),
@@ -198,7 +201,7 @@ def modeling_of(kind: Any) -> Any:
     """
     try:
         return import_module(kind.__module__.replace(".configuration_", ".modeling_"))
-    except ImportError:  # of a library that a few models need
+    except ImportError:  # a few models need another library
         return None
 
 
@@ -247,7 +250,7 @@ def llama_sizes(meta: MetaModel) -> dict[str, Any]:
     config = known.get_text_config()
     sizes = {name: getattr(config, name, None) for name in _SIZES}
     if sizes["intermediate_size"] is None:
-        sizes["intermediate_size"] = 4 * config.hidden_size  # what a config that leaves it open means, since GPT-2
+        sizes["intermediate_size"] = 4 * config.hidden_size  # the default since GPT-2
     experts = getattr(config, "num_experts_per_tok", None)
     if experts:
         sizes["intermediate_size"] = experts * getattr(config, "moe_intermediate_size", sizes["intermediate_size"])
@@ -259,14 +262,14 @@ def without_hints(config: Any) -> Any:
     if isinstance(config, dict):
         if config.keys() == {_FLOAT}:
             return float(config[_FLOAT])
-        return {key: without_hints(value) for key, value in config.items() if not _LEFT_OUT.fullmatch(str(key))}
+        return {key: without_hints(value) for key, value in config.items() if not _DROPPED_KEYS.fullmatch(str(key))}
     return [without_hints(one) for one in config] if isinstance(config, list) else config
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
     """Raise `Unsupported` for a config with many more layers or experts than any real model."""
     layers, experts = (max([1, *counts_in(config, pattern)]) for pattern in (_LAYERS, _EXPERTS))
-    if layers > _MOST_LAYERS or layers * experts > _MOST:
+    if layers > _MAX_LAYERS or layers * experts > _MAX_LAYERS_TIMES_EXPERTS:
         raise Unsupported(f"its config.json says {layers:.6g} layers, and {experts:.6g} experts")
 
 
@@ -295,8 +298,5 @@ def quiet() -> Iterator[None]:
 
 
 def missing_package() -> str | None:
-    """Return the first missing package of those that build models, transformers or torch.
-
-    None if both are installed.
-    """
+    """Return the package that is missing for building models, "transformers" or "torch"; None if both are installed."""
     return next((package for package in ("transformers", "torch") if find_spec(package) is None), None)

@@ -88,7 +88,7 @@ def to_memory(meta: MetaModel, tensors: Mapping[str, Any]) -> TransformedTensors
     for name in sorted(tensors, key=natural):
         key, pattern = convert_name(rename(name, renamings)[0], converters)
         if key not in meta.shapes and name in meta.shapes:
-            key, pattern = name, None  # it is as in memory already
+            key, pattern = name, None  # the tensor already has its in-memory name
         if pattern is None:
             put(in_memory, key, tensors[name], (name,))
         else:
@@ -100,7 +100,7 @@ def to_memory(meta: MetaModel, tensors: Mapping[str, Any]) -> TransformedTensors
 
 
 def kinds_of(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the transforms that change tensors, and those that change names only."""
+    """Return two lists: the transforms that change tensors, and the transforms that change only names."""
     every = list(transforms)
     converters = [transform for transform in every if hasattr(transform, "operations")]
     return converters, [transform for transform in every if not hasattr(transform, "operations")]

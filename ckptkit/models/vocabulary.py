@@ -16,7 +16,7 @@ from ckptkit.layout import Chunk, Spec, StoredTensor, axes
 from ckptkit.layout.box import Shape, whole
 from ckptkit.models.expected import AskBase, forms_for
 
-# every family's names of what has a row for each token
+# names, in all families, of tensors with a row per token
 _ROWS = re.compile(
     r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out|shared_head\.head)\.(weight|bias)"
     r"|(model\.)?shared\.weight|backbone\.embeddings\.weight|cls\.predictions\.(bias|decoder\.(weight|bias))"
@@ -164,7 +164,7 @@ def vocabulary_of(config: Mapping[str, Any]) -> int | None:
     """Return the vocabulary size in a config.json (of its text model if it is multimodal); None if it is absent."""
     inner = config.get("text_config")
     size = (inner if isinstance(inner, Mapping) else config).get(_KEY, config.get(_KEY))
-    return size if type(size) is int and size > 0 else None  # -1 is a size not known
+    return size if type(size) is int and size > 0 else None  # -1 stands for an unknown size
 
 
 def with_vocabulary(config: Mapping[str, Any], rows: int) -> dict[str, Any]:

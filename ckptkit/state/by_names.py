@@ -53,7 +53,7 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
     weights = frozenset(find_weights(chosen).came_from.values())
     options.edits.check_renames(parameters_in(chosen, weights), checkpoint.path)
     renamed, names = rename_parameters(chosen, weights, options.edits.renaming())
-    ways = ways_by_names(renamed, find_weights(renamed))
+    ways = key_paths_by_name(renamed, find_weights(renamed))
     layout = with_steps(with_names(renamed, ways), checkpoint.step)
     world_size = named_layout.world_size or 1
     no_place = {name: NO_PLACE for name in named_layout.names if names.get(name, name) not in ways}
@@ -90,7 +90,7 @@ def with_names_for_numbers(checkpoint: Checkpoint, order: Order | None) -> tuple
     return layout, remarks
 
 
-def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
+def key_paths_by_name(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
     """Return the new key path of each entry: weights, states and groups by the model's own names, the rest unchanged.
 
     Other entries of an optimizer are left out. Raises `Unsupported` for groups that are stored by parameter.
@@ -111,11 +111,11 @@ def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
         elif isinstance(way[1], int):
             ways[name] = (OPTIMIZER, *way)
         else:
-            ways[name] = (OPTIMIZER, way[0], as_weight(way[1], weights, layout), *way[2:])
+            ways[name] = (OPTIMIZER, way[0], name_in_model(way[1], weights, layout), *way[2:])
     return ways
 
 
-def as_weight(name: str, weights: Weights, layout: Layout) -> str:
+def name_in_model(name: str, weights: Weights, layout: Layout) -> str:
     """Return the model's name for a parameter that an optimizer lists."""
     if name.isdecimal():
         message = f"expected an optimizer that lists its parameters by name, found numbers such as {name}"
@@ -133,7 +133,7 @@ def with_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
         if is_list_of_parameters(rekeyed.key(name)) or is_list_of_names(rekeyed.key(name))
     }
     for name, blob in lists.items():
-        names = [as_weight(str(one), weights, layout) for one in load_value(layout.root, blob)]
+        names = [name_in_model(str(one), weights, layout) for one in load_value(layout.root, blob)]
         lists[name] = with_value(blob, names)
     return in_fp32(replace(rekeyed, blobs={**rekeyed.blobs, **lists}))
 

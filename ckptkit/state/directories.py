@@ -32,7 +32,7 @@ def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
             check_destination(dst, overwrite, is_file=is_file)
         except Occupied as error:
             if not overwrite and states_only_at(dst):
-                error.hint = _HINT  # a wrong --overwrite could lose it
+                error.hint = _HINT  # do not suggest --overwrite: a mistake would delete training state
             raise
     elif not overwrite:
         if keeps_others(dst):

@@ -21,7 +21,7 @@ from ckptkit.state.quantized.packed import plain_name
 from ckptkit.state.quantized.plain import dtype_of, recipe_of
 from ckptkit.words import count, format_bytes
 
-Added = dict[str, tuple[Spec, RecipeFor]]  # tensors that the output gets, by name
+Added = dict[str, tuple[Spec, RecipeFor]]  # new tensors of the output, by name
 
 
 def copy_from_base(model: Model, options: ConvertOptions) -> Model:
@@ -38,7 +38,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     quantized = find_quantized(layout, base.companions.config)
     if quantized is not None and quantized.members.isdisjoint(chosen):
         quantized = None
-    chosen = with_partners(chosen, quantized)
+    chosen = with_quantized_groups(chosen, quantized)
     stored_as: dict[str, str] = {}
     if quantized is None or is_quantized(model):
         added = copied(chosen, layout, model)
@@ -93,7 +93,7 @@ def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> li
     return list(dict.fromkeys(chosen))
 
 
-def with_partners(chosen: Sequence[str], quantized: Quantized | None) -> list[str]:
+def with_quantized_groups(chosen: Sequence[str], quantized: Quantized | None) -> list[str]:
     """Return the chosen tensors, with all tensors of each quantized weight.
 
     Numbers are useless without their scales.

@@ -22,7 +22,7 @@ from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.plan import Plan, Recipe, make_plan, needed, same
 from ckptkit.state.draft import Conversion, Draft
 
-_PART = 1 << 22  # bytes held of a file that is copied as it is
+_COPY_BYTES = 1 << 22  # bytes in memory for a file copy
 
 
 @collector_paused()
@@ -51,11 +51,11 @@ def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
     if share.count == 1:
         return join(draft.sources, made, draft.recipes)
     made, before, behind = narrow(made, wanted, share)
-    planned = join(needed_by(draft, made), made, draft.recipes)
+    planned = join(sources_needed_by(draft, made), made, draft.recipes)
     return replace(planned, before=before, behind=behind)
 
 
-def needed_by(draft: Draft, made: Layout) -> list[Layout]:
+def sources_needed_by(draft: Draft, made: Layout) -> list[Layout]:
     """Return the section of each source that `made`, a section of the destination, is computed from."""
     computed = [(name, one) for name in made.tensors if name in draft.recipes for one in draft.recipes[name].operands]
     apart = [one for name, one in computed if one.name != name or one.region is not same]
@@ -139,5 +139,5 @@ def copy_file(src: Path, dst: Path) -> None:
     make_folder(dst.parent)
     with opening(src) as file:
         size = file.size
-        parts = ((start, read_at(file, min(_PART, size - start), start)) for start in range(0, size, _PART))
+        parts = ((start, read_at(file, min(_COPY_BYTES, size - start), start)) for start in range(0, size, _COPY_BYTES))
         create_file(dst, size, parts, anew=False)

@@ -88,10 +88,10 @@ def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> 
     ours, theirs = ({part.place: part for part in checkpoint.components} for checkpoint in (one, two))
     if len(ours) > 1 and ours.keys() == theirs.keys():
         pairs = [((one, as_part(ours[place])), (two, as_part(theirs[place]))) for place in ours]
-        return [with_names_of_both(*pair, order) for pair in pairs], []
+        return [with_same_optimizer_keys(*pair, order) for pair in pairs], []
     whole = join_files(one), join_files(two)
     if whole[0] is not None and whole[1] is not None:
-        return [with_names_of_both((one, whole[0]), (two, whole[1]), order)], []
+        return [with_same_optimizer_keys((one, whole[0]), (two, whole[1]), order)], []
     remarks = []
     for checkpoint in (one, two):
         model = checkpoint.model_component
@@ -144,7 +144,7 @@ def may_differ(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | Non
     try:
         ours, theirs = (checkpoint.weights.layout.tensors.keys() for checkpoint in (one, two))
         return not (ours <= theirs or theirs <= ours) and len(forms_for(config)) > 1
-    except (Mismatch, Unsupported):  # no model, or several, or one of which nothing is known
+    except (Mismatch, Unsupported):  # no model, several models, or an unknown one
         return False
 
 
@@ -163,7 +163,9 @@ def named_as_on_hub(
     return side.becomes(layout, *remarks)
 
 
-def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], order: Order | None) -> Pair:
+def with_same_optimizer_keys(
+    one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], order: Order | None
+) -> Pair:
     """Return both sides with parameter names in optimizers, if only one of them has parameter indices."""
     kinds = {kind_of_keys(side.layout) for _, side in (one, two)}
     if kinds != {NAMES, IDS}:
@@ -196,7 +198,7 @@ def match(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
     """
     remarks: list[str] = []
     if a.tensors.keys() == b.tensors.keys() and not (has_more(a, b) or has_more(b, a)):
-        return as_it_is(a), as_it_is(b), remarks
+        return unchanged_side(a), unchanged_side(b), remarks
     one, two = by_own_names(a), by_own_names(b)
     if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
         remarks.append(f"compared only the model: {describe_rest(one if one.left_out else two)}")
@@ -230,7 +232,7 @@ def find_model(layout: Layout) -> Weights | None:
         return None
 
 
-def as_it_is(layout: Layout) -> Side:
+def unchanged_side(layout: Layout) -> Side:
     weights = find_model(layout)
     return Side(layout, frozenset(weights.came_from.values()) if weights else frozenset())
 
@@ -244,14 +246,17 @@ def by_own_names(layout: Layout) -> Side:
     if len(set(keys.values())) < len(keys):
         return Side(layout)
     return Side(
-        with_keys(layout, keys, cleaner(weights)), frozenset(weights.came_from), weights.wrapper, weights.summarize()
+        with_keys(layout, keys, own_name_function(weights)),
+        frozenset(weights.came_from),
+        weights.wrapper,
+        weights.summarize(),
     )
 
 
 def own_keys(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
     """Return the key path for the comparison of each entry, without the key above the model and torch's prefixes."""
     keys: dict[str, KeyPath] = {old: (new,) for new, old in weights.came_from.items()}
-    above, clean = find_model_key(layout)[:-1], cleaner(weights)
+    above, clean = find_model_key(layout)[:-1], own_name_function(weights)
     for name in layout.names:
         if name not in keys:
             key = layout.key(name)
@@ -260,7 +265,7 @@ def own_keys(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
     return keys
 
 
-def cleaner(weights: Weights) -> NewName:
+def own_name_function(weights: Weights) -> NewName:
     """Return the function that maps the name of a parameter in the optimizer to the model's own name."""
 
     def clean(name: str) -> str:

@@ -91,7 +91,7 @@ def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> N
 
 def average(model: Model, options: ConvertOptions) -> Model:
     """Make each tensor the weighted mean of all sources. The dtypes are those of the first source."""
-    from ckptkit.engine.mean import Mean  # imports numpy, which no copy needs
+    from ckptkit.engine.mean import Mean  # imports numpy, which plain copies do not need
 
     ask = options.edits.wanted_dtype
     kept = {name: spec for name, spec in model.layout.specs.items() if ask(name, is_weight=True) is None}

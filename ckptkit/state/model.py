@@ -17,7 +17,7 @@ from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.expected import AskBase, Form
 from ckptkit.models.names.weights import Weights, find_weights
 
-RecipeFor = Callable[[str, DType], Recipe]  # by the name and the dtype that a tensor is written with
+RecipeFor = Callable[[str, DType], Recipe]  # called with the final name and dtype of the tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ def ask_names(
 
 def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
     """Raise `Unsupported` for quantized weights: other names or rows would separate them from their scales."""
-    from ckptkit.state.quantized.find import find_quantized  # only where names change
+    from ckptkit.state.quantized.find import find_quantized  # imported late: needed only if names change
 
     try:
         quantized = find_quantized(found.layout, config)
@@ -130,4 +130,4 @@ class NameOptions:
         return self.table if any(outline_of(name)[0] in own - hub for name in names) else None
 
 
-AS_THEY_ARE = NameOptions()  # of a user who says nothing of names
+AS_THEY_ARE = NameOptions()  # without options on names

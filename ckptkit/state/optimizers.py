@@ -83,7 +83,9 @@ def parameters_for(
         tensors = own_tensors(found.model.layout)
         return {str(number): tensors[name] for number, name in found.names.items()}
     names = {one for group in states.groups for one in group} | states.of.keys()
-    candidates = [parameters_called(names, find_weights(model.layout).layout) for model in models_of(checkpoint)]
+    candidates = [
+        parameters_by_optimizer_name(names, find_weights(model.layout).layout) for model in models_of(checkpoint)
+    ]
     fitting = [one for one in candidates if one.keys() == names and is_of(layout, states, one)] or candidates[:1]
     for other in fitting[1:]:
         name = next((one for one in states.lacking if other[one].spec != fitting[0][one].spec), None)
@@ -93,7 +95,7 @@ def parameters_for(
     return fitting[0]
 
 
-def parameters_called(names: Iterable[str], model: Layout) -> dict[str, StoredTensor]:
+def parameters_by_optimizer_name(names: Iterable[str], model: Layout) -> dict[str, StoredTensor]:
     """Return the tensors of a model by the names that an optimizer uses, as far as the model has them."""
     own = {name: own_name(name, model.tensors) for name in names}
     return {name: model.tensors[found] for name, found in own.items() if found in model.tensors}

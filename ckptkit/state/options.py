@@ -28,11 +28,15 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
-MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
-PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # of lora_B of fused experts, see `adapters.experts`
-FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = ("flat", "per-expert", "3d")  # of adapters, see `adapters.expert_pairs`
-ADAPTER = "adapter"  # what to write: the adapter in the checkpoint, as Hugging Face files
-RANK = "rank"  # the part of a process that torchrun started
+MASTER, MODULE = "master", "module"  # fp32 weights that the optimizer updates, and their 16-bit copy
+PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # layouts of lora_B for fused experts, see `adapters.experts`
+FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = (
+    "flat",
+    "per-expert",
+    "3d",
+)  # forms of experts in adapters, see `adapters.expert_pairs`
+ADAPTER = "adapter"  # output: the checkpoint's adapter as Hugging Face files
+RANK = "rank"  # `--part rank`: one part per process of torchrun
 
 
 class KnownQuantizer(NamedTuple):
@@ -51,7 +55,7 @@ QUANTIZERS = PluginTable(
     },
 )
 
-_OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
+_OF_THIS_PROCESS = {"of_this_process": True}  # not compared between processes that share the work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -472,7 +476,7 @@ def written(hint: Any) -> Any:
     return getattr(hint, "__forward_arg__", hint)
 
 
-_SEVERAL = ("include", "exclude", "from_base", "exclude_quantize", "rename", "weights", "scales")
+_LISTS = ("include", "exclude", "from_base", "exclude_quantize", "rename", "weights", "scales")
 
 
 def normalize(name: str, value: Any) -> Any:
@@ -482,7 +486,7 @@ def normalize(name: str, value: Any) -> Any:
         return tuple(map(str, rules))
     if name == "max_shard_size":
         return parse_bytes(value)
-    if name in _SEVERAL:
+    if name in _LISTS:
         return (value,) if isinstance(value, str) else tuple(value)
     return str(value) if isinstance(value, os.PathLike) else value
 
@@ -490,7 +494,7 @@ def normalize(name: str, value: Any) -> Any:
 def anywhere(name: str, value: Any) -> Any:
     """Return an option with absolute paths, for processes with other working directories."""
     if name == "dtype":
-        return tuple(map(like_anywhere, value))
+        return tuple(map(absolute_like_rule, value))
     if name in ("map", "adapter_config", "optimizer_order") and value not in (None, OF_MODEL):
         return str(Path(value).absolute())
     if name in ("base", "fill_from") and value is not None and Path(value).exists():
@@ -498,7 +502,7 @@ def anywhere(name: str, value: Any) -> Any:
     return value
 
 
-def like_anywhere(rule: str) -> str:
+def absolute_like_rule(rule: str) -> str:
     before, like, model = rule.partition(LIKE)
     return f"{before}{like}{Path(model).absolute()}" if like and Path(model).is_dir() else rule
 

@@ -54,7 +54,7 @@ class Piece:
         if not others:
             return cls((first,), complete, restored)
         layouts = [complete, *(part.layout for part in others)]
-        if any(part.folder != first.folder for part in others):  # all are named as seen from the checkpoint's directory
+        if any(part.folder != first.folder for part in others):  # then use paths relative to the checkpoint's directory
             layouts = [edits.in_folder(layout, part.folder) for layout, part in zip(layouts, parts, strict=True)]
         return cls(tuple(parts), join_layouts(layouts[0].root, parts, layouts), restored)
 

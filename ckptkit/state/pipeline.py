@@ -36,12 +36,11 @@ from ckptkit.state.made_files import create, seal, write_copied_files, write_mad
 from ckptkit.state.options import RANK, parse_part
 from ckptkit.state.report import Written
 
-# Let the ranks of one `torchrun` tell the first of them that they are done, by the store that they all have.
-#
-# What lies on the disk could not tell it: that may be of an earlier job, which died.
+# Ranks of one `torchrun` signal rank 0 through torch's store that they are done. Files on disk cannot be the signal:
+# they may be left from an earlier job that died.
 _ARRIVED = "ckptkit/arrived"
-_PAUSE = 0.1  # seconds between two looks at how many have arrived
-_LONGEST = timedelta(days=30)  # that a rank works longer than another
+_POLL_SECONDS = 0.1  # between two polls of the number of finished ranks
+_MAX_WAIT = timedelta(days=30)  # longest difference between the work of two ranks
 
 
 def rank_and_ranks() -> tuple[int, int]:
@@ -57,17 +56,17 @@ def wait_for_ranks() -> None:
     from torch.distributed import DistError, rendezvous
 
     try:
-        store, rank, ranks = next(rendezvous("env://", timeout=_LONGEST))
+        store, rank, ranks = next(rendezvous("env://", timeout=_MAX_WAIT))
         store.add(_ARRIVED, 1)
         while rank == 0 and store.add(_ARRIVED, 0) < ranks:
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
     except DistError as error:
         raise IOFailure(
             f"the ranks cannot reach each other: {error}", hint="run single parts with --part instead"
         ) from error
 
 
-def require_one_save(layout: Layout) -> None:
+def require_archives_of_one_save(layout: Layout) -> None:
     """Compare each archive file with the CRC-32 in its manifest. Reads only the ends of the archives, no tensors.
 
     Does not check damaged archives: the conversion verifies the checksum of the data that it reads. Raises `Corrupt`
@@ -93,12 +92,12 @@ def write(conversion: Conversion) -> Written:
 
     Continues the work of an interrupted call with the same arguments.
     """
-    alone, in_part, finish = ways_to_write(conversion)
+    alone, in_part, finish = writers_for(conversion)
     part = conversion.options.part
     share = share_of(part)
     if share.number == 0:
         for one in conversion.entries:
-            require_one_save(one.read)
+            require_archives_of_one_save(one.read)
     if share.count == 1:
         return alone(conversion)
     written = in_part(conversion, share)
@@ -110,10 +109,10 @@ def write(conversion: Conversion) -> Written:
 
 def write_rest(conversion: Conversion, count: int) -> Written:
     """Finish an output of which `count` processes have each written a share."""
-    return ways_to_write(conversion)[2](conversion, count)
+    return writers_for(conversion)[2](conversion, count)
 
 
-def ways_to_write(conversion: Conversion) -> tuple[Alone, InPart, Finish]:
+def writers_for(conversion: Conversion) -> tuple[Alone, InPart, Finish]:
     """Return the functions that write a whole output, write a share, and combine the shares."""
     if is_remote(conversion.output):
         from ckptkit.state import to_store
@@ -235,7 +234,7 @@ def require_same_options(conversion: Conversion, count: int, begun: bytes, work:
 
     `begun` is the key of these shares. If a source has changed since, its shares are simply written again.
     """
-    theirs, ours = read_words(begun), read_words(conversion.key(count))
+    theirs, ours = read_key(begun), read_key(conversion.key(count))
     parts_done = sorted({int(path.stem.rpartition("-")[2]) + 1 for path in work.glob("plan-*-share-*.jsonl")})
     different = [name for name in ours if ours[name] != theirs.get(name)]
     if theirs.get("--part", 1) == 1 or not parts_done or not different:
@@ -247,7 +246,7 @@ def require_same_options(conversion: Conversion, count: int, begun: bytes, work:
     raise Occupied(message, path=conversion.output, hint=hint)
 
 
-def read_words(key: bytes) -> dict[str, Any]:
+def read_key(key: bytes) -> dict[str, Any]:
     """Return the options in a key, by the names that users pass; {} for a key that this version did not write."""
     try:
         agreed = json.loads(key)

@@ -13,7 +13,7 @@ from ckptkit.layout import OWN, Layout, edits
 from ckptkit.trainers import owner_of_file, owner_of_key
 from ckptkit.words import count
 
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 OF_RANKS = "state of single ranks; another number of ranks cannot use it"
 
 
@@ -29,7 +29,10 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
     for group in groups:
         members = [name for name in owners if str(layout.key(name)[0]) == group]
         ranks = 1 + max(owners[name] for name in members)
-        if world_size not in (ranks, layout.world_size):  # TP leaves fewer loaders than ranks
+        if world_size not in (
+            ranks,
+            layout.world_size,
+        ):  # with tensor parallelism there are fewer data loaders than ranks
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
             words = f"state of {count(ranks, 'rank')}, which {world_size} cannot use"
             notes.append(f"dropped `{group}`{name_inner(layout, members)}: {words}")
@@ -49,7 +52,7 @@ def reasons_of_ranks(layout: Layout) -> dict[str, str]:
 def name_inner(layout: Layout, members: Iterable[str]) -> str:
     """Return the keys below which ranks have entries, in parentheses; "" if there are none."""
     inner_keys = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
-    return f" ({', '.join(inner_keys[:_MOST_NAMED])}{and_more(len(inner_keys) - _MOST_NAMED)})" if inner_keys else ""
+    return f" ({', '.join(inner_keys[:_MAX_NAMED])}{and_more(len(inner_keys) - _MAX_NAMED)})" if inner_keys else ""
 
 
 def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:

@@ -10,8 +10,8 @@ from ckptkit.formats import locate
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.layout import Chunk, Layout
 
-_ALL = 20_000  # envelopes that are all opened
-_SAMPLE = 4096  # of more envelopes, those that are opened, and as many that are the last of a file
+_ALL = 20_000  # zip wrappers; up to this number, all are checked
+_SAMPLE = 4096  # checked zip wrappers of a larger checkpoint; as many again are the last in a file
 
 
 class Checked(NamedTuple):

@@ -35,7 +35,7 @@ from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.config import is_declared_quantized
 from ckptkit.words import count
 
-WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
+WITH_FILES = "dcp"  # the only format with which ckptkit writes files of a family
 
 
 def open_model(part: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
@@ -125,7 +125,9 @@ def refuse_copies(model: Model) -> None:
     above = entry[: len(entry) - len(copy.name)]
     glob, module = f"{escape(above + copy.prefix)}*", f"{escape(above + copy.module)}*"
     alone = find_weights(edits.select(model.weights.whole, lambda name: fnmatchcase(name, glob))).layout.tensors
-    is_stripped = not any(name.startswith(copy.prefix) for name in alone)  # as a wrapper's prefix
+    is_stripped = not any(
+        name.startswith(copy.prefix) for name in alone
+    )  # `find_weights` removes wrapper prefixes itself
     rule = "" if is_stripped else f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}"
     hint = f"pass --exclude {quote(module)}, or for the copy --include {quote(glob)}{rule}"
     message = f"the model is here twice: `{copy.of}` and `{copy.name}`"
@@ -201,7 +203,10 @@ def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:
     own = find_config(model.part.path) if options.base is not None and model.companions.config is not None else None
     if own is None or own == model.config:
         return []
-    from ckptkit.models.computation import describe_differences, find_differences  # few have one and get another
+    from ckptkit.models.computation import (
+        describe_differences,
+        find_differences,
+    )  # imported late: few conversions compare two configs
 
     differences = find_differences(own, model.config)
     words = "the output has the config.json of --base, but the one beside the checkpoint differs"
@@ -229,7 +234,9 @@ def expect(model: Model) -> Form | Unsupported | None:
 def restore_keys(model: Model, options: ConvertOptions) -> Model:
     """Restore the key paths that the tensors have in the checkpoint."""
     weights = model.weights
-    if not model.layout.tensors.keys() <= weights.came_from.keys():  # a tied one was restored: there are no key paths
+    if (
+        not model.layout.tensors.keys() <= weights.came_from.keys()
+    ):  # a tied tensor was restored, so the source has no key paths
         return model
     names = frozenset(weights.came_from.values())
     chosen = edits.select(model.part.layout, names.__contains__)

@@ -41,7 +41,7 @@ from ckptkit.state.draft import Conversion
 from ckptkit.state.made_files import create, seal, write_made
 from ckptkit.state.report import Written
 
-KEY = "key.json"  # the note that says what is being made
+KEY = "key.json"  # the note with the key of the conversion
 
 
 def write_alone(conversion: Conversion) -> Written:
@@ -103,7 +103,7 @@ def require_shares(conversion: Conversion, notes: Mapping[str, bytes], count: in
 @contextmanager
 def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
     """Prepare the files in a temporary directory, and claim the destination for the output of `count` processes."""
-    refuse_repeats(conversion)
+    refuse_repeated_data(conversion)
     with TemporaryDirectory(prefix="ckptkit-") as room:
         plans = [without_copies(plan) for plan in create(conversion, Path(room), is_sparse=True)]
         sizes, marks = conversion.file_sizes, marks_of(conversion, plans)
@@ -111,7 +111,7 @@ def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
         plan = blake2b(conversion.key(count), digest_size=16).hexdigest()
         destination = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
         if count > 1:
-            destination.notes()  # refuses before anything is claimed
+            destination.notes()  # raises for a store without notes before anything is claimed
         by_training = conversion.replaces_training
         check = partial(marks_in, conversion.output, conversion.file_sizes, by_training=by_training)
         destination.claim(overwrite=conversion.options.overwrite, check=check)
@@ -120,7 +120,7 @@ def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
     refresh(conversion.output)
 
 
-def refuse_repeats(conversion: Conversion) -> None:
+def refuse_repeated_data(conversion: Conversion) -> None:
     """Raise `Unsupported` for a format that repeats data in several files: only a local disk can copy it there."""
     for draft in conversion.drafts:
         if draft.writer.repeats:
@@ -151,7 +151,7 @@ def marks_of(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
 class OutputUpload:
     """An output during its upload to a store. Directory `room` has everything but the tensor data.
 
-    `held` are complete marks.
+    `held` are marks with their complete content, which are sent last.
     """
 
     conversion: Conversion

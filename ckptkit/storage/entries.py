@@ -25,10 +25,10 @@ from ckptkit.formats.archives.zip_entries import check_contents
 from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Blob, Layout
 
-# Read numpy's arrays and scalars out of pickles, of plain numbers and fixed-length text only.
+# Stand-ins for numpy's functions in pickles. They read only arrays and scalars of plain numbers and fixed-length text.
 #
 # numpy's own functions are not safe here: a pickle that calls `numpy.ndarray` with a dtype of objects, or changes the
-# flags of a dtype, makes pointers of its bytes. So a pickle that names them gets those of this module in their place.
+# flags of a dtype, makes pointers of its bytes. So a pickle that names numpy's functions gets this module's.
 _PLAIN = re.compile(r"[biufcSU][1-9]\d{0,5}")  # kind and bytes, as numpy pickles a dtype
 
 
@@ -93,7 +93,7 @@ STAND_INS: list[tuple[Callable[..., Any], str]] = [
 
 
 _REPLACED = frozenset(name for _, name in STAND_INS)
-_one_at_a_time = Lock()  # what torch admits holds for the whole process
+_globals_lock = Lock()  # torch's list of safe globals is process-wide
 
 
 def read_value(layout: Layout, name: str) -> BytesIO:
@@ -147,7 +147,7 @@ def only_safe_globals() -> Iterator[None]:
     numpy's own functions are removed, even if another library has named them for the whole process: they make pointers
     of bytes, and if two functions have one name, torch may call either.
     """
-    with _one_at_a_time:
+    with _globals_lock:
         admitted = get_safe_globals()
         clear_safe_globals()
         add_safe_globals([*(one for one in admitted if not is_replaced(one)), BytesIO, *STAND_INS])

@@ -10,7 +10,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Box
 from ckptkit.layout.dtypes import DTYPES, DType
 
-# Every dtype moves as a plain one of its size: torch copies, slices and views those, and not all of the others.
+# Copy every dtype as a plain dtype of its size: torch cannot copy, slice and view all dtypes.
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 

@@ -22,7 +22,7 @@ from ckptkit.layout import Blob, Extent, FileOffset, KeyPath, Layout, NewFile, W
 from ckptkit.models.names.weights import find_model_key, keys_below, training_state
 from ckptkit.trainers.ckptkit import TRAINING
 
-_BESIDE = "dcp"  # the format of `training`
+_TRAINING_FORMAT = "dcp"  # format of the directory `training`
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Portion:
         writer = get_writer(self.format)
         blobs = self._embed(writer, options, results)
         made = locate(read_made(writer, self.root, self.planned.tensors))
-        checksums = add_up(made, results)
+        checksums = chunk_checksums(made, results)
         seal(writer, made, checksums)
         write_manifest(made, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
 
@@ -105,7 +105,7 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     for name in planned.blobs:
         if prefix and planned.key(name)[: len(prefix)] == prefix:
             inner = ".".join(map(str, planned.key(name)[len(prefix) :]))
-            hint = f"drop it, or save to a format that has a place for it, such as `{_BESIDE}`"
+            hint = f"drop it, or save to a format that has a place for it, such as `{_TRAINING_FORMAT}`"
             raise Unsupported(
                 "only tensors can be saved in this format, and this entry is not a tensor", tensor=inner, hint=hint
             )
@@ -115,7 +115,7 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     beside = replace(edits.select(planned, lambda name: name not in weights), root=planned.root / TRAINING)
     return (
         Portion("", to, model, weights),
-        Portion(TRAINING, _BESIDE, beside, {name: name for name in beside.names}),
+        Portion(TRAINING, _TRAINING_FORMAT, beside, {name: name for name in beside.names}),
     )
 
 
@@ -132,7 +132,7 @@ def find_key(planned: Layout) -> KeyPath | None:
         return None
 
 
-def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:
+def chunk_checksums(made: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:
     """Return the CRC-32 of every chunk with bytes, from the contributions of all results."""
     sums: dict[FileOffset, int] = {}
     for result in results:

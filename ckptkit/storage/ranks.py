@@ -15,7 +15,7 @@ from ckptkit.errors import CkptError, Corrupt, IOFailure
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=2)  # for the slowest write of one rank that the others wait for
+PATIENCE = timedelta(hours=2)  # longest wait for the slowest rank's write
 
 
 class Ranks:

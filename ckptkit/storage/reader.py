@@ -122,7 +122,7 @@ class LayoutReader(StorageReader):
         try:
             terms.check_missing(missing, wanted, {name for layout in self.layouts for name in layout.names})
             if wanted and terms.unasked != IGNORE:
-                terms.check_unasked(keys_beside(self.layouts, wanted), find_ways(planner))
+                terms.check_unasked(unrequested_keys(self.layouts, wanted), requested_keys(planner))
             if fills_state(planner):
                 self._read_together(items, planner, terms)
             else:
@@ -137,16 +137,16 @@ class LayoutReader(StorageReader):
 
     def _read_together(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
         """Read all items into the tensors of the state, after a check of the dtypes of all."""
-        tensors = [resolve(tensors_in_order(layout, own), planner) for layout, own in self._each(items)]
+        tensors = [resolve(tensors_in_order(layout, own), planner) for layout, own in self._with_layouts(items)]
         for layout, found in zip(self.layouts, tensors, strict=True):
             terms.check_casts(specs_of(layout, found))
-        for (layout, own), found in zip(self._each(items), tensors, strict=True):
+        for (layout, own), found in zip(self._with_layouts(items), tensors, strict=True):
             read_entries(layout, own, planner)
             read_tensors(layout, found, planner)
 
     def _read_in_turn(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
         """Resolve, read and commit one item after the other: the planner may return the same tensor for all of them."""
-        for layout, own in self._each(items):
+        for layout, own in self._with_layouts(items):
             read_entries(layout, own, planner)
             ledger = Ledger()
             for item in tensors_in_order(layout, own):
@@ -156,7 +156,7 @@ class LayoutReader(StorageReader):
                 terms.check_casts(specs_of(only, resolved))
                 read_tensors(only, resolved, planner, ledger)
 
-    def _each(self, items: Sequence[list[ReadItem]]) -> Iterator[tuple[Layout, list[ReadItem]]]:
+    def _with_layouts(self, items: Sequence[list[ReadItem]]) -> Iterator[tuple[Layout, list[ReadItem]]]:
         return zip(self.layouts, items, strict=True)
 
     @classmethod
@@ -243,7 +243,7 @@ class Reader(LayoutReader):
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         try:
             self.layouts = self.open()
-        except CkptError as error:  # torch takes whatever is raised here for a checkpoint without global metadata
+        except CkptError as error:  # torch interprets any error here as missing global metadata
             self._failure = error
             return Metadata({}, planner_data={})
         return super().read_metadata()
@@ -296,7 +296,7 @@ def with_own_state(layout: Layout, rank: int) -> Layout:
     )
 
 
-Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by the label of a file that a tensor is taken for
+Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by label; `describe_wanted` uses the labels as file names
 _PLANNER_STEPS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
@@ -308,7 +308,7 @@ def read_entries(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner)
         planner.load_bytes(item, read_value(found, name))
 
 
-def keys_beside(layouts: Iterable[Layout], asked: Container[str]) -> Iterator[KeyPath]:
+def unrequested_keys(layouts: Iterable[Layout], asked: Container[str]) -> Iterator[KeyPath]:
     """Yield the key paths of the entries that were not requested.
 
     Leaves out per-rank state, and tied tensors that were requested under another name.
@@ -327,7 +327,7 @@ def place_of(tensor: StoredTensor) -> tuple[str, int]:
     return first.path, first.offset
 
 
-def find_ways(planner: LoadPlanner) -> list[KeyPath]:
+def requested_keys(planner: LoadPlanner) -> list[KeyPath]:
     """Return the key paths of the entries that a planner's state asks for."""
     ways: Mapping[str, KeyPath] = getattr(planner, "mappings", {})
     return [ways.get(name, (name,)) for name in getattr(planner, "state_dict", {})]
@@ -360,8 +360,8 @@ def specs_of(layout: Layout, resolved: Resolved) -> Iterator[tuple[str, Spec, Te
 def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledger: Ledger | None = None) -> None:
     """Read tensors of a layout, or boxes of them, into the tensors that the planner provided.
 
-    `ledger` records what was read of the layout before, so that a chunk that is read in parts is verified when it is
-    complete. Without it, only chunks that are read at once are verified.
+    `ledger` records earlier reads of the layout, so that a chunk that is read in parts is verified when it is complete.
+    Without it, only chunks that are read at once are verified.
     """
     items = {label: item for label, (item, _) in resolved.items()}
     tensors = {label: tensor for label, (_, tensor) in resolved.items()}
@@ -369,8 +369,8 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
     tied = find_tied(tensors)
     duplicates = {
         label: torch.empty_like(tensors[label]) for label in tied
-    }  # else the last one read would stay, unseen
-    with in_memory_if_split(layout, items, {**tensors, **duplicates}) as filled:
+    }  # otherwise the last read would silently win
+    with through_cpu_if_split(layout, items, {**tensors, **duplicates}) as filled:
         fill(make_plan(locate(share_of(layout, wanted)), wanted), filled, ledger)
     for label, one in tied.items():
         name, other = (items[which].storage_index.fqn for which in (label, one))
@@ -380,7 +380,7 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
 
 
 @contextmanager
-def in_memory_if_split(
+def through_cpu_if_split(
     layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]
 ) -> Iterator[Mapping[str, Tensor]]:
     """Provide CPU memory instead of device tensors whose rows are stored in another order; copies it back at the end.

@@ -1,8 +1,8 @@
 """Write through torch to a local directory: every rank writes its shards to their final position, in any format.
 
-The coordinator creates the files from the plans of all ranks, before any data is written. The format's own reader then
-tells every rank the position of each byte, so nothing has to be merged afterwards. Exceptions are non-tensor entries:
-their length is known only after they are written.
+The coordinator creates the files from the plans of all ranks, before any data is written. Every rank then gets the
+position of each byte from the format's own reader, so nothing has to be merged afterwards. Exceptions are non-tensor
+entries: their length is known only after they are written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ckptkit.storage.plans import (
 from ckptkit.storage.portions import Portion, divide
 from ckptkit.storage.small_files import SmallFile, to_bytes
 
-_MODEL_ALONE = "hf"  # the format that has no place for most of what a training saves
+_MODEL_FORMAT = "hf"  # this format stores only tensors of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class RoomWriter(StorageWriter):
         self._files = to_bytes(files, self.room)
         self._max_shard_size = max_shard_size
         self._tied = dict(tied or {})
-        self._portions: tuple[Portion, ...] = ()  # on the coordinator, from plan to finish
+        self._portions: tuple[Portion, ...] = ()  # set on the coordinator, from plan to finish
         self._sizes: dict[str, dict[str, int]] = {}
         self._options = WriterOptions(max_shard_size)
 
@@ -131,8 +131,8 @@ class RoomWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items to their positions.
 
-        The result of a tensor contains its contributions to the checksums of chunks; that of another entry, its byte
-        range.
+        The result of a tensor contains its contributions to the checksums of chunks. The result of any other entry
+        contains its byte range.
         """
         task: Task = plan.storage_data
         results: list[WriteResult] = []
@@ -156,7 +156,7 @@ class RoomWriter(StorageWriter):
         with OpenFiles(root, writable=True) as files:
             pieces = PieceWriter(files)
             results = [write_item(pieces, item, planner, made.tensors[names[item.index.fqn]]) for item in items]
-        if self.sync:  # by each rank what it wrote: another machine could not
+        if self.sync:  # each rank syncs its own writes: another machine cannot
             for name in sorted({path for result in results for path, _ in result.storage_data}):
                 sync_path(root / name)
         return results
@@ -244,14 +244,14 @@ class StagedWriter(RoomWriter):
         if self.overwrite:
             check_replaceable(self.path, self._files, by_training=True)
         self._stage = stage = Stage(self.path, overwrite=self.overwrite, sync=self.sync)
-        weakref.finalize(self, stage.discard)  # no call of torch's tells of the failure of another rank
+        weakref.finalize(self, stage.discard)  # torch does not report the failure of another rank
         try:
             with naming_destination(self.path):
                 self.room = stage.open().path
                 return super().prepare_global_plan(plans)
         except BaseException as error:
             self._discard()
-            if self._format == _MODEL_ALONE and isinstance(error, Mismatch | Unsupported):
+            if self._format == _MODEL_FORMAT and isinstance(error, Mismatch | Unsupported):
                 error.hint = 'pass format="dcp", which stores every entry of the state as it is'
             raise
 

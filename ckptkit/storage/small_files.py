@@ -11,8 +11,8 @@ from ckptkit.errors import Usage
 from ckptkit.io.file import check_name, read_small
 from ckptkit.models.companions import dump_config
 
-_LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
-_SHOWN = 40  # characters of a text in a message
+_LIMIT = 1 << 28  # bytes; the largest tokenizer files have tens of megabytes
+_SHOWN_CHARACTERS = 40  # of a text in a message
 
 
 @runtime_checkable
@@ -42,7 +42,7 @@ def require_json(name: str, text: str) -> None:
         json.loads(text)
     except (ValueError, RecursionError):
         hint = "pass the content of the file, or its path as a `pathlib.Path`"
-        raise Usage(f"files[{name!r}]: expected JSON, found {text[:_SHOWN]!r}", hint=hint) from None
+        raise Usage(f"files[{name!r}]: expected JSON, found {text[:_SHOWN_CHARACTERS]!r}", hint=hint) from None
 
 
 def content_of(name: str, value: object) -> bytes:

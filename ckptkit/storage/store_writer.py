@@ -90,8 +90,8 @@ class StoreWriter(StorageWriter):
         self._files = to_bytes(files, path)
         self._overwrite = overwrite
         self._takes_over = takes_over
-        self._begun: RemotePath | None = None  # where a save of ours is not finished
-        self._upload: Upload | None = None  # on the coordinator, from plan to finish
+        self._begun: RemotePath | None = None  # destination of this writer's unfinished save
+        self._upload: Upload | None = None  # set on the coordinator, from plan to finish
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Reset, with another path if one is given."""
@@ -185,7 +185,7 @@ class StoreWriter(StorageWriter):
         refresh(self.path)
         try:
             destination.commit()
-        except IOFailure as error:  # nothing of the checkpoint is missing: no reason to end a training
+        except IOFailure as error:  # the checkpoint is complete, so training can continue
             warn(f"the checkpoint is complete, but its claim was not deleted: {error}")
 
     @classmethod

@@ -75,8 +75,8 @@ def plain_bits(tensor: Tensor) -> Tensor:
 
 
 ERROR, KEEP, ZERO, ALLOW, WARN, IGNORE = "error", "keep", "zero", "allow", "warn", "ignore"
-_MOST = 8  # names in a message
-_NUMBERED = re.compile(r"((?:.*\.)?state\.)[0-9]+\.")  # a state of a parameter that has a number for its name
+_MAX_NAMED = 8  # in a message
+_NUMBERED = re.compile(r"((?:.*\.)?state\.)[0-9]+\.")  # a state under a parameter index
 _NAME_FIRST = "run `ckptkit convert CKPT OUT --to dcp --optimizer-keys names`, and load OUT"
 _INITIALIZE = "create the states of a new optimizer with torch's `get_optimizer_state_dict` before you load"
 _TORCH_PLAN = create_default_local_load_plan.__code__
@@ -154,8 +154,10 @@ class LoadTerms:
         if not unrequested:
             return
         above = Counter(next(key[:n] for n in range(1, len(key) + 1) if key[:n] not in ways) for key in unrequested)
-        described = [f"{count(n, 'entry')} under `{'.'.join(map(str, key))}`" for key, n in above.items()]
-        text = f"the state to load into does not have {', '.join(described[:_MOST])}{and_more(len(described) - _MOST)}"
+        groups = [f"{count(n, 'entry')} under `{'.'.join(map(str, key))}`" for key, n in above.items()]
+        text = (
+            f"the state to load into does not have {', '.join(groups[:_MAX_NAMED])}{and_more(len(groups) - _MAX_NAMED)}"
+        )
         advice = _INITIALIZE if any(key[-1] == "state" for key in above) else "load the whole state"
         if self.unasked == ERROR:
             raise Mismatch(f"{text}, which the checkpoint has", hint=f'{advice}; or pass unasked="ignore"')
@@ -170,11 +172,13 @@ class LoadTerms:
         """
         if names and wanted and len(names) >= len(wanted):
             message = f"expected {count(len(names), 'entry')} of the state to load into, found 0 in the checkpoint"
-            where = self.hint_on_place(names, stored) or f"the checkpoint has names like {abridge(sorted(stored)[:3])}"
+            where = (
+                self.hint_on_nesting(names, stored) or f"the checkpoint has names like {abridge(sorted(stored)[:3])}"
+            )
             raise Mismatch(message, tensor=next(iter(names)), hint=where)
         if self.missing == KEEP:
             return
-        numbered = stored_by_number(names, stored)
+        numbered = stored_by_index(names, stored)
         is_refused = self.missing == ERROR
         refused = [name for name in names if is_refused or name in numbered or not isinstance(wanted.get(name), Tensor)]
         if refused:
@@ -186,10 +190,10 @@ class LoadTerms:
             message = f"the checkpoint does not contain it, {what}"
             if len(refused) > 1:
                 message += f"; also missing: {abridge(refused[1:])}"
-            hint = self.hint_on_place(refused, stored) or (_NAME_FIRST if numbered else hint_on(refused))
+            hint = self.hint_on_nesting(refused, stored) or (_NAME_FIRST if numbered else hint_on(refused))
             raise Mismatch(message, tensor=refused[0], hint=hint)
 
-    def hint_on_place(self, missing: Collection[str], stored: Collection[str]) -> str:
+    def hint_on_nesting(self, missing: Collection[str], stored: Collection[str]) -> str:
         """Return a hint for names that are all at another level of nesting in the checkpoint; "" for any others."""
         names = list(missing)
         steps = names[0].split(".")
@@ -237,7 +241,7 @@ class LoadTerms:
 
 def abridge(names: list[str]) -> str:
     """Return the first names, and the number of others."""
-    return ", ".join(f"`{name}`" for name in names[:_MOST]) + and_more(len(names) - _MOST)
+    return ", ".join(f"`{name}`" for name in names[:_MAX_NAMED]) + and_more(len(names) - _MAX_NAMED)
 
 
 def hint_on(names: Sequence[str]) -> str:
@@ -251,7 +255,7 @@ def hint_on(names: Sequence[str]) -> str:
     return f"{run} if the parameters never received a gradient, or {keep}"
 
 
-def stored_by_number(missing: Collection[str], stored: Collection[str]) -> set[str]:
+def stored_by_index(missing: Collection[str], stored: Collection[str]) -> set[str]:
     """Return the missing states of optimizers that use parameter indices in the checkpoint."""
     optimizers = {found[1] for found in map(_NUMBERED.match, stored) if found}
     return {name for name in missing if name.startswith(tuple(optimizers))}

@@ -27,7 +27,7 @@ class KnownFamily(NamedTuple):
     tells: str
 
 
-# by the word that users type; of several that have the same names the first is meant
+# by the name that users type; if several have the same tensor names, the first wins
 FAMILIES = PluginTable(
     "ckptkit.families",
     KnownFamily,
@@ -72,8 +72,8 @@ def family_of(
 ) -> Family | None:
     """Return the family that tensor names belong to; None for the Hub's names and unknown names.
 
-    If several families share names, the trainer that wrote them decides, then a family whose file with sizes lies
-    beside them, then one that has this model type. The tables of these families agree on the types that they share.
+    If several families share names, the trainer that wrote them decides, then a file with sizes beside them, then the
+    model type. The tables of these families agree on the types that they share.
     """
     matching = families_with(shapes)
     fitting = (

@@ -15,15 +15,15 @@ from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.names.translate import Translated, Turn
 
-_COMPUTED = ".rotary_emb.inv_freq"  # a buffer that older files hold, and every model computes
+_COMPUTED = ".rotary_emb.inv_freq"  # a buffer in older files that every model computes itself
 
 
 def choose_family(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> Family | None:
-    """Return whether tensors have the Hub's names or transformers' in-memory names, now that the model is known.
+    """Decide between the Hub's names and transformers' in-memory names, now that the model is known.
 
-    Other families are returned unchanged, unless the tensors are exactly those of transformers' model and the family
-    does not have this type. Raises `Unsupported` if this needs transformers, and it is not installed or cannot build
-    the model.
+    Returns None for the Hub. Other families are returned unchanged, unless the tensors are exactly the tensors of
+    transformers' model and the family does not have this type. Raises `Unsupported` if this needs transformers, and it
+    is not installed or cannot build the model.
     """
     if found not in (None, TRANSFORMERS) and not is_of_config(found, shapes, sizes):
         return found

@@ -17,8 +17,10 @@ Shapes = Mapping[str, Shape]
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
 _OF_EXPERTS = re.compile(r"\.experts\.|_moe\.")
-_MORE = "num_nextn_predict_layers"  # behind the others: they predict further tokens
-_ZERO = "zero_expert_num"  # LongCat's experts without weights: transformers saves a gate and an up for each
+_MTP_LAYERS = "num_nextn_predict_layers"  # MTP layers, after the other layers
+_ZERO_EXPERTS = (
+    "zero_expert_num"  # LongCat's experts without weights; transformers saves a gate and an up projection for each
+)
 _HINT = "check that config.json belongs to this model"
 
 
@@ -37,12 +39,12 @@ def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
     find_shapes = cache(lambda: shapes_of(names, sizes))
     count, wanted = sizes.find("layers"), sizes.find("experts")
     if layers and count is not None:
-        check_numbers(layers, count, further(sizes, _MORE), "model.layers.{}", path)
+        check_numbers(layers, count, further(sizes, _MTP_LAYERS), "model.layers.{}", path)
     if wanted is not None:
-        if layers and not has_experts and calls_for_experts(find_shapes()):
+        if layers and not has_experts and should_have_experts(find_shapes()):
             raise Mismatch(f"expected {wanted} experts (config.json), found none", path=path, hint=_HINT)
         for (above, below), numbers in experts.items():
-            check_numbers(numbers, wanted, further(sizes, _ZERO), f"{above}.{{}}.{below}", path)
+            check_numbers(numbers, wanted, further(sizes, _ZERO_EXPERTS), f"{above}.{{}}.{below}", path)
     if layers and count is not None:
         check_alike({number: layers[number] for number in range(count)}, find_shapes, path)
 
@@ -85,7 +87,7 @@ def check_alike(layers: Mapping[int, set[str]], find_shapes: Callable[[], Shapes
                     raise Mismatch(message, path=path, tensor=missing_name)
 
 
-def calls_for_experts(shapes: Shapes | None) -> bool:
+def should_have_experts(shapes: Shapes | None) -> bool:
     """Return whether the model has layers with experts, as far as is known; its config declares a number of experts."""
     return shapes is None or any(map(_OF_EXPERTS.search, shapes))
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import DDP
 
-# in the name of the module that keeps an average, or at the start of a parameter's name
+# words in the name of a module with an average, or at the start of a parameter's name
 _AVERAGE = re.compile(r"(?:^|(?<=_))(?:ema|avg|averaged?|shadow|swa)(?:_|$)")
 
-_FEWEST = 3  # tensors by which two modules are copies of each other whatever they are called
+_MIN_TENSORS = 3  # tensors; two modules with so many equal shapes are copies, whatever their names are
 
 
 class SecondModel(NamedTuple):
@@ -38,15 +38,15 @@ def find_copy(shapes: Mapping[str, Shape]) -> SecondModel | None:
     """
     first = Counter(name.partition(".")[0] for name in shapes)
     for module, count in first.items():
-        if count * 2 == len(shapes) and (copy := find_under(f"{module}.", shapes)):
+        if count * 2 == len(shapes) and (copy := find_copy_under(f"{module}.", shapes)):
             return copy
-        alike = [other for other in first if other != module and first[other] == count >= _FEWEST]
+        alike = [other for other in first if other != module and first[other] == count >= _MIN_TENSORS]
         if _AVERAGE.search(module) and (copy := find_average(module, alike, shapes)):
             return copy
     return None
 
 
-def find_under(prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
+def find_copy_under(prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
     """Return the copy that has every other name with a prefix."""
     copied = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
     if copied and all(shapes.get(of) == shapes[name] and not of.startswith(prefix) for name, of in copied.items()):

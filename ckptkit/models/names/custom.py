@@ -44,7 +44,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _TEXT = re.compile(r"(\{[a-z]+\}|\[[^\[\]{}]*(\{[a-z]+\})?[^\[\]{}]*\]|[^\[\]{}])+")
 _KEYS = ("own", "hub", "step", "flat")
 _EXTENTS = ("heads", "key_heads")
-_MOST = 64  # axes, or tensors that one becomes
+_MAX_COUNT = 64  # largest axis, and number of tensors that a step makes of one
 
 
 def read_table(path: Path) -> Family:
@@ -56,7 +56,7 @@ def read_table(path: Path) -> Family:
     try:
         text = data.decode()
         parsed = tomllib.loads(text)
-    except ValueError as error:  # tomllib's own are ValueErrors, and say the line
+    except ValueError as error:  # includes tomllib's errors, which name the line
         raise Usage(f"not valid TOML: {error}", path=path) from None
     try:
         return family_in(parsed, path.stem, text)
@@ -135,7 +135,7 @@ def check_counts(step: TensorStep, own: int, hub: int) -> None:
 
 def in_front(table: Family, family: Family | None) -> Family:
     """Return the user's table, extended by a family's rules for names that the table does not have."""
-    if family is None or type(family) is not Family:  # what has no rules of its own has none to add
+    if family is None or type(family) is not Family:  # subclasses translate without rules
         return table
     drops = (*table.drops, *family.drops)
     return replace(
@@ -164,10 +164,10 @@ def step_in(value: object) -> TensorStep:
 
 def number_in(value: object, what: str, least: int = 0) -> int:
     """Return an integer from `least` to 64. Raises `Usage` for anything else."""
-    if type(value) is not int or not least <= value <= _MOST:
+    if type(value) is not int or not least <= value <= _MAX_COUNT:
         raise Usage(
-            f"`step`: {what}: expected a number from {least} to {_MOST}, found {value!r}",
-            hint=f"use a number from {least} to {_MOST}",
+            f"`step`: {what}: expected a number from {least} to {_MAX_COUNT}, found {value!r}",
+            hint=f"use a number from {least} to {_MAX_COUNT}",
         )
     return value
 
@@ -254,7 +254,7 @@ def counts_of(step: TensorStep, count: int) -> int | None:
         case Each(steps):
             result = count if len(steps) == count and all(counts_of(one, 1) == 1 for one in steps) else None
         case Reversed(inner):
-            result = next((n for n in range(1, _MOST + 1) if counts_of(inner, n) == count), None)
+            result = next((n for n in range(1, _MAX_COUNT + 1) if counts_of(inner, n) == count), None)
         case Grouped():
             result = 3 if count == 1 else None
         case Concatenated(parts) | Alternating(parts):

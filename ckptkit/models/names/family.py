@@ -15,7 +15,7 @@ from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.translate import Translated, translate
 
 if TYPE_CHECKING:
-    from ckptkit.engine.arithmetic import Arithmetic  # most families compute nothing
+    from ckptkit.engine.arithmetic import Arithmetic  # imports numpy; most families compute nothing
 
 
 @dataclass(frozen=True, kw_only=True)

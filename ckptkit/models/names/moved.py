@@ -85,7 +85,7 @@ def split(tensor: StoredTensor, size: int, dim: int = 0) -> list[StoredTensor]:
 def split_with_sizes(tensor: StoredTensor, sizes: Sequence[int], dim: int = 0) -> list[StoredTensor]:
     """Return chunks of these lengths along an axis."""
     axis = axis_of(tensor, dim)
-    if all(size == 1 for size in sizes):  # in one pass over the chunks: there may be many of both
+    if all(size == 1 for size in sizes):  # one pass over the chunks instead of one per size: there may be many of both
         return [unsqueeze(one, axis) for one in unbind(tensor, axis)]
     ends = [0, *accumulate(sizes)]
     return [axes.cut(tensor, axis, start, stop) for start, stop in pairwise(ends)]
@@ -137,7 +137,7 @@ def reshape(tensor: StoredTensor, shape: Sequence[int], *_: Any) -> StoredTensor
         new = axes.replace_at(new, new.index(-1), 1, (prod(old) // -prod(new),))
     if old == new:
         return tensor
-    most = min(len(old), len(new)) - 1  # one axis at least is left in both
+    most = min(len(old), len(new)) - 1  # at least one axis remains in both
     before = next((i for i in range(most) if old[i] != new[i]), most)
     most -= before
     after = next((i for i in range(most) if old[-1 - i] != new[-1 - i]), most)

@@ -28,12 +28,12 @@ from ckptkit.models.vocabulary import NewVocabulary, check_rows, with_vocabulary
 from ckptkit.words import count
 
 Config = Mapping[str, Any] | None
-_LIMIT = 1 << 20  # bytes of a file with a model's sizes
+_LIMIT = 1 << 20  # bytes; the largest file with a model's sizes has a few kilobytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedNames:
-    """The names that a caller requests, and what is known of the model.
+    """The names that a caller requests, and facts about the model.
 
     `names` is a family's name, `HUB` or `KEEP`. `trainer` wrote the present names; None if unknown. `check` raises for
     weights that must not be cut or joined, before anything is translated. `table` is the user's own table; it has
@@ -66,7 +66,7 @@ def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]
     layout = locate(unpack(found.layout))
     layout = layout if change is None else change.compute(layout)
     vocabulary = asked.find_vocabulary()
-    named_tensors = turn_in(layout, with_rows(change, vocabulary))
+    named_tensors = translate_layout(layout, with_resized_rows(change, vocabulary))
     if change is not None and change.there is None and asked.config is not None:
         check_complete(named_tensors.tensors, Sizes(asked.config), layout.root)
     came_from = {
@@ -91,7 +91,7 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     Raises as `name_weights` does.
     """
     if asked.names == KEEP and asked.rows is None:
-        return layout, []  # there may be no model in it
+        return layout, []  # the checkpoint may have no model, which `find_weights` refuses
     weights = find_weights(layout)
     change = find_change(weights, asked)
     if change is None and asked.rows is None:
@@ -104,7 +104,7 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     layout = locate(unpack(layout))
     try:
         vocabulary = asked.find_vocabulary()
-        turn = with_rows(change, vocabulary)
+        turn = with_resized_rows(change, vocabulary)
         named, translated = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.path) from None
@@ -112,12 +112,10 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
         *remarks(weights.layout, change, translated, asked.config, vocabulary),
         *contradictions(layout, change, asked),
     ]
-    dropped_entries = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
-    if dropped_entries:
-        notes.append(
-            f"dropped {count(len(dropped_entries), 'entry')} under old names of layers, such as `{min(dropped_entries)}`"
-        )
-    return edits.select(named, lambda name: name not in dropped_entries), notes
+    dropped = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
+    if dropped:
+        notes.append(f"dropped {count(len(dropped), 'entry')} under old names of layers, such as `{min(dropped)}`")
+    return edits.select(named, lambda name: name not in dropped), notes
 
 
 def is_dropped(family: Family | None, key: KeyPath) -> bool:
@@ -198,7 +196,7 @@ def contradictions(checkpoint: Layout, change: FamilyChange | None, asked: Asked
     return [Caution(f"{text}: {describe_differences(differences, 'config.json')}")] if differences else []
 
 
-def with_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:
+def with_resized_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:
     """Return the function that translates names and resizes the tensors that follow the vocabulary."""
     turn = Translated.of if change is None else change.turn
     if vocabulary is None:
@@ -211,7 +209,7 @@ def with_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> 
     return resized
 
 
-def turn_in(layout: Layout, turn: Turn) -> Translated:
+def translate_layout(layout: Layout, turn: Turn) -> Translated:
     """Return the translated tensors of a layout. Adds the layout's path to errors."""
     try:
         return turn(layout.tensors)

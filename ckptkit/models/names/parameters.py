@@ -17,14 +17,14 @@ from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout, edits
 from ckptkit.layout.wrappers import PARAM_NAMES, own_name
 
-# Know the values of an optimizer's groups that Megatron-FSDP saves by parameter, and whose they are.
+# Megatron-FSDP saves the values of parameter groups by parameter, in a map.
 #
 # Source: `_param_groups_to_param2group_meta` in megatron/core/optimizer/distrib_optimizer.py of core 0.20, and
-# megatron/core/transformer/fsdp_dtensor_checkpoint.py. The map has the names of the module's parameters. Weights and
-# states lie under these, or in pieces and under names that are the same for every version.
+# megatron/core/transformer/fsdp_dtensor_checkpoint.py. The map has the module's parameter names. Weights and
+# states have these names too, or are split, or have names that are equal in all versions.
 GROUP_MAP = "param_to_group_meta"
-HALVES = ("_w", "_v")  # of a gated layer
-_SAVED_AS = (  # pieces, and names of other versions, and what they are compared as
+HALVES = ("_w", "_v")  # suffixes of the two saved halves of a gated layer
+_NORMALIZATIONS = (  # (pattern, replacement): removes the suffixes of split parameters and the differences of versions
     (r"((?:weight|bias)\d*)_[wv]$", r"\1"),
     (r"((?:in_proj|conv1d)\.(?:weight|bias))\.(?:query|key|value|z|beta|alpha)$", r"\1"),
     (r"self_attention\.linear_qkv_down_proj\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
@@ -35,7 +35,7 @@ _SAVED_AS = (  # pieces, and names of other versions, and what they are compared
 
 def parameter_of(name: str) -> str:
     """Return a normalized name: equal for a parameter in `GROUP_MAP` and for all entries that are saved for it."""
-    for pattern, same in _SAVED_AS:
+    for pattern, same in _NORMALIZATIONS:
         name = re.sub(pattern, same, name)
     return name
 
@@ -67,15 +67,15 @@ def find_entry(key: KeyPath, own: Container[str] = ()) -> tuple[EntryPlace, str]
     if isinstance(last, str) and last.startswith(FLATTENED):
         kind, parameter, what = split_flattened(last, own)
         return EntryPlace(key[:-1], f"{kind}.{{}}.{what}"), parameter
-    at = find_state(key, own)
+    at = index_of_state(key, own)
     if at is None:
         return None
-    if is_own(last, own):  # the moment comes first
+    if is_own(last, own):  # the key path ends with the parameter: the entry's name is in front
         return EntryPlace(key[:-1]), str(last)
     return EntryPlace(key[: at + 1], after=key[at + 2 :]), str(key[at + 1])
 
 
-def find_state(key: KeyPath, own: Container[str]) -> int | None:
+def index_of_state(key: KeyPath, own: Container[str]) -> int | None:
     """Return the index of the step `state` (or `GROUP_MAP`) in the key path of an optimizer's state.
 
     None for other entries.
@@ -196,7 +196,7 @@ def way_in_optimizer(key: KeyPath, own: Container[str] = ()) -> KeyPath | None:
         return split_flattened(last, own)
     if len(key) > 2 and key[-3] == "param_groups":
         return key[-3:]
-    at = find_state(key, own)
+    at = index_of_state(key, own)
     return None if at is None else key[at:]
 
 

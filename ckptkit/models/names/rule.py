@@ -15,7 +15,7 @@ from itertools import product
 
 from ckptkit.models.names.steps import Same, TensorStep
 
-# a step of a name that is a number, or one at the end of `weight` or `bias`, as experts in one module have it
+# a number that is a whole step of a name, or follows `weight` or `bias`, as in modules with several experts
 _NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])|(?:(?<=\.weight)|(?<=\.bias))[0-9]{1,9}(?![^._])")
 
 Numbers = tuple[int, ...]
@@ -52,7 +52,7 @@ class Pattern:
 def patterns_of(text: str) -> Iterator[Pattern]:
     """Yield each alternative name in the text of a rule; the first is the one that is written."""
     for way in text.split(" | "):
-        pieces = _OPTION.split(way)  # every second one may be missing
+        pieces = _OPTION.split(way)  # every second piece is optional
         for kept in product(*(((piece, "") if i % 2 else (piece,)) for i, piece in enumerate(pieces))):
             name = "".join(kept)
             yield Pattern(_CAPTURE.sub("{}", name), tuple(_CAPTURE.findall(name)))
@@ -88,9 +88,9 @@ def with_bias(
 ) -> Iterator[Rule]:
     """Yield the rule for the weight of a module, given by the module's name, and the rule for its bias."""
     for leaf in (".weight", ".bias"):
-        own, hub_names = (tuple(add_to_each(name, leaf) for name in as_tuple(side)) for side in (family, hub))
+        own, hub_names = (tuple(add_suffix(name, leaf) for name in as_tuple(side)) for side in (family, hub))
         yield Rule(own, hub_names, step or Same())
 
 
-def add_to_each(text: str, end: str) -> str:
+def add_suffix(text: str, end: str) -> str:
     return " | ".join(way + end for way in text.split(" | "))

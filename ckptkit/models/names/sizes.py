@@ -38,7 +38,7 @@ _EXPERTS = {
     "qwen3_next": ExpertNames(shared="mlp.shared_expert"),
 }
 
-# types whose files have a tensor for each expert, and whose fused experts have all gates above all up projections
+# types whose files have one tensor per expert, and whose fused tensor has the gate rows before the up rows
 SEPARATE = frozenset(
     {
         *("mixtral", "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
@@ -63,7 +63,7 @@ def has_experts(layer: int, sizes: Sizes) -> bool:
     return is_after_dense and is_nth and not (isinstance(dense, list) and layer in dense)
 
 
-# by the symbol that rules use: the keys of config.json that give it, in order of precedence
+# the keys of config.json for each symbol in rules, in order of precedence
 _KEYS = {
     "heads": ("num_attention_heads", "n_head"),
     "key_heads": ("num_key_value_heads", "num_attention_heads", "n_head"),

@@ -71,14 +71,14 @@ class Rotary:
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return each tensor with the first rows of all pairs of a head before the second rows."""
-        return tuple(exchange_rows(one, (*self.of(one, sizes), 2)) for one in tensors)
+        return tuple(swap_row_axes(one, (*self.of(one, sizes), 2)) for one in tensors)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return each tensor with the rows of a head in pairs."""
         paired = []
         for one in tensors:
             heads, half = self.of(one, sizes)
-            paired.append(exchange_rows(one, (heads, 2, half)))
+            paired.append(swap_row_axes(one, (heads, 2, half)))
         return tuple(paired)
 
     def of(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
@@ -89,7 +89,7 @@ class Rotary:
         return heads, width // 2
 
 
-def exchange_rows(tensor: StoredTensor, extents: tuple[int, int, int]) -> StoredTensor:
+def swap_row_axes(tensor: StoredTensor, extents: tuple[int, int, int]) -> StoredTensor:
     """Return a tensor with its rows split into three axes, and the second and third of these swapped."""
     apart = axes.split(tensor, 0, extents)
     return axes.merge(axes.permute(apart, (0, 2, 1, *range(3, len(apart.spec.shape)))), 0, 3)

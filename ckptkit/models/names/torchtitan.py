@@ -26,9 +26,9 @@ from ckptkit.models.names.steps import (
     TensorStep,
 )
 
-_IN_PAIRS = ("llama",)  # types whose rotary embeddings turn pairs of neighbors here, and halves on the Hub
+_INTERLEAVED = ("llama",)  # types whose rotary embeddings rotate adjacent pairs in torchtitan, and halves on the Hub
 _DEEPSEEK, _GPT_OSS, _LLAMA4 = "deepseek_v3", "gpt_oss", "llama4_text"
-_TYPES = (*_IN_PAIRS, "qwen3", "qwen3_moe", _DEEPSEEK, _GPT_OSS, _LLAMA4)
+_TYPES = (*_INTERLEAVED, "qwen3", "qwen3_moe", _DEEPSEEK, _GPT_OSS, _LLAMA4)
 _ATTENTION = "layers.{layer}.attention."
 _EXPERTS = "layers.{layer}.moe."
 
@@ -46,10 +46,10 @@ def rules(sizes: Sizes, *, is_older: bool = False) -> tuple[Rule, ...]:
         Rule.of("norm.weight", prefix + "model.norm.weight"),
         Rule.of(ways("lm_head.weight", "output.weight", is_older=is_older), prefix + "lm_head.weight"),
         *norms(model, layer),
-        *attention(layer, is_in_pairs=model in _IN_PAIRS, is_older=is_older or model == _DEEPSEEK),
+        *attention(layer, is_in_pairs=model in _INTERLEAVED, is_older=is_older or model == _DEEPSEEK),
         *with_bias(_ATTENTION + "wo", layer + "self_attn.o_proj"),
         *feed_forward("layers.{layer}.feed_forward", layer + ("feed_forward" if model == _LLAMA4 else "mlp")),
-        *{_GPT_OSS: mixture_with_biases, _LLAMA4: mixture_in_one}.get(model, mixture)(model, layer, is_older),
+        *{_GPT_OSS: mixture_with_biases, _LLAMA4: fused_mixture}.get(model, mixture)(model, layer, is_older),
         *(latent_attention() if model == _DEEPSEEK else ()),
     )
 
@@ -111,7 +111,7 @@ def mixture(model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
     )
 
 
-def mixture_in_one(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+def fused_mixture(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
     """Return the rules for a mixture whose experts are fused on the Hub too, and transposed."""
     both = Chain((RequiredExtent(2, "hidden"), SwappedAxes((1, 2)), Reversed(Concatenated(2, axis=2))))
     return (

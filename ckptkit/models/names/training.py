@@ -32,14 +32,14 @@ from ckptkit.models.names.parameters import (
 from ckptkit.models.names.translate import Translated, Turn
 from ckptkit.models.names.weights import Weights
 
-# states that have one element for each of their parameter's: those of torch/optim, and fp32 masters
+# elementwise states: those of torch/optim, and fp32 master weights
 ELEMENTWISE = frozenset(
     [
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg", "sum", "ax"),
         *("momentum_buffer", "momentum", "prev", "step_size", "master_param", "fp32_param"),
     ]
 )
-Origins = Mapping[str, tuple[str, ...]]  # the old names that each new one came from
+Origins = Mapping[str, tuple[str, ...]]  # the old names of each new name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def translate_training(layout: Layout, found: Weights, prefix: KeyPath, turn: Tu
     """
     names = {old: new for new, old in found.came_from.items()}
     weights = turn(found.layout.tensors)
-    kinds, rest = sort_entries(layout, names, prefix)
+    kinds, rest = entries_by_kind(layout, names, prefix)
     tensors = {name: layout.tensors[name] for name in rest if name in layout.tensors}
     blobs = {name: layout.blobs[name] for name in rest if name in layout.blobs}
     keys = {name: layout.key(name) for name in rest}
@@ -84,7 +84,7 @@ def dotted(key: KeyPath) -> str:
     return ".".join(map(str, key))
 
 
-def sort_entries(
+def entries_by_kind(
     layout: Layout, weights: Mapping[str, str], prefix: KeyPath
 ) -> tuple[dict[EntryPlace, ParameterEntries], list[str]]:
     """Return the entries of parameters by their kind, and the names of all other entries.

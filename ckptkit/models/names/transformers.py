@@ -21,7 +21,7 @@ from ckptkit.models.names.steps import Concatenated
 from ckptkit.models.names.translate import Translated, translate
 from ckptkit.models.transformers_model import NotBuilt, NotInstalled, UnknownType
 
-# types whose experts, or prefixes, are on disk as they are in memory
+# types whose experts or prefixes are equal on disk and in memory
 _SAME = frozenset(
     {
         *("gpt_oss", "llama4", "llama4_text", "qwen3_vl", "qwen3_vl_text", "gemma4", "gemma4_text", "idefics3"),
@@ -67,13 +67,13 @@ class InMemory(Family):
             translated = reverted(known, model)
         else:
             translated = by_rules(known, model.forms[0], sizes, to_hub=True)
-        check_whole(translated.came_from, model.forms[0])
+        require_all_sources(translated.came_from, model.forms[0])
         return replace(translated, unplaced=tuple(name for name in tensors if name not in known))
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return tensors from disk as `from_pretrained` has them in memory."""
         model = expected(sizes.config, lambda: frozenset(tensors))
-        check_all_there(tensors.keys(), closest(model.forms, tensors.keys()))
+        require_all_merged(tensors.keys(), closest(model.forms, tensors.keys()))
         if isinstance(model, ExpectedByTransformers):
             translated = loaded(tensors, model)
         else:
@@ -125,7 +125,7 @@ def check_shapes(tensors: Mapping[str, StoredTensor], shapes: Mapping[str, Shape
             raise Mismatch(message, tensor=name, hint="check that config.json belongs to this model")
 
 
-def check_whole(came_from: Mapping[str, tuple[str, ...]], form: Form) -> None:
+def require_all_sources(came_from: Mapping[str, tuple[str, ...]], form: Form) -> None:
     """Raise `Mismatch` if some of the in-memory tensors that make up a tensor on disk are missing."""
     for name, olds in came_from.items():
         missing = set(form.came_from.get(name, ())) - set(olds)
@@ -133,7 +133,7 @@ def check_whole(came_from: Mapping[str, tuple[str, ...]], form: Form) -> None:
             raise Mismatch(f"missing: `{olds[0]}` is here, and the two become one tensor", tensor=min(missing))
 
 
-def check_all_there(names: Collection[str], form: Form) -> None:
+def require_all_merged(names: Collection[str], form: Form) -> None:
     """Raise `Mismatch` if some of the tensors that are merged into one in memory are missing."""
     parts: dict[str, list[str]] = {}
     for disk, olds in form.came_from.items():

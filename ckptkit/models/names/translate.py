@@ -14,9 +14,9 @@ from ckptkit.models.names.rule import Numbers, Pattern, Rule, outline_of, patter
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import FlatFront
 
-_MOST = 1 << 20  # layers times experts; ten times those of any model
+_MAX_STACKED = 1 << 20  # layers times experts; ten times more than any model has
 
-Found = dict[int, tuple[str, StoredTensor]]  # the tensors that a rule brings together, by their place in it
+Found = dict[int, tuple[str, StoredTensor]]  # the name and tensor that a rule combines, by position in the rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +126,21 @@ def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> 
         raise Mismatch(
             f"expected an axis for each {' and each '.join(folded)}, found shape {shape}", tensor=slot.pattern.text
         )
-    if prod(tensor.spec.shape[: len(folded)]) > _MOST or max(tensor.spec.shape[: len(folded)], default=0) > _MOST:
+    if (
+        prod(tensor.spec.shape[: len(folded)]) > _MAX_STACKED
+        or max(tensor.spec.shape[: len(folded)], default=0) > _MAX_STACKED
+    ):
         message = (
             f"found shape {list(tensor.spec.shape)}: no known model has an axis of so many {' and '.join(folded)}s"
         )
         raise Mismatch(message, tensor=slot.pattern.text)
     own = dict(zip(slot.pattern.captures, numbers, strict=True))
-    for indices, one in take_all(tensor, len(folded)):
+    for indices, one in index_front_axes(tensor, len(folded)):
         numbered = own | dict(zip(folded, indices, strict=True))
         yield tuple(numbered[capture] for capture in slot.captures), one
 
 
-def take_all(tensor: StoredTensor, count: int) -> list[tuple[Numbers, StoredTensor]]:
+def index_front_axes(tensor: StoredTensor, count: int) -> list[tuple[Numbers, StoredTensor]]:
     """Return the tensor at each index of the first `count` axes, without these axes."""
     taken: list[tuple[Numbers, StoredTensor]] = [((), tensor)]
     for _ in range(count):
@@ -190,7 +193,7 @@ def step(
     """Apply the step of a rule. Adds the tensor's name to errors."""
     try:
         return side.take(rule, tensors, sizes)
-    except IndexError:  # a step asks for an axis that a tensor has not
+    except IndexError:  # a step needs an axis that the tensor does not have
         shapes = " and ".join(str(list(tensor.spec.shape)) for tensor in tensors)
         raise Mismatch(f"found shape {shapes}: an axis that the rule needs is missing", tensor=names[0]) from None
     except CkptError as error:

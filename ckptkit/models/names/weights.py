@@ -21,9 +21,9 @@ from ckptkit.layout.wrappers import find_average, unwrapped, without_ddp
 from ckptkit.words import count
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
-_FLAX = "params"  # flax's collection of a model's parameters, beside which a TrainState has a step
-_MAXTEXT = frozenset({"decoder", "token_embedder"})  # the modules of a MaxText model, whose names are nested keys
-_FLAX_OPTIMIZER, _FLAX_STEP = "opt_state", "step"  # what a TrainState has beside them
+_FLAX = "params"  # flax's collection of model parameters
+_MAXTEXT = frozenset({"decoder", "token_embedder"})  # modules of a MaxText model, whose names are nested keys
+_FLAX_OPTIMIZER, _FLAX_STEP = "opt_state", "step"  # other entries of flax's TrainState
 _TRAINING_STATE = (
     "optim",
     _FLAX_OPTIMIZER,
@@ -37,10 +37,10 @@ _TRAINING_STATE = (
     OWN,
 )
 _GENERATOR = re.compile(r"(^|_)rng(_|s?$)|random_state")
-JOINED = " + "  # between the names of entries that one tensor came from
-OF_ONE = "/shard_"  # what follows tells the objects apart that each layer and rank has under one name
+JOINED = " + "  # separator between source names of one tensor
+OF_ONE = "/shard_"  # the suffix after it distinguishes objects of layers and ranks with one name
 
-# Why an entry of a checkpoint is not among the model's tensors. Nobody asked to leave out what is UNKNOWN.
+# Reasons why an entry does not belong to the model. No option asks to leave out entries that are UNKNOWN.
 TRAINING = "state of the training"
 AVERAGE = "counter of the average"
 VALUE = "not a tensor"
@@ -124,10 +124,10 @@ def reasons_for(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> dict[s
 
     def reason(name: str) -> str:
         key = layout.key(name)
-        if key[0] == OWN and name in layout.tensors:  # a rank's own: a state of the training, or anything else
+        if key[0] == OWN and name in layout.tensors:  # per-rank state may contain any tensor
             is_state = any(str(step).startswith(_TRAINING_STATE) for step in key[2:3]) or is_generator(key)
             return TRAINING if is_state else UNKNOWN
-        depth = depth_shared(key, prefix)
+        depth = shared_depth(key, prefix)
         if depth < len(key) and (key[depth] in training[depth] or is_generator(key)):
             return TRAINING
         return VALUE if name in layout.blobs else UNKNOWN
@@ -140,7 +140,7 @@ def is_generator(key: KeyPath) -> bool:
     return any(_GENERATOR.search(step) for step in key if isinstance(step, str))
 
 
-def depth_shared(key: KeyPath, prefix: KeyPath) -> int:
+def shared_depth(key: KeyPath, prefix: KeyPath) -> int:
     """Return the number of leading steps that two key paths share."""
     pairs = enumerate(zip(key, prefix, strict=False))
     return next((depth for depth, (a, b) in pairs if a != b), min(len(key), len(prefix)))
@@ -264,22 +264,22 @@ def summarize(
 
     The location is the step where a key path leaves `prefix`, or where the last name differs from all `written` names.
     """
-    used_heads = {head for name in written for head in heads_of(name)} if left_out else frozenset()
+    used_heads = {head for name in written for head in dotted_prefixes(name)} if left_out else frozenset()
     entries: Counter[tuple[str, str]] = Counter()
     nbytes: Counter[tuple[str, str]] = Counter()
     for name, why in left_out.items():
         key = layout.key(name)
-        shared = key[: depth_shared(key, prefix) + 1]
+        shared = key[: shared_depth(key, prefix) + 1]
         group = ".".join(map(str, shared))
         if shared == key:
-            group = next((head for head in heads_of(group) if head not in used_heads), group)
+            group = next((head for head in dotted_prefixes(group) if head not in used_heads), group)
         group = group.partition(OF_ONE)[0]
         entries[group, why] += 1
         nbytes[group, why] += layout.tensors[name].spec.nbytes if name in layout.tensors else layout.blobs[name].length
     return tuple(LeftOut(group, count, nbytes[group, why], why) for (group, why), count in entries.items())
 
 
-def heads_of(name: str) -> Iterator[str]:
+def dotted_prefixes(name: str) -> Iterator[str]:
     """Yield each prefix of a dotted name that ends before a dot, the shortest first."""
     dots = (match.start() for match in re.finditer(r"\.", name))
     return (name[:dot] for dot in dots)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Spec
 
-KEYS = ("quantization_config", "compression_config")  # of config.json
-MLX = "quantization"  # where MLX says it, once more in `quantization_config`
-TEXT = "text_config"  # where some models with images say it
+KEYS = ("quantization_config", "compression_config")  # sections of config.json
+MLX = "quantization"  # MLX's section, which it repeats in `quantization_config`
+TEXT = "text_config"  # some multimodal models have the section in here
 OF_WEIGHTS = (".weight_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale")
-_BYTES = ("int8", "uint8", "int32", "uint32")  # what packed numbers are stored as
+_BYTES = ("int8", "uint8", "int32", "uint32")  # dtypes that packed numbers are stored in
 
 
 def may_be_quantized(specs: Mapping[str, Spec]) -> bool:
@@ -48,8 +48,8 @@ def may_be_packed(spec: Spec) -> bool:
 
 
 _COMPRESSED, _MODELOPT, OF_MLX = "compressed-tensors", "modelopt", "mlx"
-_PLAIN = (None, "fp8", "fbgemm_fp8", _COMPRESSED, "mxfp4", _MODELOPT, OF_MLX)  # the methods that ckptkit can undo
-_KINDS: Mapping[str, tuple[str, ...]] = {  # what of a method ckptkit can undo, where it comes in several kinds
+_PLAIN = (None, "fp8", "fbgemm_fp8", _COMPRESSED, "mxfp4", _MODELOPT, OF_MLX)  # methods that ckptkit can undo
+_KINDS: Mapping[str, tuple[str, ...]] = {  # variants that ckptkit can undo, for methods with several
     _COMPRESSED: (
         *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "mixed-precision"),
         *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
@@ -57,9 +57,9 @@ _KINDS: Mapping[str, tuple[str, ...]] = {  # what of a method ckptkit can undo, 
     _MODELOPT: ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MXFP4", "MXFP8", "MIXED_PRECISION"),
     OF_MLX: ("affine",),
 }
-_USUAL = (128, 128)
-_LARGEST = 1 << 16  # ten times the widest block of any model
-_EXPERTS = "expert_dtype"  # of DeepSeek V4: the dtype of its quantized experts
+_DEFAULT_BLOCK = (128, 128)
+_MAX_BLOCK = 1 << 16  # ten times larger than any model's
+_EXPERTS = "expert_dtype"  # DeepSeek V4's dtype of quantized experts
 
 Block = tuple[int, int]
 
@@ -85,7 +85,7 @@ class QuantizationConfig:
     """
 
     method: str | None = None
-    blocks: tuple[Block, ...] = (_USUAL,)
+    blocks: tuple[Block, ...] = (_DEFAULT_BLOCK,)
     kind: str | None = None
     integers: tuple[Integers, ...] = ()
     modules: Mapping[str, Integers] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class QuantizationConfig:
 
 def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationConfig:
     """Return the quantization that a config declares. Raises `Corrupt` for invalid values."""
-    section = words_in(config or {})
+    section = quantization_section(config or {})
     if section is None:
         return QuantizationConfig()
     if "quant_method" not in section and "bits" in section:
@@ -113,11 +113,13 @@ def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationCo
     if method.startswith(_MODELOPT):
         method, kind = _MODELOPT, section.get("quant_algo")
     blocks = tuple(dict.fromkeys(blocks_in(section)))
-    integers = tuple(dict.fromkeys(map(as_integers, integers_in(section))))
-    return QuantizationConfig(method, blocks or (_USUAL,), str(kind) if method in _KINDS and kind else None, integers)
+    integers = tuple(dict.fromkeys(map(read_integers, integers_in(section))))
+    return QuantizationConfig(
+        method, blocks or (_DEFAULT_BLOCK,), str(kind) if method in _KINDS and kind else None, integers
+    )
 
 
-def words_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the section on quantization, of the model or of its text model; None without one."""
     text = config.get(TEXT)
     for section in (config, text) if isinstance(text, dict) else (config,):
@@ -130,16 +132,16 @@ def words_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def read_mlx(found: Mapping[str, Any]) -> QuantizationConfig:
     """Return the quantization in an MLX config: the default, and modules with their own values."""
-    by_module = {name: as_affine({**found, **value}) for name, value in found.items() if isinstance(value, dict)}
+    by_module = {name: read_affine({**found, **value}) for name, value in found.items() if isinstance(value, dict)}
     modes = {str(value.get("mode", "affine")) for value in (found, *found.values()) if isinstance(value, dict)}
     kind = next(iter(sorted(modes - {"affine"})), "affine")
-    return QuantizationConfig(OF_MLX, kind=kind, integers=(as_affine(found),), modules=by_module)
+    return QuantizationConfig(OF_MLX, kind=kind, integers=(read_affine(found),), modules=by_module)
 
 
-def as_affine(value: Mapping[str, Any]) -> Integers:
+def read_affine(value: Mapping[str, Any]) -> Integers:
     """Return the bits and group size of MLX's weights. Raises `Corrupt` for values that MLX does not have."""
     match value.get("bits"), value.get("group_size"):
-        case [2 | 3 | 4 | 5 | 6 | 8 as bits, int(group)] if group > 0 and group % 32 == 0 and group <= _LARGEST:
+        case [2 | 3 | 4 | 5 | 6 | 8 as bits, int(group)] if group > 0 and group % 32 == 0 and group <= _MAX_BLOCK:
             return Integers(bits, group, is_symmetric=False)
         case [bits, group]:
             message = "config.json: expected weights of 2 to 6 or 8 bits, in groups of a multiple of 32"
@@ -158,12 +160,12 @@ def weights_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def blocks_in(stated: Mapping[str, Any]) -> Iterator[Block]:
     """Yield the block sizes: of the whole model, or of groups of modules."""
     if stated.get("weight_block_size") is not None:
-        yield as_block(stated["weight_block_size"])
+        yield read_block(stated["weight_block_size"])
     for weights in weights_in(stated):
         if weights.get("block_structure") is not None:
-            yield as_block(weights["block_structure"])
+            yield read_block(weights["block_structure"])
         elif is_grouped(weights):
-            yield as_block([1, weights.get("group_size")])
+            yield read_block([1, weights.get("group_size")])
 
 
 def integers_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -177,22 +179,22 @@ def is_grouped(weights: Mapping[str, Any]) -> bool:
     return strategy in ("group", "tensor_group") or (strategy is None and size not in (None, -1))
 
 
-def as_integers(weights: Mapping[str, Any]) -> Integers:
+def read_integers(weights: Mapping[str, Any]) -> Integers:
     """Return the encoding of integer weights. Raises `Corrupt` for values that compressed-tensors refuses too."""
     bits, is_symmetric = weights.get("num_bits", 8), weights.get("symmetric", True)
     if not (isinstance(bits, int) and 1 <= bits <= 16):
         raise Corrupt(f"config.json: expected weights of 1 to 16 bits, found {bits!r}")
     if not isinstance(is_symmetric, bool):
         raise Corrupt(f"config.json: `symmetric`: expected true or false, found {is_symmetric}")
-    group = as_block([1, weights.get("group_size")])[1] if is_grouped(weights) else None
+    group = read_block([1, weights.get("group_size")])[1] if is_grouped(weights) else None
     order = weights.get("actorder")
     return Integers(bits, group, is_symmetric, order is True or str(order).lower() in ("group", "dynamic"))
 
 
-def as_block(value: object) -> Block:
+def read_block(value: object) -> Block:
     """Return rows and columns of a block. Raises `Corrupt` for anything else."""
     match value:
-        case [int(rows), int(columns)] if 0 < rows <= _LARGEST and 0 < columns <= _LARGEST:
+        case [int(rows), int(columns)] if 0 < rows <= _MAX_BLOCK and 0 < columns <= _MAX_BLOCK:
             return rows, columns
     raise Corrupt(f"config.json: expected two sizes as blocks of quantized weights, found {value}")
 

@@ -66,8 +66,7 @@ def look(quantized: Quantized) -> InspectedQuantized:
     )
 
 
-# Recognize quantized weights that ckptkit does not support, by the names of the tensors beside them.
-#
+# Names of related tensors by which ckptkit recognizes unsupported quantization.
 # Sources: bitsandbytes/functional.py (QuantState.as_dict), the state dicts of GPTQModel and AutoAWQ,
 # torchao/prototype/safetensors, compressed_tensors/compressors, NVIDIA's ModelOpt.
 _BY_INFIX = {".quant_state.bitsandbytes__": "bitsandbytes in 4 bits"}

@@ -59,7 +59,7 @@ class Codes(NamedTuple):
         if self.bits == 4:
             found: Array = pairs(self.numbers).take(raw).view(np.float32)
             return found
-        runs = raw.reshape(*raw.shape[:-1], -1, self.bits)  # eight numbers in each
+        runs = raw.reshape(*raw.shape[:-1], -1, self.bits)  # each has eight numbers in `bits` bytes
         streams = sum(runs[..., number].astype(np.uint64) << np.uint64(8 * number) for number in range(self.bits))
         shifts = np.arange(8, dtype=np.uint64) * np.uint64(self.bits)
         patterns = (np.asarray(streams)[..., None] >> shifts) & np.uint64((1 << self.bits) - 1)
@@ -87,7 +87,9 @@ class GroupedRecipe:
         self._codes, self._parts, self._shape, self._group = codes, parts, shape, group
         self._rounds_to = rounds_to
         self._bits = 8 * numbers.dtype.itemsize
-        self._unit = lcm(self._bits, codes.bits, 8 * codes.bits) // codes.bits  # numbers in whole elements
+        self._unit = (
+            lcm(self._bits, codes.bits, 8 * codes.bits) // codes.bits
+        )  # fewest numbers that fill whole stored elements
         is_row = group == shape[-1]
         self._step = self._unit if is_row else lcm(self._unit, group)
         self.operands = (numbers._replace(region=self._stored), *map(self._of_groups, self._operands_of_parts()))
@@ -149,14 +151,14 @@ class Factors:
     """
 
     def __init__(self, scales: Operand, shape: Shape, largest: float, *, may_vanish: bool = False) -> None:
-        self.operands: Sequence[Operand] = (of_each_group(scales, shape),)
+        self.operands: Sequence[Operand] = (per_group_operand(scales, shape),)
         self._name, self._largest, self._may_vanish = scales.name, largest, may_vanish
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
         """Multiply. Raises `Corrupt` for invalid scales."""
         factors = self._factors(blocks)
         check_factors(factors, self._name, self._largest)
-        spread = spread_over(factors, groups)
+        spread = broadcast_over(factors, groups)
         if not (self._may_vanish or factors.all()) and values[np.broadcast_to(spread == 0, values.shape)].any():
             raise Corrupt(f"a scale in `{self._name}` is 0, but the numbers that it scales are not")
         values *= spread
@@ -171,7 +173,7 @@ class TwoLevels(Factors):
 
     def __init__(self, scales: Operand, whole_scale: Operand, shapes: tuple[Shape, Shape], *, divides: bool) -> None:
         super().__init__(scales, shapes[0], max(FOUR_BITS), may_vanish=True)
-        self.operands = (*self.operands, of_each_group(whole_scale, shapes[1]))
+        self.operands = (*self.operands, per_group_operand(whole_scale, shapes[1]))
         self._divides = divides
 
     def _factors(self, blocks: Sequence[memoryview]) -> Array:
@@ -193,10 +195,10 @@ class ZeroPoints:
     def __init__(self, zeros: Operand, shape: Shape, bits: int | None = None) -> None:
         self._words = 0 if bits is None else 32 // bits
         self._bits = bits or 0
-        region = self._words_of if bits else zeros.region
-        self.operands = (zeros._replace(region=region) if bits else of_each_group(zeros, shape),)
+        region = self._box_of_words if bits else zeros.region
+        self.operands = (zeros._replace(region=region) if bits else per_group_operand(zeros, shape),)
 
-    def _words_of(self, groups: Box) -> Box:
+    def _box_of_words(self, groups: Box) -> Box:
         row, number = groups.start[-2], groups.size[-2]
         start, stop = row // self._words, -(-(row + number) // self._words)
         first = (*groups.start[:-2], start, groups.start[-1])
@@ -205,9 +207,9 @@ class ZeroPoints:
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
         """Subtract."""
         if not self._words:
-            values -= spread_over(np.frombuffer(blocks[0], np.int8).astype(np.float32), groups)
+            values -= broadcast_over(np.frombuffer(blocks[0], np.int8).astype(np.float32), groups)
             return False
-        word_box = self._words_of(groups)
+        word_box = self._box_of_words(groups)
         words = np.frombuffer(blocks[0], np.uint32).reshape(*word_box.size[:-1], 1, word_box.size[-1])
         shifts = np.arange(self._words, dtype=np.uint32)[:, None] * np.uint32(self._bits)
         zeros = ((words >> shifts) & np.uint32((1 << self._bits) - 1)).astype(np.float32)
@@ -221,7 +223,7 @@ class Affine:
     """Multiply the numbers of each group with its scale, round, and add its bias, as MLX does on a CPU."""
 
     def __init__(self, scales: Operand, biases: Operand, stored_as: DType) -> None:
-        self.operands = (scales._replace(region=the_same), biases._replace(region=the_same))
+        self.operands = (scales._replace(region=same_box), biases._replace(region=same_box))
         self._rounds_to = stored_as
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
@@ -232,10 +234,10 @@ class Affine:
                 worst = found[~np.isfinite(found)][0]
                 hint = "run `ckptkit verify`: these bytes may belong to another tensor"
                 raise Corrupt(f"`{operand.name}` has the number {worst:g}", hint=hint)
-        values *= spread_over(scales, groups)
+        values *= broadcast_over(scales, groups)
         if self._rounds_to != FLOAT32:
             round_to(self._rounds_to, values)
-        values += spread_over(biases, groups)
+        values += broadcast_over(biases, groups)
         return False
 
 
@@ -291,11 +293,11 @@ class Extremes:
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:  # noqa: ARG002
         """Return whether there is such a group."""
-        peaks = peaks_of(values)
+        peaks = group_maxima(values)
         return bool(((peaks != self.verdict.largest) & (peaks != 0)).any())
 
 
-def peaks_of(values: Array) -> Array:
+def group_maxima(values: Array) -> Array:
     """Return the largest magnitude in each group.
 
     Halves pairs of neighbors, which takes a sixth of the time of `max(-1)`.
@@ -307,16 +309,16 @@ def peaks_of(values: Array) -> Array:
     return peaks
 
 
-def of_each_group(operand: Operand, shape: Shape) -> Operand:
+def per_group_operand(operand: Operand, shape: Shape) -> Operand:
     """Return an operand with one element per group, or a single element for all groups."""
-    return operand._replace(region=(lambda _: whole(shape)) if prod(shape) == 1 else the_same)
+    return operand._replace(region=(lambda _: whole(shape)) if prod(shape) == 1 else same_box)
 
 
-def the_same(groups: Box) -> Box:
+def same_box(groups: Box) -> Box:
     return groups
 
 
-def spread_over(values: Array, groups: Box) -> Array:
+def broadcast_over(values: Array, groups: Box) -> Array:
     """Return values of groups with an extra axis for broadcasting over their numbers."""
     return values if values.size == 1 else values.reshape(*groups.size, 1)
 

@@ -10,7 +10,7 @@ from ckptkit.layout.box import Shape
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.state.quantized.config import QuantizationConfig
 
-BLOCKS, _PACKED = "_blocks", "_packed"  # ends of names that a plain weight does not have
+BLOCKS, _PACKED = "_blocks", "_packed"  # suffixes of packed tensors' names
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,9 @@ def open_quantized(model: Model, options: ConvertOptions) -> Model:
     if options.quantize:
         refuse_quantized(model.part, quantized)
         model = without_declaration(model)
-    chosen = choose_plain(quantized, model.weights, asked)
+    chosen = weights_to_dequantize(quantized, model.weights, asked)
     if quantized is None or not chosen:
-        check_together(quantized, model, asked)
+        require_scales_with_weights(quantized, model, asked)
         return without_false_declaration(model)
     return make_plain(model, quantized, chosen)
 
@@ -89,7 +89,7 @@ def without_false_declaration(model: Model) -> Model:
     return model.with_config(without_quantization(model.config)).say(note)
 
 
-def choose_plain(quantized: Quantized | None, found: Weights, asked: Edits) -> frozenset[str]:
+def weights_to_dequantize(quantized: Quantized | None, found: Weights, asked: Edits) -> frozenset[str]:
     """Return the quantized weights for which the user requests a dtype, by their names in the checkpoint.
 
     Raises `Unsupported` if ckptkit cannot compute them, `Usage` if the request matches only some of them.
@@ -171,7 +171,7 @@ def unpack(found: Weights, quantized: Quantized, chosen: frozenset[str], dtype: 
     )
 
 
-def check_together(quantized: Quantized | None, model: Model, asked: Edits) -> None:
+def require_scales_with_weights(quantized: Quantized | None, model: Model, asked: Edits) -> None:
     """Raise `Usage` if quantized weights would be written without their scales, or under names that do not match.
 
     Without a selection or a rename they stay together.
@@ -194,7 +194,7 @@ def check_casts(model: Model, options: ConvertOptions) -> Model:
 
     Raises `Unsupported` or `Usage` if scales or packed numbers would be rounded on their own.
     """
-    if model.stored_as:  # plain weights were made of them
+    if model.stored_as:  # the quantized weights were dequantized
         return model
     refuse_separated(model.part, model.casts, model.weights.came_from)
     return model.say(*say_small(model.layout, options.edits))

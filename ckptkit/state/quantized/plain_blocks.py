@@ -21,9 +21,9 @@ from ckptkit.layout.plan import Operand, Region, same
 from ckptkit.layout.small_floats import SMALL_FLOATS
 
 _E8M0, _UINT8 = DTYPES["float8_e8m0fnu"], DTYPES["uint8"]
-_PART = 1 << 18  # elements at a time, as in `casting`
-_GROUP = 32  # numbers of MXFP4 with one scale, two in a byte
-_HIGHEST = 252  # the scale whose product with the largest number of 4 bits is the last that float32 holds
+_BLOCK_ELEMENTS = 1 << 18  # elements at a time, as in `casting`: fits a CPU cache
+_GROUP = 32  # numbers of MXFP4 that share a scale, two per byte
+_MAX_EXPONENT = 252  # largest scale whose product with the largest 4-bit number fits float32
 
 
 class Scaled:
@@ -54,7 +54,7 @@ class Scaled:
             factors = factors.reshape(scale_box.size)
         converted = np.empty(box.numel, f"u{dtype.itemsize}")
         stop = 0
-        for block in cut(box, _PART):
+        for block in cut(box, _BLOCK_ELEMENTS):
             start, stop = stop, stop + block.numel
             block_factors = (
                 self._spread(view_of(factors, self._boxes(block), scale_box), block) if factors.ndim > 1 else factors
@@ -104,8 +104,10 @@ class Transposed4:
         part = (slice(None), slice(box.start[2], box.stop[2]), slice(low, high))
         raw = np.frombuffer(blocks[0], np.uint8).reshape(numbers.region(box).size)[part]
         exponents = np.frombuffer(blocks[1], np.uint8).reshape(scales.region(box).size)[part]
-        if exponents.size and (worst := int(exponents.max())) > _HIGHEST:
-            raise Corrupt(f"expected scales of at most 2**{_HIGHEST - 127} in `{scales.name}`, found 2**{worst - 127}")
+        if exponents.size and (worst := int(exponents.max())) > _MAX_EXPONENT:
+            raise Corrupt(
+                f"expected scales of at most 2**{_MAX_EXPONENT - 127} in `{scales.name}`, found 2**{worst - 127}"
+            )
         values = pairs().take(raw).view(np.float32).reshape(*exponents.shape, _GROUP)
         values *= table(_E8M0)[exponents][..., None]
         rows = values.reshape(*exponents.shape[:2], -1).transpose(0, 2, 1)
@@ -135,7 +137,9 @@ def as_read(scales: Operand) -> Operand:
 def check_factors(factors: Array, name: str, most: float) -> None:
     """Raise `Corrupt` for scales that are negative, NaN, or so large that a product overflows float32."""
     limit = float(np.finfo(np.float32).max) / most
-    if factors.size and not (factors.min() >= 0 and factors.max() <= limit):  # no comparison with NaN is true
+    if factors.size and not (
+        factors.min() >= 0 and factors.max() <= limit
+    ):  # written with `not`: comparisons with NaN are false
         worst = factors[~((factors >= 0) & (factors <= limit))][0]
         raise Corrupt(
             f"expected a scale in `{name}`, found {worst:g}",
@@ -152,11 +156,11 @@ def decode(raw: Array, dtype: DType) -> Array:
     """Return the numbers that bytes encode. Looks up two at once, which takes half the time."""
     if len(raw) % 2:
         return table(dtype).take(raw)
-    return twos(dtype).take(raw.view(np.uint16)).view(np.float32)
+    return number_pairs(dtype).take(raw.view(np.uint16)).view(np.float32)
 
 
 @cache
-def twos(dtype: DType) -> Array:
+def number_pairs(dtype: DType) -> Array:
     """Return a lookup table for pairs of bytes: their two numbers as one element of 8 bytes."""
     both = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
     return table(dtype)[both].view(np.uint64)

@@ -56,7 +56,7 @@ def recipe_of(encoding: Integers, shape: Shape, group: int, dtype: DType) -> Cal
     """Return the function that makes the recipe of a weight from numbers, scales and biases."""
 
     def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which no copy needs
+        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
         from ckptkit.state.quantized.plain_blocks import as_read
 
         numbers, scales, biases = operands

@@ -29,7 +29,7 @@ from ckptkit.state.quantized.stored.scales import is_exponent, mismatch, require
 
 _BYTES = ("uint8", "int8", "float4_e2m1fn_x2")
 _GLOBAL, _SECOND = "_global_scale", "_scale_2"
-_NVFP4, _MXFP4 = 16, 32  # numbers with one scale
+_NVFP4, _MXFP4 = 16, 32  # numbers that share a scale
 
 
 class Level(NamedTuple):
@@ -52,7 +52,7 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
         if scale is None or specs[scale].dtype.name in ("int8", "int32"):
             continue
         level = level_of(stem, specs)
-        may_be_integers = spec.dtype.name == "int8" and stated.method != "fp8"  # of a method that is not known
+        may_be_integers = spec.dtype.name == "int8" and stated.method != "fp8"  # if the method is unknown
         if level is not None or is_exponent(specs[scale]) or not may_be_integers:
             yield name, packed(specs, name, scale, level)
 
@@ -89,7 +89,7 @@ def one_level(shape: Shape, of_scales: Shape) -> Callable[[Sequence[Operand]], R
     """Return the function that makes the recipe of a weight whose scales are powers of 2."""
 
     def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which no copy needs
+        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
 
         numbers, scales = operands
         part = blocks.Factors(scales, of_scales, max(blocks.FOUR_BITS))
@@ -102,7 +102,7 @@ def two_levels(shape: Shape, of_scales: tuple[Shape, Shape], *, divides: bool) -
     """Return the function that makes the recipe of a weight with scales for its groups and one scale for all of it."""
 
     def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which no copy needs
+        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
         from ckptkit.state.quantized.plain_blocks import as_read
 
         numbers, scales, level = operands

@@ -39,7 +39,7 @@ def is_eight_bits(spec: Spec) -> bool:
 
 def recipe(shape_of_scales: Shape, steps: Shape, operands: Sequence[Operand]) -> Recipe:
     """Return the recipe of a weight with scales of this shape, each for a box of size `steps`."""
-    from ckptkit.state.quantized.plain_blocks import scaled  # imports numpy, which no copy needs
+    from ckptkit.state.quantized.plain_blocks import scaled  # imports numpy, which plain copies do not need
 
     return scaled(operands[0], operands[1], shape_of_scales, steps)
 

@@ -152,7 +152,7 @@ def recipe_of(fit: Fit) -> Callable[[Sequence[Operand]], Recipe]:
     """Return the function that makes the recipe of a weight from numbers, scales, zero points and the shape."""
 
     def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which no copy needs
+        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
         from ckptkit.state.quantized.plain_blocks import as_read
 
         numbers, scales, *more_operands = operands
