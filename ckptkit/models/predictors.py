@@ -18,8 +18,8 @@ from ckptkit.words import count
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 _SECTIONS = ("text_config", "mtp_config")  # sections of config.json and of its text_config that may contain the keys
 _LAYERS = "num_hidden_layers"
-# lists with an item per layer; some models append items for MTP layers, and loaders cut the lists by their
-# number. Source: transformers/models/step3p7/configuration_step3p7.py
+# lists with an item per layer; some models append items for MTP layers, and loaders cut the lists by their number
+# (source: transformers/models/step3p7/configuration_step3p7.py)
 _PER_LAYER_LISTS = (
     *("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"),
     *("rope_theta", "partial_rotary_factors"),

@@ -53,7 +53,7 @@ def compare_with_base(model: Model, options: ConvertOptions) -> Model:
 
 
 def base_of(model: Model, options: ConvertOptions) -> BaseWeights | None:
-    """Return the base that the user named, or else the local directory that config.json says the model was loaded from."""
+    """Return the base that the user named, or else the local directory in `_name_or_path` of config.json."""
     if options.base is not None:
         return model.ask_base if isinstance(model.ask_base, BaseWeights) else BaseWeights(options.base)
     recorded = model.config.get("_name_or_path")
