@@ -36,14 +36,14 @@ def look_for_damage(checkpoint: Checkpoint, check: Callable[[Path], Sequence[Ckp
     return {path: problems for path, problems in problems_by_path.items() if problems}
 
 
-def problems_of(part: Component) -> Sequence[CkptError]:
+def problems_of(component: Component) -> Sequence[CkptError]:
     """Return the reasons why a component cannot be read, () if it can."""
     problems = Problems()
     try:
-        _ = part.layout
+        _ = component.layout
     except (Corrupt, Unsafe, Unsupported) as error:
         try:
-            part.reader.read(part.path, problems.add)
+            component.reader.read(component.path, problems.add)
         except (Corrupt, Unsafe, Unsupported) as reason:
             problems.add(reason)
         if not problems.list():
@@ -99,11 +99,11 @@ def name_in(root: Path, path: Path) -> str:
 
 def find_torch_version(case: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if a later torch wrote the metadata and the installed torch fails to read it."""
-    here = installed()
-    for part in case.checkpoint.components:
-        needed = part.reader.least_torch(part.path)
-        if needed is not None and here is not None and numbers(here) < numbers(needed):
-            message = f"torch {needed} or later wrote the metadata, and torch {here} fails on it with a ValueError"
+    own = installed()
+    for component in case.checkpoint.components:
+        needed = component.reader.least_torch(component.path)
+        if needed is not None and own is not None and numbers(own) < numbers(needed):
+            message = f"torch {needed} or later wrote the metadata, and torch {own} fails on it with a ValueError"
             yield Finding("torch_version", None, message, rewrite(case.checkpoint))
             return
 

@@ -183,10 +183,10 @@ def notes_on(case: LoadTarget | None) -> Iterator[str]:
             f"the optimizer has no state of {what}: the parameter is frozen, or never received a gradient. In the "
             f"second case torch's `set_optimizer_state_dict` fails; to fix that: {states[0].fix}"
         )
-    if case.weights and (found := remainders_in(case.layout, case.weights.layout.specs)):
+    if case.weights and (names := remainders_in(case.layout, case.weights.layout.specs)):
         yield (
-            f"the optimizer has remainders of the masters of {count(len(found), 'weight')} in {REMAINDERS}, such as "
-            f"`{found[0]}`: an optimizer without remainders loads them as numbers; `--weights-from master` adds them"
+            f"the optimizer has remainders of the masters of {count(len(names), 'weight')} in {REMAINDERS}, such as "
+            f"`{names[0]}`: an optimizer without remainders loads them as numbers; `--weights-from master` adds them"
         )
     yield from (one.line for one in case.inconsistencies if one.certainty is Certainty.NOTE)
     if case.model is None:

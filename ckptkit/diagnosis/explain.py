@@ -30,7 +30,7 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     case, findings = open_case(checkpoint)
     meanings: list[Finding] = []
     for message in MESSAGES:
-        for parts in dict.fromkeys(found.groups() for found in message.pattern.finditer(text)):
+        for parts in dict.fromkeys(match.groups() for match in message.pattern.finditer(text)):
             findings += message.look(MatchedMessage(parts, text), case) if message.look and case else ()
             meanings.append(meaning(message))
     return choose_fixes(findings or meanings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint)).findings

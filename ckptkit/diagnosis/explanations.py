@@ -40,25 +40,25 @@ class MatchedMessage:
 def find_keys(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield the keys that `load_state_dict` misses, with the names that the checkpoint has for them, if any."""
     wanted = _QUOTED.findall(matched.parts[0])
-    unexpected = [name for found in _UNEXPECTED.findall(matched.text) for name in _QUOTED.findall(found)]
+    unexpected = [name for renamed in _UNEXPECTED.findall(matched.text) for name in _QUOTED.findall(renamed)]
     raw = raw_names(case)
     pairs = by_rule(dict.fromkeys(unexpected), dict.fromkeys(wanted))
     if len(pairs) < len(wanted):
         pairs |= {name: own for name, own in raw.items() if own in wanted and name != own}
-    found = set(pairs.values())
+    renamed = set(pairs.values())
     if pairs:
         yield from renamed_tensors(case, pairs, raw)
     elif case.checkpoint.family is not None and case.checkpoint.companions.config is not None:
         message = f"the checkpoint uses {case.checkpoint.family.name}'s names, and the model uses other names"
         yield Finding("family", wanted[0], message, rewrite(case.checkpoint, names=HUB), tuple(wanted))
         return
-    present = tuple(name for name in wanted if name not in found and name in raw)
+    present = tuple(name for name in wanted if name not in renamed and name in raw)
     if present:
         where = f"under `{case.weights.wrapper}`" if case.weights and case.weights.wrapper else "on top"
         yield Finding(
             "key", present[0], f"the checkpoint contains it, {where}: load that part of the checkpoint", None, present
         )
-    yield from (missing(case, name) for name in wanted if name not in found and name not in raw)
+    yield from (missing(case, name) for name in wanted if name not in renamed and name not in raw)
 
 
 def renamed_tensors(case: LoadTarget, pairs: Mapping[str, str], raw: Mapping[str, str]) -> Iterator[Finding]:
@@ -171,8 +171,8 @@ def find_size(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_size_by_name(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    name, here, there = matched.parts
-    yield from find_size(MatchedMessage((here, there, name), matched.text), case)
+    name, saved, wanted = matched.parts
+    yield from find_size(MatchedMessage((saved, wanted, name), matched.text), case)
 
 
 def find_states(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - all are of interest, not just the first
@@ -219,8 +219,8 @@ def find_misfits(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]
 
 def find_model(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
     """Yield the command that exports the model of a training checkpoint, or that torch.save did not write the file."""
-    if found := _OPERAND.search(matched.text):
-        yield Finding("corrupt", None, f"torch.save did not write this file{_NO_FILE.get(found[1], '')}")
+    if match := _OPERAND.search(matched.text):
+        yield Finding("corrupt", None, f"torch.save did not write this file{_NO_FILE.get(match[1], '')}")
         return
     yield Finding(
         "no_model", None, "this is a training checkpoint, not a model that can be loaded", export(case.checkpoint)

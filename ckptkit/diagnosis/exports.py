@@ -59,32 +59,34 @@ class BrokenExport:
 
 def find_broken_export(checkpoint: Checkpoint) -> list[Finding]:
     """Return the problems of a model's index or headers; [] unless its tensors are certainly complete."""
-    part = checkpoint.model_component
-    broken = read_export(part) if may_be_broken(part) else None
+    component = checkpoint.model_component
+    broken = read_export(component) if may_be_broken(component) else None
     fix = Fix.of("doctor", checkpoint.path, fix=beside(checkpoint.path, "fixed"))
     return list(broken.findings(fix)) if broken else []
 
 
-def may_be_broken(part: Component) -> bool:
+def may_be_broken(component: Component) -> bool:
     """Return whether a directory of safetensors cannot be read, or contains files that its index does not list."""
-    if part.reader.name != _HF or not part.path.is_dir():
+    if component.reader.name != _HF or not component.path.is_dir():
         return False
     try:
-        return any(name.endswith(".safetensors") and name not in part.layout.paths for name in names_in(part.path))
+        return any(
+            name.endswith(".safetensors") and name not in component.layout.paths for name in names_in(component.path)
+        )
     except _UNREAD:
         return True
 
 
-def read_export(part: Component) -> BrokenExport | None:
+def read_export(component: Component) -> BrokenExport | None:
     """Return the tensors that the headers of a model's files list; None unless they are certainly the complete model.
 
     This is certain if they are exactly the tensors that config.json describes, or if the files are a complete numbered
     series and no tensor is missing.
     """
     try:
-        headers = read_headers(part.path, _HF)
-        index = index_in(part.path)
-        config = find_companions(part.path, part.base).config
+        headers = read_headers(component.path, _HF)
+        index = index_in(component.path)
+        config = find_companions(component.path, component.base).config
     except _UNREAD:
         return None
     if headers is None or not headers.layout.tensors:
@@ -107,21 +109,21 @@ def index_in(root: Path) -> Mapping[str, str] | None:
 
 def repaired(checkpoint: Checkpoint) -> Checkpoint:
     """Return a broken export as a checkpoint whose tensors come from the file headers instead of the index."""
-    part = checkpoint.model_component
-    broken = read_export(part)
+    component = checkpoint.model_component
+    broken = read_export(component)
     assert broken is not None
-    return replace(checkpoint, components=(replace(part, salvaged=broken.found.layout),))
+    return replace(checkpoint, components=(replace(component, salvaged=broken.found.layout),))
 
 
 def find_index(case: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if several numbered files have no index. transformers needs it."""
-    part = case.checkpoint.model_component
-    files = part.layout.paths
+    component = case.checkpoint.model_component
+    files = component.layout.paths
     if (
-        part.reader.name == _HF
-        and part.layout.world_size is None
+        component.reader.name == _HF
+        and component.layout.world_size is None
         and len(files) > 1
-        and not (part.path / INDEX).exists()
+        and not (component.path / INDEX).exists()
     ):
         message = f"`{INDEX}` is missing beside {len(files)} files, so transformers finds no model"
         yield Finding("index", None, message, export(case.checkpoint))

@@ -32,9 +32,9 @@ def find_unlisted(case: LoadTarget) -> Iterator[Finding]:
 
 def parameters_under(layout: Layout, step: str) -> dict[KeyPath, dict[str, str]]:
     """Return for each optimizer (its key path) the parameters below `step`: the name in the checkpoint by parameter."""
-    found: dict[KeyPath, dict[str, str]] = {}
+    by_optimizer: dict[KeyPath, dict[str, str]] = {}
     for name in layout.names:
         match layout.key(name):
             case (*above, here, str(parameter), _) if here == step:
-                found.setdefault(tuple(above), {})[parameter_of(parameter)] = parameter
-    return found
+                by_optimizer.setdefault(tuple(above), {})[parameter_of(parameter)] = parameter
+    return by_optimizer

@@ -60,10 +60,10 @@ def complete(case: LoadTarget) -> Fix:
 def named_states(layout: Layout) -> list[States]:
     """Return the states of the optimizers that identify parameters by name and have valid groups."""
     try:
-        found = find_states(layout)
+        states_list = find_states(layout)
     except Corrupt:
-        found = list(flattened(layout))
-    return [states for states in found if states.optimizer is None or states.optimizer.is_named]
+        states_list = list(flattened(layout))
+    return [states for states in states_list if states.optimizer is None or states.optimizer.is_named]
 
 
 def without_state(states: States) -> list[str]:
@@ -82,26 +82,26 @@ def find_groups(case: LoadTarget) -> Iterator[Finding]:
     pairs = zip(optimizers_in(case.layout), optimizers_in(case.like.layout), strict=False)
     for ours, theirs in pairs:
         if ours.is_named != theirs.is_named:
-            here, there = (NAMES if one.is_named else IDS for one in (ours, theirs))
-            message = f"expected {there} of parameters as in {case.like.path}, found {here}"
-            yield Finding("optimizer_keys", ours.name, message, rewrite(case.checkpoint, optimizer_keys=there))
+            our_keys, their_keys = (NAMES if one.is_named else IDS for one in (ours, theirs))
+            message = f"expected {their_keys} of parameters as in {case.like.path}, found {our_keys}"
+            yield Finding("optimizer_keys", ours.name, message, rewrite(case.checkpoint, optimizer_keys=their_keys))
         else:
             yield from find_difference(ours, theirs, case.like.path)
 
 
 def find_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator[Finding]:
     """Yield the first difference between the parameter groups of two optimizers."""
-    here, there = ([len(group) for group in one.groups] for one in (ours, theirs))
-    if len(here) != len(there):
+    our_sizes, their_sizes = ([len(group) for group in one.groups] for one in (ours, theirs))
+    if len(our_sizes) != len(their_sizes):
         message = (
-            f"it has {count(len(here), 'parameter group')} here, and {len(there)} in {other}: "
+            f"it has {count(len(our_sizes), 'parameter group')} here, and {len(their_sizes)} in {other}: "
             "torch fails with `loaded state dict has a different number of parameter groups`"
         )
         yield Finding("groups", ours.name, message)
-    elif here != there:
+    elif our_sizes != their_sizes:
         message = (
-            f"expected groups of {', '.join(map(str, there))} parameters as in {other}, found "
-            f"{', '.join(map(str, here))}: "
+            f"expected groups of {', '.join(map(str, their_sizes))} parameters as in {other}, found "
+            f"{', '.join(map(str, our_sizes))}: "
             "torch fails with `loaded state dict contains a parameter group that doesn't match the size`"
         )
         yield Finding("groups", ours.name, message)

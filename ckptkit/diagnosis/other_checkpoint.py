@@ -26,14 +26,14 @@ def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
     """Yield the entries that another checkpoint has and this one lacks, or has under another name, shape or dtype."""
     if case.like is None:
         return
-    here, there = case.checkpoint.family, case.like.family
-    if here is not there:
-        one, other = (family.name if family else HUB for family in (here, there))
+    our_family, their_family = case.checkpoint.family, case.like.family
+    if our_family is not their_family:
+        one, other = (family.name if family else HUB for family in (our_family, their_family))
         message = f"the names are {one}'s here, and {other}'s in {case.like.path}"
         yield Finding("family", None, message, rewrite(case.checkpoint, names=other))
     for ours, theirs in sides(case.checkpoint, case.like):
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
-        if here is there or shared:
+        if our_family is their_family or shared:
             yield from find_key(case, case.like.path, ours, theirs)
             yield from find_missing_and_extra(case, case.like.path, ours, theirs)
             yield from find_specs(case, case.like.path, ours, theirs)
@@ -148,10 +148,10 @@ def fix_dtypes(case: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: S
 
 def uniformly_changed_kinds(changed: Mapping[str, DType], layout: Layout) -> set[str]:
     """Return the last words of names, such as `exp_avg`, whose tensors all change to the same dtype."""
-    found: dict[str, set[DType | None]] = {}
+    dtypes_by_kind: dict[str, set[DType | None]] = {}
     for name in layout.tensors:
-        found.setdefault(kind_of(name), set()).add(changed.get(name) if "." in name else None)
-    return {kind for kind, dtypes in found.items() if len(dtypes) == 1 and None not in dtypes}
+        dtypes_by_kind.setdefault(kind_of(name), set()).add(changed.get(name) if "." in name else None)
+    return {kind for kind, dtypes in dtypes_by_kind.items() if len(dtypes) == 1 and None not in dtypes}
 
 
 def kind_of(name: str) -> str:

@@ -54,8 +54,8 @@ def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
     numbers = {int(number) for name in case.shapes if not is_of_tower(name) for number in LAYER.findall(name)}
     missing = [number for number in range(count) if number not in numbers] if isinstance(count, int) else []
     if numbers and missing:
-        found = f"found no tensors for {len(missing)} of them, such as layer {missing[0]}"
-        yield Finding("layers", None, f"expected {count} layers (num_hidden_layers of {model.name}), {found}")
+        absent = f"found no tensors for {len(missing)} of them, such as layer {missing[0]}"
+        yield Finding("layers", None, f"expected {count} layers (num_hidden_layers of {model.name}), {absent}")
 
 
 def from_base(case: LoadTarget, model: TargetModel, wanted: Iterable[str]) -> Fix | None:

@@ -107,18 +107,18 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
     return Companions()
 
 
-def with_tokenizer(found: Companions, checkpoint: Path) -> Companions:
+def with_tokenizer(companions: Companions, checkpoint: Path) -> Companions:
     """Return companions, with the tokenizer in the checkpoint or a trainer's directory in it if they have none."""
-    if found.files.keys() & set(TOKENIZERS):
-        return found
+    if companions.files.keys() & set(TOKENIZERS):
+        return companions
     for directory in places_of(checkpoint.absolute()):
         beside = tokenizer_beside(spelled_like(checkpoint, directory))
         if beside.keys() & set(TOKENIZERS):
             files = {
-                name: read_small(path, TOKENIZER_LIMIT) for name, path in beside.items() if name not in found.files
+                name: read_small(path, TOKENIZER_LIMIT) for name, path in beside.items() if name not in companions.files
             }
-            return replace(found, files=found.files | files, beside={name: beside[name] for name in files})
-    return found
+            return replace(companions, files=companions.files | files, beside={name: beside[name] for name in files})
+    return companions
 
 
 def places_of(checkpoint: Path) -> Iterator[Path]:
@@ -149,7 +149,7 @@ def is_of_training(folder: Path) -> bool:
         return False
 
 
-def read_companions(place: Path, *, follow_links: bool = False) -> Companions | None:
+def read_companions(directory: Path, *, follow_links: bool = False) -> Companions | None:
     """Return the companions in one directory; None if it has no config.json that can belong to a model.
 
     Follows links only in a directory that the user named. In an unknown directory a link could point to any private
@@ -157,26 +157,30 @@ def read_companions(place: Path, *, follow_links: bool = False) -> Companions | 
     """
 
     def read(name: str) -> bytes:
-        return read_small((place / name).resolve() if follow_links else place / name, TOKENIZER_LIMIT)
+        return read_small((directory / name).resolve() if follow_links else directory / name, TOKENIZER_LIMIT)
 
-    if not (place / CONFIG).is_file():
+    if not (directory / CONFIG).is_file():
         return None
     try:
         config = json.loads(read(CONFIG))
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"not valid JSON ({error})", path=place / CONFIG) from error
+        raise Corrupt(f"not valid JSON ({error})", path=directory / CONFIG) from error
     if not isinstance(config, dict) or not config:
         return None
     if not ("model_type" in config or "architectures" in config):
-        files = {name: read(name) for name in FILES if (place / name).is_file()}
-        return Companions(place, files, library=config_of(config))
+        files = {name: read(name) for name in FILES if (directory / name).is_file()}
+        return Companions(directory, files, library=config_of(config))
     code = code_files(config)
-    names = [*FILES, *chat_templates_in(place, follow_links=follow_links), *(python_files_in(place) if code else ())]
-    modules = extra_modules_in(place)
+    names = [
+        *FILES,
+        *chat_templates_in(directory, follow_links=follow_links),
+        *(python_files_in(directory) if code else ()),
+    ]
+    modules = extra_modules_in(directory)
     names += [*_MODULE_FILES, *(f"{module}/{CONFIG}" for module in modules)] if modules else []
-    files = {name: read(name) for name in names if (place / name).is_file()}
-    trained = tuple(name for name in modules if any(map(is_weights, children(place / name))))
-    return Companions(place, files, config, tuple(sorted(code - files.keys())), modules=trained)
+    files = {name: read(name) for name in names if (directory / name).is_file()}
+    trained = tuple(name for name in modules if any(map(is_weights, children(directory / name))))
+    return Companions(directory, files, config, tuple(sorted(code - files.keys())), modules=trained)
 
 
 def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
@@ -203,32 +207,34 @@ def read_config(path: Path) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def chat_templates_in(place: Path, *, follow_links: bool) -> list[str]:
-    """Return the paths, relative to `place`, of the additional chat templates that transformers stores."""
-    folder = place / TEMPLATES
+def chat_templates_in(directory: Path, *, follow_links: bool) -> list[str]:
+    """Return the paths, relative to `directory`, of the additional chat templates that transformers stores."""
+    folder = directory / TEMPLATES
     if not folder.is_dir() or (folder.is_symlink() and not follow_links):
         return []
     return [f"{TEMPLATES}/{child.name}" for child in children(folder) if child.suffix == ".jinja"]
 
 
-def extra_modules_in(place: Path) -> list[str]:
+def extra_modules_in(directory: Path) -> list[str]:
     """Return the directories of the modules after the transformer, for sentence-transformers models; [] for others.
 
     Source: `save_pretrained` in sentence_transformers/base/model.py.
     """
-    if not (place / MODULES).is_file():
+    if not (directory / MODULES).is_file():
         return []
-    found = parse_json(read_small(place / MODULES, _CONFIG_LIMIT), place / MODULES)
-    paths = [one.get("path") for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    return [path for path in paths if isinstance(path, str) and re.fullmatch(r"\w+", path) and (place / path).is_dir()]
+    modules = parse_json(read_small(directory / MODULES, _CONFIG_LIMIT), directory / MODULES)
+    paths = [one.get("path") for one in modules if isinstance(one, dict)] if isinstance(modules, list) else []
+    return [
+        path for path in paths if isinstance(path, str) and re.fullmatch(r"\w+", path) and (directory / path).is_dir()
+    ]
 
 
 def is_weights(file: Path) -> bool:
     return file.suffix in (".safetensors", ".bin")
 
 
-def python_files_in(place: Path) -> list[str]:
-    return [child.name for child in children(place) if child.suffix == ".py"]
+def python_files_in(directory: Path) -> list[str]:
+    return [child.name for child in children(directory) if child.suffix == ".py"]
 
 
 def code_files(config: Mapping[str, Any]) -> set[str]:
@@ -236,8 +242,8 @@ def code_files(config: Mapping[str, Any]) -> set[str]:
 
     Source: transformers/dynamic_module_utils.py. A class is `module.Class`, or `repository--module.Class` elsewhere.
     """
-    found = config.get("auto_map")
-    values = found.values() if isinstance(found, dict) else ()
+    auto_map = config.get("auto_map")
+    values = auto_map.values() if isinstance(auto_map, dict) else ()
     classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
     return {f"{name.split('.')[0]}.py" for name in classes if isinstance(name, str) and "--" not in name}
 

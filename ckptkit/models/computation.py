@@ -110,8 +110,10 @@ def has_other_labels(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
 
 def labels_of(config: Mapping[str, Any]) -> list[str]:
     """Return the label names of a classifier in order; [] for names that transformers generates (`LABEL_0`)."""
-    found = config.get(_LABELS)
-    pairs = sorted((str(key).zfill(9), str(label)) for key, label in found.items()) if isinstance(found, dict) else ()
+    id2label = config.get(_LABELS)
+    pairs = (
+        sorted((str(key).zfill(9), str(label)) for key, label in id2label.items()) if isinstance(id2label, dict) else ()
+    )
     labels = [label for _, label in pairs]
     return [] if all(re.fullmatch(r"LABEL_[0-9]+", label) for label in labels) else labels
 
@@ -135,25 +137,25 @@ def find_contradictions(reported: Mapping[str, Any], config: Mapping[str, Any]) 
 def contradictions(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
     """Return the keys with other values in a config, and the keys among `_BY_PRESENCE` that it lacks."""
     known = {canonical(key): value for key, value in flatten(said).items() if value is not None}
-    there = {canonical(key): value for key, value in flatten(config).items()}
+    config_values = {canonical(key): value for key, value in flatten(config).items()}
     if rope_of(config).get("rope_theta") is not None:
-        there[POSITIONS] = "rope"
-    differences = compare(known, {key: value for key, value in there.items() if key in known})
+        config_values[POSITIONS] = "rope"
+    differences = compare(known, {key: value for key, value in config_values.items() if key in known})
     return [one for one in differences if (one.key in _BY_PRESENCE or one.there is not None) and not is_neutral(one)]
 
 
-def is_neutral(one: ConfigDifference) -> bool:
+def is_neutral(difference: ConfigDifference) -> bool:
     """Return whether a difference has no effect: an absent factor of 1, or a window that differs by one token."""
-    if one.there is None:
-        return bool(one.here == 1)
-    is_window = one.key == "sliding_window" and one.here and isinstance(one.there, int)
-    return bool(is_window and abs(one.here - one.there) <= 1)
+    if difference.there is None:
+        return bool(difference.here == 1)
+    is_window = difference.key == "sliding_window" and difference.here and isinstance(difference.there, int)
+    return bool(is_window and abs(difference.here - difference.there) <= 1)
 
 
-def describe_differences(found: Sequence[ConfigDifference], there: str) -> str:
+def describe_differences(differences: Sequence[ConfigDifference], other_name: str) -> str:
     """Return the first differences as text, `rope_theta (10000.0, in OTHER 500000.0)`, and the number of others."""
-    words = (f"{one.key} ({spell(one.here)}, in {there} {spell(one.there)})" for one in found[:_MAX_NAMED])
-    return f"{', '.join(words)}{and_more(len(found) - _MAX_NAMED)}"
+    words = (f"{one.key} ({spell(one.here)}, in {other_name} {spell(one.there)})" for one in differences[:_MAX_NAMED])
+    return f"{', '.join(words)}{and_more(len(differences) - _MAX_NAMED)}"
 
 
 def spell(value: Any) -> str:
@@ -180,7 +182,7 @@ def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = F
 
     If both configs have all defaults (`is_full`), a difference to null is certain.
     """
-    found = []
+    differences = []
     for key in sorted({*one, *two}):
         here, there = one.get(key), two.get(key)
         last = key.rpartition(".")[2]
@@ -191,8 +193,8 @@ def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = F
         if is_one_absent and last in _IDENTITY:
             continue
         is_certain = not is_one_absent or (is_full and key in one and key in two)
-        found.append(ConfigDifference(key, here, there, is_certain))
-    return sorted(found, key=lambda pair: not pair.is_certain)
+        differences.append(ConfigDifference(key, here, there, is_certain))
+    return sorted(differences, key=lambda pair: not pair.is_certain)
 
 
 def open_keys(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDifference]:
@@ -210,8 +212,10 @@ def may_have_defaults(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a config that change the computation, flattened; rope parameters are at the top level."""
     is_padded = any(_USES_PADDING_TOKEN.search(str(name)) for name in config.get("architectures") or ())
-    found = dict(entries_in(config, ""))
-    return found if is_padded else {key: one for key, one in found.items() if key.rpartition(".")[2] != "pad_token_id"}
+    entries = dict(entries_in(config, ""))
+    return (
+        entries if is_padded else {key: one for key, one in entries.items() if key.rpartition(".")[2] != "pad_token_id"}
+    )
 
 
 def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:

@@ -228,8 +228,8 @@ def form_or_reason(names: Collection[str], config: Mapping[str, Any], ask_base: 
 
 def closest(forms: Iterable[Form], names: Collection[str]) -> Form:
     """Return the form that matches tensor names best; the first of several equal ones."""
-    found = frozenset(names)
-    return min(forms, key=lambda form: len(form.needed - found) + len(found - form.shapes.keys()))
+    given = frozenset(names)
+    return min(forms, key=lambda form: len(form.needed - given) + len(given - form.shapes.keys()))
 
 
 def is_of(names: frozenset[str], form: Form) -> bool:

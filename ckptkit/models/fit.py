@@ -77,9 +77,9 @@ def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> l
     return [Caution(f"{problem}; run this again with --base MODEL --overwrite (MODEL is a directory or Hub id)")]
 
 
-def about_library(library: ConfigOf, place: Path | None) -> str:
+def about_library(library: ConfigOf, directory: Path | None) -> str:
     """Return a note that config.json belongs to another library; a warning if that library cannot load safetensors."""
-    words = f"config.json in {place} is of {library.title}, not of transformers: copied unchanged, names kept"
+    words = f"config.json in {directory} is of {library.title}, not of transformers: copied unchanged, names kept"
     if not library.needs:
         return words
     return Caution(f"{words}; {library.title} loads `{library.needs}`: write that with torch.save")

@@ -45,8 +45,8 @@ class Declared(NamedTuple):
 
         Else None.
         """
-        found = _NUMBERED.fullmatch(name)
-        number = int(found[1]) - self.behind if found and self.behind is not None else -1
+        match = _NUMBERED.fullmatch(name)
+        number = int(match[1]) - self.behind if match and self.behind is not None else -1
         return number if 0 <= number < self.layers else None
 
 
@@ -71,8 +71,8 @@ def sections_of(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Itera
 
 def predictors_in(names: Iterable[str], config: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of tensors that belong to MTP layers that config.json declares."""
-    found = tuple(declared(config))
-    return frozenset(name for name in names if any(one.holds(name) for one in found))
+    declarations = tuple(declared(config))
+    return frozenset(name for name in names if any(one.holds(name) for one in declarations))
 
 
 def count_present(declaration: Declared, names: Iterable[str]) -> int:
@@ -85,24 +85,28 @@ def count_present(declaration: Declared, names: Iterable[str]) -> int:
 def with_counts(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """Return a config.json that declares only the layers that have tensors, and a note for each key that changed."""
     changed, words, names = deepcopy(dict(config)), [], list(names)
-    for one in declared(config):
-        present = count_present(one, names)
-        if present != one.layers:
-            said: dict[str, Any] = changed
-            for section in one.sections:
-                said = said[section]
-            said[one.key] = present
+    for declaration in declared(config):
+        present = count_present(declaration, names)
+        if present != declaration.layers:
+            section_values: dict[str, Any] = changed
+            for section in declaration.sections:
+                section_values = section_values[section]
+            section_values[declaration.key] = present
             for key in _PER_LAYER_LISTS:
-                said |= without_padding(key, said.get(key), one, present)
-            path = ".".join((*one.sections, one.key))
-            layers = count(one.layers, "MTP layer")
+                section_values |= without_padding(key, section_values.get(key), declaration, present)
+            path = ".".join((*declaration.sections, declaration.key))
+            layers = count(declaration.layers, "MTP layer")
             words.append(
                 f"config.json declares {layers} (`{path}`), and {present} have tensors; the output says {present}"
             )
     return changed, words
 
 
-def without_padding(key: str, value: Any, one: Declared, present: int) -> dict[str, Any]:
+def without_padding(key: str, value: Any, declaration: Declared, present: int) -> dict[str, Any]:
     """Return a list of config.json without the items of MTP layers that have no tensors; {} for any other value."""
-    is_padded = isinstance(value, list) and one.behind is not None and len(value) == one.behind + one.layers
-    return {key: value[: len(value) - one.layers + present]} if is_padded else {}
+    is_padded = (
+        isinstance(value, list)
+        and declaration.behind is not None
+        and len(value) == declaration.behind + declaration.layers
+    )
+    return {key: value[: len(value) - declaration.layers + present]} if is_padded else {}

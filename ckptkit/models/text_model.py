@@ -39,9 +39,9 @@ def find_text_model(config: Mapping[str, Any]) -> TextModel:
 
     Raises `Usage` if the model is a text model itself, `Unsupported` if transformers has no class for the text model.
     """
-    whole = find_meta_model(config)
-    text = text_config_of(config, whole)
-    return TextModel(text, names_in(whole, find_meta_model(text), str(config.get("model_type"))))
+    full_model = find_meta_model(config)
+    text = text_config_of(config, full_model)
+    return TextModel(text, names_in(full_model, find_meta_model(text), str(config.get("model_type"))))
 
 
 def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any]:

@@ -52,8 +52,8 @@ def max_id_bound(name: str, content: bytes) -> int:
         return max(token_ids_in(name, content), default=-1)
     if name not in _IN_JSON:
         return -1
-    numbers = max((int(found[1]) for found in _NUMBER.finditer(content)), default=-1)
-    keys = max((int(found[1]) for found in _KEY.finditer(content)), default=-1) if name == _CONFIG else -1
+    numbers = max((int(match[1]) for match in _NUMBER.finditer(content)), default=-1)
+    keys = max((int(match[1]) for match in _KEY.finditer(content)), default=-1) if name == _CONFIG else -1
     return max(numbers, keys, content.count(b"[") if _UNIGRAM.search(content) else -1)
 
 
@@ -62,9 +62,9 @@ def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tupl
 
     `files` are the files beside a model, by name. `config` is its config.json, which contains some special token ids.
     """
-    found = [(number, name) for name, content in files.items() for number in token_ids_in(name, content)]
-    found += [(number, "config.json") for number in special_tokens(config)] if found else []
-    return max(found, default=None)
+    ids = [(number, name) for name, content in files.items() for number in token_ids_in(name, content)]
+    ids += [(number, "config.json") for number in special_tokens(config)] if ids else []
+    return max(ids, default=None)
 
 
 def special_tokens(config: Mapping[str, Any]) -> Iterator[int]:

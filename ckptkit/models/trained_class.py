@@ -83,13 +83,13 @@ def candidates(shapes: Mapping[str, Shape], config: Config, heads: Collection[st
     known = {len(config["id2label"])} if config.get("id2label") else {int(config.get("num_labels") or 2)}
     for name in classes_of(config):
         for labels in sorted(known) + sorted(rows - known):
-            made = {**config, "architectures": [name]}
+            candidate = {**config, "architectures": [name]}
             if labels not in known:
-                made |= {"id2label": {str(i): f"LABEL_{i}" for i in range(labels)}}
-                made |= {"label2id": {f"LABEL_{i}": i for i in range(labels)}}
-                made.pop("num_labels", None)
-            if is_described(shapes, made):
-                yield made
+                candidate |= {"id2label": {str(i): f"LABEL_{i}" for i in range(labels)}}
+                candidate |= {"label2id": {f"LABEL_{i}": i for i in range(labels)}}
+                candidate.pop("num_labels", None)
+            if is_described(shapes, candidate):
+                yield candidate
                 break
 
 

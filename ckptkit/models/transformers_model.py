@@ -160,11 +160,11 @@ def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
     Raises `UnknownType` if there is none.
     """
     named = [str(name).removeprefix("FSDP") for name in config.get("architectures") or ()]
-    if found := first_model(transformers, named, transformers):
-        return found
+    if model := first_model(transformers, named, transformers):
+        return model
     kind = kind_of(transformers, str(config.get("model_type")))
-    if found := first_model(transformers, named, modeling_of(kind)):
-        return found
+    if model := first_model(transformers, named, modeling_of(kind)):
+        return model
     mappings = [getattr(transformers, name) for name in _MAPPINGS]
     classes = [mapping[kind] for mapping in mappings if kind in mapping]
     if named or not classes:
@@ -183,15 +183,18 @@ def classes_of(config: Mapping[str, Any]) -> list[str]:
     except Unsupported:
         return []
     module = modeling_of(kind)
-    found = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__]
-    models = {name: first_model(transformers, [name], module) for name in found}
+    names = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__]
+    models = {name: first_model(transformers, [name], module) for name in names}
     return [name for name, model in models.items() if model is not None and model.config_class is kind]
 
 
 def first_model(transformers: Any, names: Iterable[str], module: Any) -> Any:
     """Return the first model class of these names in a module; None if there is none."""
-    found = (getattr(module, name, None) for name in names)
-    return next((one for one in found if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)), None)
+    members = (getattr(module, name, None) for name in names)
+    return next(
+        (member for member in members if isinstance(member, type) and issubclass(member, transformers.PreTrainedModel)),
+        None,
+    )
 
 
 def modeling_of(kind: Any) -> Any:

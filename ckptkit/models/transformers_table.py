@@ -45,12 +45,12 @@ def transforms_of(meta: MetaModel, hub_names: Collection[str] | None) -> list[An
     """
     from transformers.core_model_loading import PrefixChange
 
-    found = every_transform(meta, add_legacy=False)
+    transforms = every_transform(meta, add_legacy=False)
     if hub_names is None:
-        return [transform for transform in found if not isinstance(transform, PrefixChange)]
+        return [transform for transform in transforms if not isinstance(transform, PrefixChange)]
     for name in sorted(hub_names, key=natural):
-        rename(name, found)
-    return [transform for transform in found if transform.was_used()]
+        rename(name, transforms)
+    return [transform for transform in transforms if transform.was_used()]
 
 
 def every_transform(meta: MetaModel, *, add_legacy: bool) -> list[Any]:
@@ -163,10 +163,10 @@ def convert(meta: MetaModel, key: str, group: TransformGroup, tensors: Mapping[s
         yield name, value[0] if isinstance(value, list) else value
 
 
-def put(made: TransformedTensors, name: str, tensor: Any, origins: tuple[str, ...]) -> None:
+def put(transformed: TransformedTensors, name: str, tensor: Any, origins: tuple[str, ...]) -> None:
     """Add a tensor under its new name. Raises `Mismatch` if the name is already in use."""
-    if name in made.tensors:
-        clash = f"`{made.came_from[name][0]}` and `{origins[0]}` would both get this name"
+    if name in transformed.tensors:
+        clash = f"`{transformed.came_from[name][0]}` and `{origins[0]}` would both get this name"
         raise Mismatch(clash, tensor=name)
-    made.tensors[name] = tensor
-    made.came_from[name] = origins
+    transformed.tensors[name] = tensor
+    transformed.came_from[name] = origins

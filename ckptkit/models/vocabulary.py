@@ -88,16 +88,18 @@ class NewVocabulary:
         return {name: self.resize_one(name, tensor) for name, tensor in tensors.items()}
 
     def resize_one(self, name: str, tensor: StoredTensor) -> StoredTensor:
-        found = self.axis_of(name)
-        return tensor if found is None else resize(tensor, found.axis, self.rows + found.extra)
+        token_axis = self.axis_of(name)
+        return tensor if token_axis is None else resize(tensor, token_axis.axis, self.rows + token_axis.extra)
 
     def require_one_size(self, tensors: Mapping[str, StoredTensor]) -> int:
         """Return the current number of rows.
 
         Raises `Mismatch` if no tensor follows the vocabulary, or their rows differ.
         """
-        axes = {name: found for name in tensors if (found := self.axis_of(name)) is not None}
-        sizes = {name: tensors[name].spec.shape[found.axis] - found.extra for name, found in axes.items()}
+        axes = {name: token_axis for name in tensors if (token_axis := self.axis_of(name)) is not None}
+        sizes = {
+            name: tensors[name].spec.shape[token_axis.axis] - token_axis.extra for name, token_axis in axes.items()
+        }
         if not sizes:
             raise Mismatch("there is no embedding that --vocab-size could change")
         first = next(iter(sizes))

@@ -116,8 +116,8 @@ def differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Differ
 def only_in(names: Iterable[str], others: Collection[str], known: Collection[str]) -> list[str]:
     """Return the names that are missing in `others`, also under another prefix, and that no loader computes."""
     ends = {end for other in others for end in (other, *ends_of(other))}
-    left = (name for name in names if not (name in known or name in ends or name.endswith(_COMPUTED)))
-    return sorted(name for name in left if not any(end in others for end in ends_of(name)))
+    candidates = (name for name in names if not (name in known or name in ends or name.endswith(_COMPUTED)))
+    return sorted(name for name in candidates if not any(end in others for end in ends_of(name)))
 
 
 def ends_of(name: str) -> list[str]:

@@ -80,12 +80,12 @@ def check_beside_parts(source: Checkpoint, dst: Path) -> None:
         raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
 
 
-def check_in_part(part: Component, dst: Path, writer: FormatWriter) -> None:
+def check_in_part(component: Component, dst: Path, writer: FormatWriter) -> None:
     """Raise `Unsafe` if a result in a component's directory is one of its files, or would be read as one."""
-    if part.reader.owns(dst.name) or dst.resolve() in (file.resolve() for file in own_files(part.layout)):
+    if component.reader.owns(dst.name) or dst.resolve() in (file.resolve() for file in own_files(component.layout)):
         raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)
     order = list(FORMATS)
-    if dst.suffix in writer.suffixes and order.index(writer.name) <= order.index(part.reader.name):
+    if dst.suffix in writer.suffixes and order.index(writer.name) <= order.index(component.reader.name):
         raise Unsafe(
             "the destination is beside the source's files and would be read as a part of the source",
             path=dst,
@@ -138,9 +138,9 @@ def own_files(layout: Layout) -> list[Path]:
     return [file for file in layout.root.iterdir() if file.name in used or reader.owns(file.name)]
 
 
-def files_taken(checkpoint: Checkpoint, made: Iterable[str], dst: Path) -> Iterator[Path]:
-    """Yield further paths that a conversion replaces: companions with names in `made`, and the output at `dst`."""
+def files_taken(checkpoint: Checkpoint, generated: Iterable[str], dst: Path) -> Iterator[Path]:
+    """Yield further paths that a conversion replaces: companions with `generated` names, and the output at `dst`."""
     places = [*places_of(checkpoint.path), *(part.path for part in checkpoint.components)]
-    yield from (place / name for name in made for place in places)
+    yield from (place / name for name in generated for place in places)
     result = entry_at(checkpoint.path, dst)
     yield from [result] if result else []

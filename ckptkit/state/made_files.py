@@ -47,28 +47,30 @@ def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
     share is planned.
     """
     wanted = draft.wanted
-    made = read_made(draft.writer, root, wanted.tensors, wanted.blobs)
+    destination = read_made(draft.writer, root, wanted.tensors, wanted.blobs)
     if share.count == 1:
-        return join(draft.sources, made, draft.recipes)
-    made, before, behind = narrow(made, wanted, share)
-    planned = join(sources_needed_by(draft, made), made, draft.recipes)
+        return join(draft.sources, destination, draft.recipes)
+    destination, before, behind = narrow(destination, wanted, share)
+    planned = join(sources_needed_by(draft, destination), destination, draft.recipes)
     return replace(planned, before=before, behind=behind)
 
 
-def sources_needed_by(draft: Draft, made: Layout) -> list[Layout]:
-    """Return the section of each source that `made`, a section of the destination, is computed from."""
-    computed = [(name, one) for name in made.tensors if name in draft.recipes for one in draft.recipes[name].operands]
+def sources_needed_by(draft: Draft, destination: Layout) -> list[Layout]:
+    """Return the section of each source that `destination`, a section of the output, is computed from."""
+    computed = [
+        (name, one) for name in destination.tensors if name in draft.recipes for one in draft.recipes[name].operands
+    ]
     apart = [one for name, one in computed if one.name != name or one.region is not same]
     return [
-        needed(layout, made, {one.name for one in apart if one.source == number})
+        needed(layout, destination, {one.name for one in apart if one.source == number})
         for number, layout in enumerate(draft.sources)
     ]
 
 
-def join(sources: Sequence[Layout], made: Layout, recipes: Mapping[str, Recipe]) -> Plan:
+def join(sources: Sequence[Layout], destination: Layout, recipes: Mapping[str, Recipe]) -> Plan:
     """Return the plan that fills a layout from one source, or by recipes from several. Locates every byte."""
     src, *others = map(locate, sources)
-    planned = make_plan(src, locate(made), others, recipes)
+    planned = make_plan(src, locate(destination), others, recipes)
     if recipes:
         check_ties(planned)
     return planned
@@ -120,15 +122,15 @@ def seal(
             for name in names
             if (crc := (sums or {}).get(str(Path(draft.place, name)))) is not None
         ]
-        made = write_manifest(plan.dst, done.checksums, names, anew=False, entries=known, source=draft.made_of)
-        file_sums |= {str(Path(draft.place, name)): file_sum for name, file_sum in made.files.items()}
+        manifest = write_manifest(plan.dst, done.checksums, names, anew=False, entries=known, source=draft.made_of)
+        file_sums |= {str(Path(draft.place, name)): file_sum for name, file_sum in manifest.files.items()}
     return file_sums
 
 
-def require_sums(draft: Draft, made: Layout, checksums: Mapping[FileOffset, int]) -> None:
+def require_sums(draft: Draft, destination: Layout, checksums: Mapping[FileOffset, int]) -> None:
     """Raise `Corrupt` without a path if a tensor's CRC-32 differs from the expected one."""
-    found = sums_of_tensors(made, checksums) if draft.sums else {}
-    for name, crc in found.items():
+    crc_by_tensor = sums_of_tensors(destination, checksums) if draft.sums else {}
+    for name, crc in crc_by_tensor.items():
         if (expected := draft.sums.get(name, crc)) != crc:
             message = f"expected CRC-32 {expected:08x} in the output, found {crc:08x}"
             raise Corrupt(message, tensor=name)

@@ -32,11 +32,11 @@ def with_masters(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:
         require_wide(weights.layout)
         return checkpoint
     check_options(options)
-    whole = part.in_whole
+    layout = part.in_whole
     master_tensors = {
         weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in masters_found.items()
     }
-    masters = replace(whole, tensors={**whole.tensors, **master_tensors}, twins={})
+    masters = replace(layout, tensors={**layout.tensors, **master_tensors}, twins={})
     parts = (
         replace(component, masters=masters) if component is part else component for component in checkpoint.components
     )

@@ -89,9 +89,9 @@ def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> 
     if len(ours) > 1 and ours.keys() == theirs.keys():
         pairs = [((one, as_part(ours[place])), (two, as_part(theirs[place]))) for place in ours]
         return [with_same_optimizer_keys(*pair, order) for pair in pairs], []
-    whole = join_files(one), join_files(two)
-    if whole[0] is not None and whole[1] is not None:
-        return [with_same_optimizer_keys((one, whole[0]), (two, whole[1]), order)], []
+    joined = join_files(one), join_files(two)
+    if joined[0] is not None and joined[1] is not None:
+        return [with_same_optimizer_keys((one, joined[0]), (two, joined[1]), order)], []
     remarks = []
     for checkpoint in (one, two):
         model = checkpoint.model_component
@@ -100,8 +100,8 @@ def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> 
     return [(as_part(one.model_component), as_part(two.model_component))], remarks
 
 
-def as_part(part: Component) -> Compared:
-    return Compared(part.path, split_groups(part.layout))
+def as_part(component: Component) -> Compared:
+    return Compared(component.path, split_groups(component.layout))
 
 
 def join_files(checkpoint: Checkpoint) -> Compared | None:
@@ -219,7 +219,7 @@ def has_more(layout: Layout, other: Layout) -> bool:
 
 def describe_rest(side: Side) -> str:
     """Return a phrase for the entries of a side outside the model."""
-    rest = ", ".join(f"{left.name} ({left.entries:,})" for left in side.left_out[:4])
+    rest = ", ".join(f"{entry.name} ({entry.entries:,})" for entry in side.left_out[:4])
     more = ", ..." if side.left_out[4:] else ""
     return f"{side.layout.root} also has {rest}{more}"
 

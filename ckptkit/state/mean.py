@@ -119,9 +119,9 @@ def describe_dtypes(first: Path, specs: Mapping[str, Spec], others: Sequence[Lay
         other_specs = other.specs
         names = [name for name, spec in specs.items() if other_specs[name].dtype != spec.dtype]
         if names:
-            here, its = specs[names[0]].dtype, other_specs[names[0]].dtype
+            dtype, its = specs[names[0]].dtype, other_specs[names[0]].dtype
             have = "has" if len(names) == 1 else "have"
-            example = f"`{names[0]}` is {here}, in {other.root} {its}"
+            example = f"`{names[0]}` is {dtype}, in {other.root} {its}"
             yield f"{count(len(names), 'tensor')} {have} the dtype of {first}: {example} (--dtype chooses another)"
 
 

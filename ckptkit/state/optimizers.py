@@ -79,9 +79,9 @@ def parameters_for(
     Raises `Unsupported` if it is uncertain which parameter an index means, `Mismatch` if there is no model.
     """
     if states.optimizer is not None and not states.optimizer.is_named:
-        found = names_in(checkpoint, layout, states.optimizer, order)
-        tensors = own_tensors(found.model.layout)
-        return {str(number): tensors[name] for number, name in found.names.items()}
+        named = names_in(checkpoint, layout, states.optimizer, order)
+        tensors = own_tensors(named.model.layout)
+        return {str(number): tensors[name] for number, name in named.names.items()}
     names = {one for group in states.groups for one in group} | states.of.keys()
     candidates = [
         parameters_by_optimizer_name(names, find_weights(model.layout).layout) for model in models_of(checkpoint)
@@ -98,7 +98,7 @@ def parameters_for(
 def parameters_by_optimizer_name(names: Iterable[str], model: Layout) -> dict[str, StoredTensor]:
     """Return the tensors of a model by the names that an optimizer uses, as far as the model has them."""
     own = {name: own_name(name, model.tensors) for name in names}
-    return {name: model.tensors[found] for name, found in own.items() if found in model.tensors}
+    return {name: model.tensors[known_name] for name, known_name in own.items() if known_name in model.tensors}
 
 
 def is_of(layout: Layout, states: States, parameters: Mapping[str, StoredTensor]) -> bool:
@@ -240,9 +240,9 @@ def by_name(
     return Rekeying(optimizer, {**certain.names}, describe_names(optimizer, certain))
 
 
-def describe_names(optimizer: Optimizer, found: NamedNumbers) -> str:
+def describe_names(optimizer: Optimizer, named: NamedNumbers) -> str:
     """Return a note that an optimizer got names, and the proof for them."""
-    return f"`{optimizer.name}` got names for its {count(len(found.names), 'parameter')}: {found.proof}"
+    return f"`{optimizer.name}` got names for its {count(len(named.names), 'parameter')}: {named.proof}"
 
 
 def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None = None) -> NamedNumbers:

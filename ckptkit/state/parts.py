@@ -250,12 +250,12 @@ def draft_piece(
     return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
 
 
-def refuse_separated(part: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
+def refuse_separated(component: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
     """Raise an error if a cast would separate quantized weights from their scales."""
-    if casts and may_be_quantized(part.layout.specs):
+    if casts and may_be_quantized(component.layout.specs):
         from ckptkit.state.quantized import plain
 
-        plain.refuse_separated(part, casts, came_from)
+        plain.refuse_separated(component, casts, came_from)
 
 
 def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:
@@ -271,9 +271,9 @@ def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions
 
 def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layout], world_size: int) -> Conversion:
     """Return the conversion with the other files in directory `root` to copy, and notes on the files to skip."""
-    taken = frozenset(file for layout in layouts for file in own_files(layout))
+    used = frozenset(file for layout in layouts for file in own_files(layout))
     result = entry_at(root, conversion.output)
-    other_files, irregular = files_beside(root, taken | ({result} if result else set()))
+    other_files, irregular = files_beside(root, used | ({result} if result else set()))
     notes = [*conversion.notes, *(f"skipped `{name}`: not a regular file" for name in irregular)]
     if conversion.options.writer.is_sharded:
         dropped, remarks = drop_files_of_ranks(other_files, world_size)
@@ -284,13 +284,13 @@ def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layou
 
 def with_config_of(conversion: Conversion, rows: int) -> Conversion:
     """Return the conversion with each copied config.json rewritten for a vocabulary of `rows` rows."""
-    made = dict(conversion.made)
+    generated = dict(conversion.made)
     for name, path in conversion.copied_files.items():
         config = read_config(path) if Path(name).name == CONFIG else None
         if config is not None and vocabulary_of(config) is not None:
-            made[name] = dump_config(with_vocabulary(config, rows))
-    copied_files = {name: path for name, path in conversion.copied_files.items() if name not in made}
-    return replace(conversion, made=made, copied_files=copied_files)
+            generated[name] = dump_config(with_vocabulary(config, rows))
+    copied_files = {name: path for name, path in conversion.copied_files.items() if name not in generated}
+    return replace(conversion, made=generated, copied_files=copied_files)
 
 
 def without_copy(conversion: Conversion, root: Path) -> Conversion:

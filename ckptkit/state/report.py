@@ -129,20 +129,20 @@ def report(conversion: Conversion, seconds: float) -> Converted:
 def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> list[str]:
     """Return a warning for each group of tensors, and each kind of state files, that no rule or option drops."""
     lines = [
-        f"not in the output: `{left.name}`, {count(left.entries, 'entry')}, {format_bytes(left.nbytes)} ({left.why}); "
-        f"--include '{left.name}*' writes it alone"
-        for left in dropped
-        if left.why == UNKNOWN
+        f"not in the output: `{lost.name}`, {count(lost.entries, 'entry')}, {format_bytes(lost.nbytes)} ({lost.why}); "
+        f"--include '{lost.name}*' writes it alone"
+        for lost in dropped
+        if lost.why == UNKNOWN
     ]
-    return lines + describe_left([left for left in left_behind if left.why in LOST], "not copied")
+    return lines + describe_left([lost for lost in left_behind if lost.why in LOST], "not copied")
 
 
-def count_entries(found: Iterable[Entries]) -> dict[str, int]:
+def count_entries(all_entries: Iterable[Entries]) -> dict[str, int]:
     """Return how many entries were written, dropped for a reason, and left out without a reason."""
-    found = list(found)
-    left = sum(entries.left for entries in found)
-    dropped = sum(len(entries.dropped) for entries in found) - left
-    return {"written": sum(len(entries.written) for entries in found), "dropped": dropped, "left": left}
+    all_entries = list(all_entries)
+    left_out = sum(entries.left for entries in all_entries)
+    dropped = sum(len(entries.dropped) for entries in all_entries) - left_out
+    return {"written": sum(len(entries.written) for entries in all_entries), "dropped": dropped, "left": left_out}
 
 
 def complete(conversion: Conversion, prospect: Converted, written: Written, seconds: float) -> Converted:

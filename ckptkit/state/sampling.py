@@ -34,8 +34,8 @@ def locate_sample(layout: Layout) -> Checked:
     """
     chunks = [chunk for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.wrapper == ENVELOPE]
     if len(chunks) <= _ALL:
-        found = locate(layout)
-        return Checked(found, layout, found)
+        located = locate(layout)
+        return Checked(located, layout, located)
     chosen = {(chunk.path, chunk.offset) for chunk in (*spread(last_in_files(chunks)), *spread(chunks))}
     tensors = {
         name: replace(tensor, chunks=sampled)

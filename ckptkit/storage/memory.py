@@ -16,10 +16,10 @@ _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 def find_dtype(dtype: torch.dtype, name: str) -> DType:
     """Return ckptkit's dtype for a torch dtype. Raises `Unsupported`, for tensor `name`, if there is none."""
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
-    if found is None:
+    known = DTYPES.get(str(dtype).removeprefix("torch."))
+    if known is None:
         raise Unsupported(f"ckptkit cannot store dtype {dtype}", tensor=name)
-    return found
+    return known
 
 
 def make_buffer(device: torch.device) -> Tensor:
@@ -43,15 +43,15 @@ def part_of(tensor: Tensor, box: Box) -> Tensor:
     return tensor.detach().view(_PLAIN[tensor.itemsize])[index]
 
 
-def take(part: Tensor, buffer: Tensor) -> memoryview:
+def take(view: Tensor, buffer: Tensor) -> memoryview:
     """Return the elements of a view in row-major order: its own memory if possible, else a copy in `buffer`."""
-    if is_memory(part):
-        return as_bytes(part)
-    copied = buffer[: part.nbytes].view(part.dtype).view(part.shape)
-    copied.copy_(part)
+    if is_memory(view):
+        return as_bytes(view)
+    copied = buffer[: view.nbytes].view(view.dtype).view(view.shape)
+    copied.copy_(view)
     return as_bytes(copied)
 
 
-def put(part: Tensor, buffer: Tensor) -> None:
+def put(view: Tensor, buffer: Tensor) -> None:
     """Copy row-major elements from `buffer` into a view."""
-    part.copy_(buffer[: part.nbytes].view(part.dtype).view(part.shape))
+    view.copy_(buffer[: view.nbytes].view(view.dtype).view(view.shape))

@@ -44,8 +44,8 @@ class Portion:
 
     def arrange(self, options: WriterOptions, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:
         """Return the files to create before any data arrives, including the given small `files`."""
-        made = get_writer(self.format).arrange(replace(self.planned, blobs={}), options)
-        return *made, *(NewFile(name, len(content), ((0, content),)) for name, content in files.items())
+        new_files = get_writer(self.format).arrange(replace(self.planned, blobs={}), options)
+        return *new_files, *(NewFile(name, len(content), ((0, content),)) for name, content in files.items())
 
     def finish(self, options: WriterOptions, sizes: Mapping[str, int], results: Iterable[WriteResult]) -> None:
         """Finalize the files: add non-tensor entries and checksums, which need the data, and write the manifest.
@@ -59,10 +59,10 @@ class Portion:
             raise Corrupt(f"expected {planned} written bytes, found {written}", path=self.root)
         writer = get_writer(self.format)
         blobs = self._embed(writer, options, results)
-        made = locate(read_made(writer, self.root, self.planned.tensors))
-        checksums = chunk_checksums(made, results)
-        seal(writer, made, checksums)
-        write_manifest(made, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
+        written_layout = locate(read_made(writer, self.root, self.planned.tensors))
+        checksums = chunk_checksums(written_layout, results)
+        seal(writer, written_layout, checksums)
+        write_manifest(written_layout, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
 
     def _embed(
         self, writer: FormatWriter, options: WriterOptions, results: Iterable[WriteResult]
@@ -132,12 +132,12 @@ def find_key(planned: Layout) -> KeyPath | None:
         return None
 
 
-def chunk_checksums(made: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:
+def chunk_checksums(layout: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:
     """Return the CRC-32 of every chunk with bytes, from the contributions of all results."""
     sums: dict[FileOffset, int] = {}
     for result in results:
         if not isinstance(result.storage_data, Blob):
             for place, part in result.storage_data.items():
                 sums[place] = sums.get(place, 0) ^ part
-    chunks = {(c.path, c.offset): c for tensor in made.tensors.values() for c in tensor.chunks if c.box.numel}
+    chunks = {(c.path, c.offset): c for tensor in layout.tensors.values() for c in tensor.chunks if c.box.numel}
     return {place: whole_crc32(sums[place], chunk.length) for place, chunk in chunks.items()}

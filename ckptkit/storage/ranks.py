@@ -59,11 +59,11 @@ class Ranks:
         """Run `work` on every rank. An error on any rank is raised on all of them, after all have finished."""
         if self._alone:
             return work()
-        mine = self._attempt(work)
-        for error in self.gather(mine.error):
+        outcome = self._attempt(work)
+        for error in self.gather(outcome.error):
             if error is not None:
-                raise error from mine.error
-        return mine.result()
+                raise error from outcome.error
+        return outcome.result()
 
     def _attempt(self, work: Callable[[], T]) -> Outcome[T]:
         """Return the outcome of `work`.

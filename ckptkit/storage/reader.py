@@ -138,11 +138,11 @@ class LayoutReader(StorageReader):
     def _read_together(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
         """Read all items into the tensors of the state, after a check of the dtypes of all."""
         tensors = [resolve(tensors_in_order(layout, own), planner) for layout, own in self._with_layouts(items)]
-        for layout, found in zip(self.layouts, tensors, strict=True):
-            terms.check_casts(specs_of(layout, found))
-        for (layout, own), found in zip(self._with_layouts(items), tensors, strict=True):
+        for layout, resolved in zip(self.layouts, tensors, strict=True):
+            terms.check_casts(specs_of(layout, resolved))
+        for (layout, own), resolved in zip(self._with_layouts(items), tensors, strict=True):
             read_entries(layout, own, planner)
-            read_tensors(layout, found, planner)
+            read_tensors(layout, resolved, planner)
 
     def _read_in_turn(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
         """Resolve, read and commit one item after the other: the planner may return the same tensor for all of them."""
@@ -166,8 +166,8 @@ class LayoutReader(StorageReader):
 
     def _layout_with(self, name: str) -> int | None:
         """Return the index of the first layout that has an entry; None if no layout has it."""
-        found = (i for i, layout in enumerate(self.layouts) if name in layout.tensors or name in layout.blobs)
-        return next(found, None)
+        numbers = (i for i, layout in enumerate(self.layouts) if name in layout.tensors or name in layout.blobs)
+        return next(numbers, None)
 
 
 class Reader(LayoutReader):
@@ -303,9 +303,9 @@ _PLANNER_STEPS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit
 def read_entries(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner) -> None:
     """Read the requested non-tensor entries of a layout, and pass them to the planner."""
     items = {item.storage_index.fqn: item for item in plan if item.type == LoadItemType.BYTE_IO}
-    found = unpack(edits.select(layout, items.__contains__))
+    entries = unpack(edits.select(layout, items.__contains__))
     for name, item in items.items():
-        planner.load_bytes(item, read_value(found, name))
+        planner.load_bytes(item, read_value(entries, name))
 
 
 def unrequested_keys(layouts: Iterable[Layout], asked: Container[str]) -> Iterator[KeyPath]:
@@ -393,8 +393,8 @@ def through_cpu_if_split(
         if layout.tensors[items[label].storage_index.fqn].splits is not None and not is_memory(tensor)
     }
     yield {**tensors, **on_cpu}
-    for label, found in on_cpu.items():
-        tensors[label].copy_(found)
+    for label, cpu_tensor in on_cpu.items():
+        tensors[label].copy_(cpu_tensor)
 
 
 def fill(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | None) -> None:

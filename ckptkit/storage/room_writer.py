@@ -110,14 +110,16 @@ class RoomWriter(StorageWriter):
         planned = tie(plan_layout(plans, self.room), self._tied)
         self._options = WriterOptions(self._max_shard_size, len(plans))
         self._portions = divide(planned, self._format)
-        made = {
+        files_by_directory = {
             portion.directory: portion.arrange(self._options, {} if portion.directory else self._files)
             for portion in self._portions
         }
-        self._sizes = {place: {file.name: file.nbytes for file in files} for place, files in made.items()}
+        self._sizes = {
+            directory: {file.name: file.nbytes for file in files} for directory, files in files_by_directory.items()
+        }
         check_room(self.room, sum(chain(*(sizes.values() for sizes in self._sizes.values()))))
-        for place, files in made.items():
-            create_files(self.room / place, files, anew=True)
+        for directory, files in files_by_directory.items():
+            create_files(self.room / directory, files, anew=True)
         return [replace(plan, storage_data=self._task(rank, plan)) for rank, plan in enumerate(plans)]
 
     def _task(self, rank: int, plan: SavePlan) -> Task:
@@ -152,10 +154,10 @@ class RoomWriter(StorageWriter):
     def _write_tensors(
         self, root: Path, to: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
     ) -> list[WriteResult]:
-        made = locate(read_made(get_writer(to), root, {names[item.index.fqn] for item in items}))
+        layout = locate(read_made(get_writer(to), root, {names[item.index.fqn] for item in items}))
         with OpenFiles(root, writable=True) as files:
             pieces = PieceWriter(files)
-            results = [write_item(pieces, item, planner, made.tensors[names[item.index.fqn]]) for item in items]
+            results = [write_item(pieces, item, planner, layout.tensors[names[item.index.fqn]]) for item in items]
         if self.sync:  # each rank syncs its own writes: another machine cannot
             for name in sorted({path for result in results for path, _ in result.storage_data}):
                 sync_path(root / name)

@@ -111,7 +111,7 @@ class StoreWriter(StorageWriter):
         plans = without_gaps(plans, self.path)
         planned = plan_layout(plans, self.path)
         items = {tensors_file(rank): lay_out_plan(plan) for rank, plan in enumerate(plans)}
-        sizes = {name: end_of(found) for name, found in items.items()}
+        sizes = {name: end_of(own_items) for name, own_items in items.items()}
         self._require_free({*sizes, *map(entries_file, range(len(plans))), *_MARKS})
         name = uuid4().hex
         destination = open_destination(self.path, sizes, _MARKS, plan=name)

@@ -59,8 +59,8 @@ def local_parts(tensor: Tensor) -> list[Tensor]:
 def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: Path) -> None:
     """Raise `Mismatch` unless the values loaded for tied names are equal to the last bit."""
     for name, tied_name in tied.items():
-        mine, other = (plain_bits(local_part(tensors[which])) for which in (name, tied_name))
-        if not torch.equal(mine, other):
+        values, tied_values = (plain_bits(local_part(tensors[which])) for which in (name, tied_name))
+        if not torch.equal(values, tied_values):
             raise Mismatch(
                 f"the model ties it to `{tied_name}`, but the checkpoint's bytes differ",
                 path=path,
@@ -105,16 +105,16 @@ class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
         caller = sys._getframe(1)
         if caller.f_code is not _TORCH_PLAN:
             return super().__getitem__(name)
-        found = self.get(name) or BytesStorageMetadata()
-        if isinstance(found, TensorStorageMetadata):
-            require_size(name, found, caller.f_locals.get("obj"), self.root)
-        return found
+        entry = self.get(name) or BytesStorageMetadata()
+        if isinstance(entry, TensorStorageMetadata):
+            require_size(name, entry, caller.f_locals.get("obj"), self.root)
+        return entry
 
 
-def require_size(name: str, found: TensorStorageMetadata, wanted: object, root: Path | None) -> None:
+def require_size(name: str, stored: TensorStorageMetadata, wanted: object, root: Path | None) -> None:
     """Raise `Mismatch` if the tensor to load into has another size than the stored tensor."""
-    if isinstance(wanted, Tensor) and wanted.size() != found.size:
-        shapes = f"expected shape {list(wanted.size())} as in the state to load into, found {list(found.size)}"
+    if isinstance(wanted, Tensor) and wanted.size() != stored.size:
+        shapes = f"expected shape {list(wanted.size())} as in the state to load into, found {list(stored.size)}"
         hint = "build the model with the sizes of the checkpoint, or load another checkpoint"
         raise Mismatch(f"{shapes} in the checkpoint", path=root, tensor=name, hint=hint)
 
@@ -257,7 +257,7 @@ def hint_on(names: Sequence[str]) -> str:
 
 def stored_by_index(missing: Collection[str], stored: Collection[str]) -> set[str]:
     """Return the missing states of optimizers that use parameter indices in the checkpoint."""
-    optimizers = {found[1] for found in map(_NUMBERED.match, stored) if found}
+    optimizers = {match[1] for match in map(_NUMBERED.match, stored) if match}
     return {name for name in missing if name.startswith(tuple(optimizers))}
 
 

@@ -18,21 +18,21 @@ from ckptkit.models.names.translate import Translated, Turn
 _COMPUTED = ".rotary_emb.inv_freq"  # a buffer in older files that every model computes itself
 
 
-def choose_family(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> Family | None:
+def choose_family(family: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> Family | None:
     """Decide between the Hub's names and transformers' in-memory names, now that the model is known.
 
-    Returns None for the Hub. Other families are returned unchanged, unless the tensors are exactly the tensors of
+    Returns None for the Hub. Any other `family` is returned unchanged, unless the tensors are exactly the tensors of
     transformers' model and the family does not have this type. Raises `Unsupported` if this needs transformers, and it
     is not installed or cannot build the model.
     """
-    if found not in (None, TRANSFORMERS) and not is_of_config(found, shapes, sizes):
-        return found
-    return TRANSFORMERS if TRANSFORMERS.is_of(shapes, sizes, looks_it=found is not None) else None
+    if family not in (None, TRANSFORMERS) and not is_of_config(family, shapes, sizes):
+        return family
+    return TRANSFORMERS if TRANSFORMERS.is_of(shapes, sizes, looks_it=family is not None) else None
 
 
-def is_of_config(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> bool:
+def is_of_config(family: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> bool:
     """Return whether tensors that look like a family's belong to a model that the family's table does not know."""
-    if found is None or not found.types or sizes.model_type in ("", *found.types):
+    if family is None or not family.types or sizes.model_type in ("", *family.types):
         return False
     form = form_or_reason(shapes.keys(), sizes.config, sizes.ask_base)
     return isinstance(form, Form) and all(shapes.get(name) == form.shapes[name] for name in form.needed)
@@ -50,12 +50,12 @@ def turn_between(here: Family | None, there: Family | None, sizes: Sizes) -> Tur
         if there is None:
             return hub
         hub = with_tied_head(hub, there, sizes)
-        found = from_hub(there, hub.tensors, sizes)
+        translated = from_hub(there, hub.tensors, sizes)
         came_from = {
             new: tuple(dict.fromkeys(chain.from_iterable(hub.came_from[name] for name in names)))
-            for new, names in found.came_from.items()
+            for new, names in translated.came_from.items()
         }
-        return Translated(found.tensors, came_from, (*hub.unplaced, *found.unplaced))
+        return Translated(translated.tensors, came_from, (*hub.unplaced, *translated.unplaced))
 
     return turn
 
@@ -73,13 +73,13 @@ def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) ->
             tensor=missing_bias,
             hint="keep the names with --names keep: a model without biases cannot be written there",
         )
-    found = family.to_hub(tensors, sizes)
-    left = [name for name in found.unplaced if not family.drops_name(name)]
+    translated = family.to_hub(tensors, sizes)
+    left = [name for name in translated.unplaced if not family.drops_name(name)]
     if left:
         message = f"no rule translates it{and_more(len(left) - 1)} from the names of {family.name} to those of the Hub"
         hint = "drop it with --exclude, say where it belongs with --map, or keep all names with --names keep"
         raise Mismatch(message, tensor=left[0], hint=hint)
-    return found
+    return translated
 
 
 def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:

@@ -74,5 +74,5 @@ def copy_of(own: Mapping[str, str], prefix: str, shapes: Mapping[str, Shape]) ->
     """Return the copy if the model has all of its tensors. Ignores tensors of one element: they may count updates."""
     known = {name.replace(".", ""): name for name in shapes if not name.startswith(prefix)}
     pairs = {name: known.get(of.replace(".", "")) for name, of in own.items() if prod(shapes[name]) != 1}
-    found = [(name, of) for name, of in pairs.items() if of is not None and shapes[of] == shapes[name]]
-    return SecondModel(*found[0], prefix) if found and len(found) == len(pairs) else None
+    copied = [(name, of) for name, of in pairs.items() if of is not None and shapes[of] == shapes[name]]
+    return SecondModel(*copied[0], prefix) if copied and len(copied) == len(pairs) else None

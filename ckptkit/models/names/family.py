@@ -70,8 +70,8 @@ class Family:
         return translate(tensors, self.rules(sizes), sizes)
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-        found = translate(tensors, self.rules(sizes), sizes, to_hub=False)
-        return found.renamed(lambda name: self.written_as(name, sizes))
+        translated = translate(tensors, self.rules(sizes), sizes, to_hub=False)
+        return translated.renamed(lambda name: self.written_as(name, sizes))
 
     def find_bias_missing(self, names: Iterable[str]) -> str | None:
         """Return the name of a bias that is required beside a weight and missing; None if none is missing."""

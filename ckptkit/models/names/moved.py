@@ -28,9 +28,9 @@ class MovedTensor(Tensor):
     @staticmethod
     def __new__(cls, stored: StoredTensor) -> Self:
         """Return the wrapper, a tensor without memory."""
-        made = Tensor._make_wrapper_subclass(cls, stored.spec.shape, dtype=torch.uint8, device=_META)
-        made.stored = stored
-        return made
+        wrapper = Tensor._make_wrapper_subclass(cls, stored.spec.shape, dtype=torch.uint8, device=_META)
+        wrapper.stored = stored
+        return wrapper
 
     def __init__(self, stored: StoredTensor) -> None:
         """Do nothing: `__new__` has already set `stored`."""
@@ -47,8 +47,8 @@ class MovedTensor(Tensor):
         move = _MOVES.get(func.overloadpacket.__name__)
         if move is None:
             raise Unsupported(f"ckptkit cannot follow torch's `{func}`, a step of this tensor's conversion")
-        found = move(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
-        return [cls(one) for one in found] if isinstance(found, list) else cls(found)
+        moved = move(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
+        return [cls(one) for one in moved] if isinstance(moved, list) else cls(moved)
 
 
 def bare(value: Any) -> Any:

@@ -54,35 +54,35 @@ class AskedNames:
         return None if self.rows is None else NewVocabulary.of(self.config, self.rows, self.ask_base)
 
 
-def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]:
+def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str]]:
     """Return weights under the names of a family or of the Hub, and notes.
 
     Raises `Mismatch` if a config.json is needed and missing, or if no rule translates a tensor.
     """
-    change = find_change(found, asked)
+    change = find_change(weights, asked)
     if change is None and asked.rows is None:
-        return found, []
-    asked.check(found, asked.config)
-    layout = locate(unpack(found.layout))
+        return weights, []
+    asked.check(weights, asked.config)
+    layout = locate(unpack(weights.layout))
     layout = layout if change is None else change.compute(layout)
     vocabulary = asked.find_vocabulary()
     named_tensors = translate_layout(layout, with_resized_rows(change, vocabulary))
     if change is not None and change.there is None and asked.config is not None:
         check_complete(named_tensors.tensors, Sizes(asked.config), layout.root)
     came_from = {
-        new: JOINED.join(dict.fromkeys(found.came_from[old] for old in olds))
+        new: JOINED.join(dict.fromkeys(weights.came_from[old] for old in olds))
         for new, olds in named_tensors.came_from.items()
     }
     named = replace(layout, tensors=named_tensors.tensors, blobs={}, keys={}, twins={})
     left_out = {
-        **found.left_out,
-        **dict.fromkeys(found.origins_of(named_tensors.unplaced), f"{asked.names} names cannot express this tensor"),
+        **weights.left_out,
+        **dict.fromkeys(weights.origins_of(named_tensors.unplaced), f"{asked.names} names cannot express this tensor"),
     }
     notes = [
-        *remarks(found.layout, change, named_tensors, asked.config, vocabulary),
-        *contradictions(found.whole, change, asked),
+        *remarks(weights.layout, change, named_tensors, asked.config, vocabulary),
+        *contradictions(weights.whole, change, asked),
     ]
-    return replace(found, layout=named, came_from=came_from, left_out=left_out), notes
+    return replace(weights, layout=named, came_from=came_from, left_out=left_out), notes
 
 
 def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
@@ -147,34 +147,34 @@ def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
         return None
     weights, config, table = found.layout, asked.config, asked.table
     sizes = Sizes(config or {}, asked.ask_base)
-    here = family_of(weights.shapes, asked.trainer, sizes.model_type, lambda name: is_there(weights.root / name))
+    current = family_of(weights.shapes, asked.trainer, sizes.model_type, lambda name: is_there(weights.root / name))
     if config is not None:
         try:
-            here = choose_family(here, weights.shapes, sizes)
+            current = choose_family(current, weights.shapes, sizes)
         except CkptError as error:
             raise error.blame(path=weights.path) from None
     if table is not None and asked.names == table.name:
-        there: Family | None = table
+        target: Family | None = table
     else:
-        there = get_family(asked.names)
-        here = here if table is None else in_front(table, here)
-    if here is there:
+        target = get_family(asked.names)
+        current = current if table is None else in_front(table, current)
+    if current is target:
         return None
-    if config is None and here is not None:
-        config = read_sizes(weights.root, here)
+    if config is None and current is not None:
+        config = read_sizes(weights.root, current)
     if config is None and table is None:
-        whose = " and ".join(family.name for family in (here, there) if family)
+        whose = " and ".join(family.name for family in (current, target) if family)
         message = f"translating the names of {whose} to the Hub's needs config.json; none was found"
         hint = "pass --base MODEL, which has the config.json of this architecture, or keep the names with --names keep"
         raise Mismatch(message, path=weights.path, tensor=next(iter(weights.tensors)), hint=hint)
     known = config or {} if asked.rows is None else with_vocabulary(config or {}, asked.rows)
     sizes = Sizes(known, asked.ask_base)
-    if here is not None:
+    if current is not None:
         try:
-            here.check(found.whole, sizes)
+            current.check(found.whole, sizes)
         except CkptError as error:
             raise error.blame(path=weights.path) from None
-    return FamilyChange(here, there, turn_between(here, there, sizes), sizes)
+    return FamilyChange(current, target, turn_between(current, target, sizes), sizes)
 
 
 def read_sizes(root: Path, family: Family) -> Config:
@@ -182,8 +182,8 @@ def read_sizes(root: Path, family: Family) -> Config:
     path = root / family.sizes_file
     if not family.sizes_file or not is_there(path):
         return None
-    found = parse_json(read_small(path, _LIMIT), path)
-    return family.config_of(found if isinstance(found, dict) else {})
+    sizes = parse_json(read_small(path, _LIMIT), path)
+    return family.config_of(sizes if isinstance(sizes, dict) else {})
 
 
 def contradictions(checkpoint: Layout, change: FamilyChange | None, asked: AskedNames) -> list[Caution]:
@@ -203,8 +203,8 @@ def with_resized_rows(change: FamilyChange | None, vocabulary: NewVocabulary | N
         return turn
 
     def resized(tensors: Mapping[str, StoredTensor]) -> Translated:
-        made = turn(tensors)
-        return replace(made, tensors=vocabulary.resize(made.tensors))
+        translated = turn(tensors)
+        return replace(translated, tensors=vocabulary.resize(translated.tensors))
 
     return resized
 
@@ -218,7 +218,11 @@ def translate_layout(layout: Layout, turn: Turn) -> Translated:
 
 
 def remarks(
-    before: Layout, change: FamilyChange | None, made: Translated, config: Config, vocabulary: NewVocabulary | None
+    before: Layout,
+    change: FamilyChange | None,
+    translated: Translated,
+    config: Config,
+    vocabulary: NewVocabulary | None,
 ) -> list[str]:
     """Return notes on changed names and rows. Raises `Mismatch` if config.json contradicts the number of rows."""
     notes = []
@@ -232,35 +236,37 @@ def remarks(
             )
             notes.append(f"the vocabulary has {rows} rows instead of {rows_before}: {what}")
         else:
-            notes += [describe_padding(old, before.tensors[old].spec, spec) for old, spec in find_cropped(before, made)]
+            notes += [
+                describe_padding(old, before.tensors[old].spec, spec) for old, spec in find_cropped(before, translated)
+            ]
             if config is not None:
-                check_rows(made.tensors, config)
+                check_rows(translated.tensors, config)
     except CkptError as error:
         raise error.blame(path=before.root) from None
-    return [*notes, *(describe(change, made) if change else [])]
+    return [*notes, *(describe(change, translated) if change else [])]
 
 
-def describe(change: FamilyChange, made: Translated) -> list[str]:
+def describe(change: FamilyChange, named: Translated) -> list[str]:
     """Return notes on the translation of names."""
-    before = len({old for olds in made.came_from.values() for old in olds})
-    here, there = (family.name if family else "the Hub" for family in (change.here, change.there))
-    notes = [f"translated {count(before, 'tensor')} from the names of {here} to {len(made.came_from)} of {there}"]
-    if made.unplaced:
+    before = len({old for olds in named.came_from.values() for old in olds})
+    source, target = (family.name if family else "the Hub" for family in (change.here, change.there))
+    notes = [f"translated {count(before, 'tensor')} from the names of {source} to {len(named.came_from)} of {target}"]
+    if named.unplaced:
         notes.append(
-            f"dropped {count(len(made.unplaced), 'tensor')} that {there} does not have, such as `{made.unplaced[0]}`"
+            f"dropped {count(len(named.unplaced), 'tensor')} that {target} does not have, such as `{named.unplaced[0]}`"
         )
     return notes
 
 
-def find_cropped(before: Layout, made: Translated) -> Iterator[tuple[str, Spec]]:
+def find_cropped(before: Layout, translated: Translated) -> Iterator[tuple[str, Spec]]:
     """Yield the old name and the new spec of each tensor that lost rows."""
-    uses = Counter(old for olds in made.came_from.values() for old in olds)
-    for new, olds in made.came_from.items():
-        spec = made.tensors[new].spec
+    uses = Counter(old for olds in translated.came_from.values() for old in olds)
+    for new, olds in translated.came_from.items():
+        spec = translated.tensors[new].spec
         if len(olds) == 1 and uses[olds[0]] == 1 and spec.numel < before.tensors[olds[0]].spec.numel:
             yield olds[0], spec
 
 
 def describe_padding(name: str, before: Spec, now: Spec) -> str:
-    left = before.shape[0] - now.shape[0]
-    return f"dropped the last {left} of the {before.shape[0]} rows of `{name}`, which pad the vocabulary"
+    dropped = before.shape[0] - now.shape[0]
+    return f"dropped the last {dropped} of the {before.shape[0]} rows of `{name}`, which pad the vocabulary"

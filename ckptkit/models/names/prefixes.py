@@ -21,18 +21,18 @@ from ckptkit.models.names.weights import Weights
 Shapes = Mapping[str, Shape]
 
 
-def remove_prefix(found: Weights, config: Mapping[str, Any] | None) -> tuple[Weights, list[str]]:
+def remove_prefix(weights: Weights, config: Mapping[str, Any] | None) -> tuple[Weights, list[str]]:
     """Return weights without the prefix of all their names, and notes; unchanged if there is no such prefix."""
-    shapes = found.layout.shapes
+    shapes = weights.layout.shapes
     of_family = prefix_of_family(shapes)
     prefix = of_family or prefix_of_config(shapes, config or {})
     if not prefix:
-        return found, []
+        return weights, []
     whose = "of a known family" if of_family else "that config.json describes"
-    came_from = {name.removeprefix(prefix): old for name, old in found.came_from.items()}
-    layout = edits.rename(found.layout, lambda name: name.removeprefix(prefix))
+    came_from = {name.removeprefix(prefix): old for name, old in weights.came_from.items()}
+    layout = edits.rename(weights.layout, lambda name: name.removeprefix(prefix))
     remark = f"removed the prefix `{prefix}` from all names: the rest are names {whose}"
-    return replace(found, layout=layout, came_from=came_from), [remark]
+    return replace(weights, layout=layout, came_from=came_from), [remark]
 
 
 def prefix_of_family(shapes: Shapes) -> str:

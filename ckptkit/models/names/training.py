@@ -50,22 +50,25 @@ class ParameterEntries:
     blobs: dict[str, Blob] = field(default_factory=dict)
 
 
-def translate_training(layout: Layout, found: Weights, prefix: KeyPath, turn: Turn) -> tuple[Layout, Translated]:
+def translate_training(
+    layout: Layout, model_tensors: Weights, prefix: KeyPath, turn: Turn
+) -> tuple[Layout, Translated]:
     """Return a located checkpoint with its parameters translated by `turn`, and the translated weights.
 
-    `found` are the model's tensors, under `prefix`. Raises `Unsupported` for an optimizer with parameter indices, and
-    for a state that is neither elementwise nor a single number; `Mismatch` for merged parameters whose numbers or
-    groups differ.
+    `model_tensors` are under `prefix`. Raises `Unsupported` for an optimizer with parameter indices, and for a state
+    that is neither elementwise nor a single number; `Mismatch` for merged parameters whose numbers or groups differ.
     """
-    names = {old: new for new, old in found.came_from.items()}
-    weights = turn(found.layout.tensors)
+    names = {old: new for new, old in model_tensors.came_from.items()}
+    weights = turn(model_tensors.layout.tensors)
     kinds, rest = entries_by_kind(layout, names, prefix)
     tensors = {name: layout.tensors[name] for name in rest if name in layout.tensors}
     blobs = {name: layout.blobs[name] for name in rest if name in layout.blobs}
     keys = {name: layout.key(name) for name in rest}
     for place, entries in kinds.items():
         translated = (
-            weights if place == EntryPlace(prefix) else follow(layout, entries, found.layout, weights, turn, place)
+            weights
+            if place == EntryPlace(prefix)
+            else follow(layout, entries, model_tensors.layout, weights, turn, place)
         )
         for name, tensor in translated.tensors.items():
             key = place.key(name)
@@ -114,9 +117,9 @@ def find_places(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace, str]]:
 
     Two results if it belongs to both saved halves of a parameter.
     """
-    found = find_place(key, own)
-    if found or key[-3:-2] != (GROUP_MAP,):
-        return [found] if found else []
+    entry = find_place(key, own)
+    if entry or key[-3:-2] != (GROUP_MAP,):
+        return [entry] if entry else []
     place = EntryPlace(key[:-2], "{}", key[-1:])
     return [half for end in HALVES if (half := choose(place, f"{key[-2]}{end}", own))]
 
@@ -126,10 +129,10 @@ def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
 
     Raises `Unsupported` for an optimizer with parameter indices.
     """
-    found = find_entry(key, own)
-    if found is None:
+    entry = find_entry(key, own)
+    if entry is None:
         return None
-    place, parameter = found
+    place, parameter = entry
     if parameter.isdecimal():
         hint = "pass --optimizer-keys names to name them first"
         raise Unsupported("expected parameter names in the optimizer, found numbers", tensor=dotted(key), hint=hint)
@@ -188,9 +191,11 @@ def elementwise(entries: ParameterEntries, weights: Layout, place: EntryPlace) -
     shaped = {name: one for name, one in entries.tensors.items() if pairs[name][0] == pairs[name][1]}
     if kind_of(place).rpartition(".")[2] in ELEMENTWISE:
         return shaped
-    others = [found for found, own in pairs.values() if found != own and prod(found) != 1]
-    is_plain = any(found == own and len(set(found)) > 1 for found, own in pairs.values())
-    is_shown = is_plain or all(len(found) < 2 for found, _ in pairs.values())
+    others = [
+        state_shape for state_shape, own_shape in pairs.values() if state_shape != own_shape and prod(state_shape) != 1
+    ]
+    is_plain = any(state_shape == own_shape and len(set(state_shape)) > 1 for state_shape, own_shape in pairs.values())
+    is_shown = is_plain or all(len(state_shape) < 2 for state_shape, _ in pairs.values())
     return {} if others or not is_shown else shaped
 
 
@@ -218,11 +223,11 @@ def copy_blobs(layout: Layout, blobs: Mapping[str, Blob], origins: Origins, plac
     return copied
 
 
-def require_all(layout: Layout, there: Iterable[str], olds: Iterable[str], place: EntryPlace) -> None:
+def require_all(layout: Layout, present: Iterable[str], olds: Iterable[str], place: EntryPlace) -> None:
     """Raise `Mismatch` if some of the parameters that are merged do not have the entry."""
-    missing = [old for old in olds if old not in there]
+    missing = [old for old in olds if old not in present]
     if missing:
-        message = f"it is missing, but `{dotted(place.key(next(iter(there))))}`, which it is merged with, is there"
+        message = f"it is missing, but `{dotted(place.key(next(iter(present))))}`, which it is merged with, is there"
         raise Mismatch(message, path=layout.path, tensor=dotted(place.key(missing[0])))
 
 

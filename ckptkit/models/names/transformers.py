@@ -91,8 +91,8 @@ def reverted(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers)
     from ckptkit.models.transformers_table import to_disk, transforms_of
 
     moved = {name: MovedTensor(tensor) for name, tensor in tensors.items()}
-    made = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
-    return Translated({name: one.stored for name, one in made.tensors.items()}, made.came_from)
+    on_disk = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
+    return Translated({name: one.stored for name, one in on_disk.tensors.items()}, on_disk.came_from)
 
 
 def loaded(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
@@ -100,8 +100,8 @@ def loaded(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -
     from ckptkit.models.names.moved import MovedTensor
     from ckptkit.models.transformers_table import to_memory
 
-    made = to_memory(model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
-    return Translated({name: one.stored for name, one in made.tensors.items()}, made.came_from)
+    in_memory = to_memory(model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
+    return Translated({name: one.stored for name, one in in_memory.tensors.items()}, in_memory.came_from)
 
 
 def by_rules(tensors: Mapping[str, StoredTensor], wanted: Form, sizes: Sizes, *, to_hub: bool) -> Translated:

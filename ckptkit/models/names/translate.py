@@ -142,10 +142,10 @@ def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> 
 
 def index_front_axes(tensor: StoredTensor, count: int) -> list[tuple[Numbers, StoredTensor]]:
     """Return the tensor at each index of the first `count` axes, without these axes."""
-    taken: list[tuple[Numbers, StoredTensor]] = [((), tensor)]
+    indexed: list[tuple[Numbers, StoredTensor]] = [((), tensor)]
     for _ in range(count):
-        taken = [((*at, i), inner) for at, one in taken for i, inner in enumerate(axes.unstack(one))]
-    return taken
+        indexed = [((*at, i), inner) for at, one in indexed for i, inner in enumerate(axes.unstack(one))]
+    return indexed
 
 
 def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Direction, translated: Translated) -> None:
@@ -173,17 +173,17 @@ def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Direc
 
 
 def require_all(
-    rule: Rule, found: Found, numbers: Numbers, captures: Sequence[str], side: Direction
+    rule: Rule, by_position: Found, numbers: Numbers, captures: Sequence[str], side: Direction
 ) -> tuple[tuple[str, ...], tuple[StoredTensor, ...]]:
     """Return the names and tensors that a rule combines. Raises `Mismatch` if one is missing."""
     for place, text in enumerate(side.sources(rule)):
-        if place not in found:
-            present_name, _ = next(iter(found.values()))
+        if place not in by_position:
+            present_name, _ = next(iter(by_position.values()))
             pattern = next(patterns_of(text))
             numbered = dict(zip(captures, numbers, strict=True))
             name = pattern.name(tuple(numbered[capture] for capture in pattern.captures))
             raise Mismatch(f"missing: `{present_name}` is here and needs this tensor too", tensor=name)
-    pairs = [found[place] for place in sorted(found)]
+    pairs = [by_position[place] for place in sorted(by_position)]
     return tuple(name for name, _ in pairs), tuple(tensor for _, tensor in pairs)
 
 

@@ -130,12 +130,12 @@ def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def read_mlx(found: Mapping[str, Any]) -> QuantizationConfig:
+def read_mlx(section: Mapping[str, Any]) -> QuantizationConfig:
     """Return the quantization in an MLX config: the default, and modules with their own values."""
-    by_module = {name: read_affine({**found, **value}) for name, value in found.items() if isinstance(value, dict)}
-    modes = {str(value.get("mode", "affine")) for value in (found, *found.values()) if isinstance(value, dict)}
+    by_module = {name: read_affine({**section, **value}) for name, value in section.items() if isinstance(value, dict)}
+    modes = {str(value.get("mode", "affine")) for value in (section, *section.values()) if isinstance(value, dict)}
     kind = next(iter(sorted(modes - {"affine"})), "affine")
-    return QuantizationConfig(OF_MLX, kind=kind, integers=(read_affine(found),), modules=by_module)
+    return QuantizationConfig(OF_MLX, kind=kind, integers=(read_affine(section),), modules=by_module)
 
 
 def read_affine(value: Mapping[str, Any]) -> Integers:

@@ -47,10 +47,10 @@ class InspectedQuantized:
     refusal: str | None
 
 
-def inspect_quantized(part: Component) -> InspectedQuantized | None:
+def inspect_quantized(component: Component) -> InspectedQuantized | None:
     """Return a summary of the quantized weights in the model's component; None without any."""
     try:
-        quantized = find_quantized(part.layout, find_config(part.path))
+        quantized = find_quantized(component.layout, find_config(component.path))
     except (Corrupt, Mismatch, Unsupported) as error:
         where = f"`{error.tensor}`: " if error.tensor else ""
         return InspectedQuantized("unknown", 0, 0, 0, (), f"{where}{error.message}")
@@ -113,8 +113,8 @@ def method_of(name: str, specs: Mapping[str, Spec]) -> str | None:
 
 
 def module_of(name: str) -> str:
-    before, found, _ = name.partition(".weight.")
-    return before if found else name.rpartition(".")[0].partition("._weight")[0]
+    before, separator, _ = name.partition(".weight.")
+    return before if separator else name.rpartition(".")[0].partition("._weight")[0]
 
 
 _OF_MODULE = ".scale"
@@ -226,9 +226,9 @@ def check_partners(layout: Layout, taken: set[str], stated: QuantizationConfig) 
     orphan = min((name for name, spec in rest.items() if are_scales(name, spec, stated)), default=None)
     if orphan is not None:
         weight = f"{orphan.rpartition('.')[0]}.weight"
-        found = specs.get(weight, "missing")
+        found_spec = specs.get(weight, "missing")
         raise Mismatch(
-            f"these scales belong to no quantized weight: `{weight}` is {found}",
+            f"these scales belong to no quantized weight: `{weight}` is {found_spec}",
             path=layout.path,
             tensor=orphan,
             hint=hint,

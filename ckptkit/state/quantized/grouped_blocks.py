@@ -57,8 +57,8 @@ class Codes(NamedTuple):
         if self.bits == 8:
             return table(self.numbers).take(raw)
         if self.bits == 4:
-            found: Array = pairs(self.numbers).take(raw).view(np.float32)
-            return found
+            unpacked: Array = pairs(self.numbers).take(raw).view(np.float32)
+            return unpacked
         runs = raw.reshape(*raw.shape[:-1], -1, self.bits)  # each has eight numbers in `bits` bytes
         streams = sum(runs[..., number].astype(np.uint64) << np.uint64(8 * number) for number in range(self.bits))
         shifts = np.arange(8, dtype=np.uint64) * np.uint64(self.bits)
@@ -182,8 +182,8 @@ class TwoLevels(Factors):
             worst = f"expected a scale in `{self.operands[1].name}`, found {level[0]:g}"
             raise Corrupt(worst, hint="run `ckptkit verify`: these bytes may belong to another tensor")
         with np.errstate(over="ignore"):
-            found: Array = scales / level if self._divides else scales * level
-        return found
+            combined: Array = scales / level if self._divides else scales * level
+        return combined
 
 
 class ZeroPoints:
@@ -229,9 +229,9 @@ class Affine:
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
         """Multiply and add. Raises `Corrupt` for scales and biases that are not finite. A scale may be negative."""
         scales, biases = (np.frombuffer(block, np.float32) for block in blocks)
-        for operand, found in zip(self.operands, (scales, biases), strict=True):
-            if not np.isfinite(found).all():
-                worst = found[~np.isfinite(found)][0]
+        for operand, values_read in zip(self.operands, (scales, biases), strict=True):
+            if not np.isfinite(values_read).all():
+                worst = values_read[~np.isfinite(values_read)][0]
                 hint = "run `ckptkit verify`: these bytes may belong to another tensor"
                 raise Corrupt(f"`{operand.name}` has the number {worst:g}", hint=hint)
         values *= broadcast_over(scales, groups)
@@ -251,9 +251,9 @@ class DeclaredShape:
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:  # noqa: ARG002
         """Raise `Corrupt` for another shape."""
         (operand,) = self.operands
-        found = np.frombuffer(blocks[0], f"i{operand.dtype.itemsize}").tolist()
-        if tuple(found) != self._shape:
-            raise Corrupt(f"`{operand.name}`: expected {list(self._shape)}, found {found}")
+        declared = np.frombuffer(blocks[0], f"i{operand.dtype.itemsize}").tolist()
+        if tuple(declared) != self._shape:
+            raise Corrupt(f"`{operand.name}`: expected {list(self._shape)}, found {declared}")
         return False
 
 
@@ -302,10 +302,10 @@ def group_maxima(values: Array) -> Array:
 
     Halves pairs of neighbors, which takes a sixth of the time of `max(-1)`.
     """
-    found, size = np.abs(values).reshape(-1), values.shape[-1]
+    maxima, size = np.abs(values).reshape(-1), values.shape[-1]
     while size % 2 == 0:
-        found, size = np.maximum(found[::2], found[1::2]), size // 2
-    peaks: Array = found.reshape(-1, size).max(-1)
+        maxima, size = np.maximum(maxima[::2], maxima[1::2]), size // 2
+    peaks: Array = maxima.reshape(-1, size).max(-1)
     return peaks
 
 

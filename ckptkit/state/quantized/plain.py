@@ -50,21 +50,21 @@ def open_quantized(model: Model, options: ConvertOptions) -> Model:
     return make_plain(model, quantized, chosen)
 
 
-def look_for_quantized(part: Component, base: Mapping[str, Any] | None = None) -> Quantized | None:
+def look_for_quantized(component: Component, base: Mapping[str, Any] | None = None) -> Quantized | None:
     """Return the quantized weights in a component of a checkpoint; None without any.
 
     If no config.json is beside them, the `base` config says how they are quantized.
     """
-    return find_quantized(part.layout, find_config(part.path) or base)
+    return find_quantized(component.layout, find_config(component.path) or base)
 
 
-def refuse_quantized(part: Component, quantized: Quantized | None) -> None:
+def refuse_quantized(component: Component, quantized: Quantized | None) -> None:
     """Raise `Unsupported` for a model to quantize whose weights are already quantized."""
     if quantized is not None:
         message = f"the weights are quantized already ({quantized.method})"
         ours = "dequantize them first: ckptkit consolidate SRC OUT --dtype bf16"
         hint = "dequantize them with the library that quantized them" if quantized.refusal else ours
-        raise Unsupported(message, path=part.path, hint=hint)
+        raise Unsupported(message, path=component.path, hint=hint)
 
 
 def without_declaration(model: Model) -> Model:
@@ -89,7 +89,7 @@ def without_false_declaration(model: Model) -> Model:
     return model.with_config(without_quantization(model.config)).say(note)
 
 
-def weights_to_dequantize(quantized: Quantized | None, found: Weights, asked: Edits) -> frozenset[str]:
+def weights_to_dequantize(quantized: Quantized | None, weights: Weights, asked: Edits) -> frozenset[str]:
     """Return the quantized weights for which the user requests a dtype, by their names in the checkpoint.
 
     Raises `Unsupported` if ckptkit cannot compute them, `Usage` if the request matches only some of them.
@@ -98,8 +98,8 @@ def weights_to_dequantize(quantized: Quantized | None, found: Weights, asked: Ed
         return frozenset()
     if asked.dtype_of_weights is not None:
         quantized.require_known()
-    names = {old: plain_name(new) for new, old in found.came_from.items() if old in quantized.weights}
-    asked, _ = asked.with_dtypes_of({names.get(old, new): (old,) for new, old in found.came_from.items()})
+    names = {old: plain_name(new) for new, old in weights.came_from.items() if old in quantized.weights}
+    asked, _ = asked.with_dtypes_of({names.get(old, new): (old,) for new, old in weights.came_from.items()})
     chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
     if chosen and (missed := sorted(names[old] for old in names.keys() - chosen)):
         hint = "pass one dtype for all weights, like --dtype bf16"
@@ -153,21 +153,21 @@ def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype
     return replace(model, weights=weights, others=others, recipes=recipes, stored_as=stored_as).say(note)
 
 
-def unpack(found: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
+def unpack(weights: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
     """Return the weights of a checkpoint with plain ones for the chosen weights; these have no bytes yet."""
-    names = {new: plain_name(new) if old in chosen else new for new, old in found.came_from.items()}
-    kept = [new for new, old in found.came_from.items() if old in chosen or old not in quantized.members]
+    names = {new: plain_name(new) if old in chosen else new for new, old in weights.came_from.items()}
+    kept = [new for new, old in weights.came_from.items() if old in chosen or old not in quantized.members]
 
     def plain(new: str) -> StoredTensor:
-        old = found.came_from[new]
+        old = weights.came_from[new]
         if old not in chosen:
-            return found.layout.tensors[new]
+            return weights.layout.tensors[new]
         return StoredTensor(Spec(dtype, quantized.weights[old].shape), ())
 
     return replace(
-        found,
-        layout=replace(found.layout, tensors={names[new]: plain(new) for new in kept}, keys={}),
-        came_from={names[new]: found.came_from[new] for new in kept},
+        weights,
+        layout=replace(weights.layout, tensors={names[new]: plain(new) for new in kept}, keys={}),
+        came_from={names[new]: weights.came_from[new] for new in kept},
     )
 
 
@@ -200,9 +200,9 @@ def check_casts(model: Model, options: ConvertOptions) -> Model:
     return model.say(*say_small(model.layout, options.edits))
 
 
-def refuse_separated(part: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
+def refuse_separated(component: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
     """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded on their own."""
-    quantized = look_for_quantized(part) if casts else None
+    quantized = look_for_quantized(component) if casts else None
     if quantized is None:
         return
     separated = sorted(new for new in casts if came_from.get(new, new) in quantized.members)

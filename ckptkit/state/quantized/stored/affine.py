@@ -42,11 +42,11 @@ def packed(specs: Specs, name: str, module: str, encoding: Integers) -> Packed:
     columns = stored.shape[-1] * 32 // encoding.bits
     expected_shape = (*stored.shape[:-1], columns // encoding.group)
     for beside in (scales, biases):
-        found = specs.get(beside)
-        fits = found is not None and found.shape == expected_shape and found.dtype.kind == "float"
+        actual = specs.get(beside)
+        fits = actual is not None and actual.shape == expected_shape and actual.dtype.kind == "float"
         if not fits or columns % encoding.group or stored.shape[-1] * 32 % encoding.bits:
             which = f"a float for each {encoding.group} numbers of {encoding.bits} bits, {list(expected_shape)}"
-            raise mismatch(beside, which, found or "none")
+            raise mismatch(beside, which, actual or "none")
     shape = (*stored.shape[:-1], columns)
     make = recipe_of(encoding, shape, encoding.group, specs[scales].dtype)
     return Packed(f"mlx {encoding.bits} bits", shape, (scales, biases), (1, encoding.group), make)

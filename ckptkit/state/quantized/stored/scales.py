@@ -33,6 +33,6 @@ def mismatch(name: str, expected: object, found: object) -> Mismatch:
 
 def require_shape(specs: Specs, name: str, shape: Shape, what: str) -> None:
     """Raise `Mismatch` for a related tensor whose shape does not fit the numbers of a weight."""
-    found = specs[name].shape
-    if found != shape:
-        raise mismatch(name, f"{what} {list(shape)}", list(found))
+    actual = specs[name].shape
+    if actual != shape:
+        raise mismatch(name, f"{what} {list(shape)}", list(actual))
