@@ -107,10 +107,11 @@ class ChosenFixes:
 
 def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: DryRun) -> ChosenFixes:
     """Return the findings, grouped, with the fewest commands that fix them and that pass `dry_run`."""
-    findings_grouped = group(findings)
-    if any(finding.code == "other_model" for finding in findings_grouped):  # no command can create the requested model
-        return ChosenFixes(tuple(replace(finding, fixed_by=None) for finding in findings_grouped))
-    suggested = list(dict.fromkeys(finding.fixed_by for finding in findings_grouped if finding.fixed_by))
+    grouped = group(findings)
+    if any(finding.code == "other_model" for finding in grouped):  # no command can create the requested model
+        return ChosenFixes(tuple(replace(finding, fixed_by=None) for finding in grouped))
+    suggested = list(dict.fromkeys(finding.fixed_by for finding in grouped if finding.fixed_by))
+    # try the joint command first: one command that fixes several findings
     joint = join_all(suggested, is_sharded=checkpoint.model_component.reader.name == SHARDS)
     trials = Trials(dry_run, {})
     chosen = {fix: trials.first(joint[fix], fix) for fix in suggested}
@@ -120,8 +121,7 @@ def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: D
     notes += [f"`{fix}`: {remark}" for fix in kept if (remark := trials.known[fix].remark)]
     return ChosenFixes(
         tuple(
-            replace(finding, fixed_by=chosen[finding.fixed_by]) if finding.fixed_by else finding
-            for finding in findings_grouped
+            replace(finding, fixed_by=chosen[finding.fixed_by]) if finding.fixed_by else finding for finding in grouped
         ),
         tuple(notes),
     )

@@ -21,8 +21,8 @@ _SOURCE = re.compile(r"^(\[rank\d+\]:\s?)?    .*$", re.MULTILINE)
 def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     """Return what the error of a failed load means, which part of the checkpoint it is about, and commands that fix it.
 
-    ckptkit knows the messages of torch, transformers and others, in `error` and in its causes. Returns () for any other
-    error. Raises a `CkptError` if there is no checkpoint at `ckpt`.
+    ckptkit knows messages of torch, transformers and others. It searches `error` and its causes. Returns () for any
+    other error. Raises a `CkptError` if there is no checkpoint at `ckpt`.
     """
     text = error if isinstance(error, str) else "\n".join(words_of(error))
     text = _SOURCE.sub("", text[:_MAX_CHARACTERS])

@@ -68,7 +68,6 @@ def renamed_tensors(case: LoadTarget, pairs: Mapping[str, str], raw: Mapping[str
 
 
 def missing(case: LoadTarget, name: str) -> Finding:
-    """Return the finding that the checkpoint does not contain a tensor."""
     if name.endswith(HEAD):
         message = "the checkpoint does not contain it: perhaps it was tied to the embedding and not saved"
         return Finding("tie", name, message, export(case.checkpoint))

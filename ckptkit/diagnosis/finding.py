@@ -51,7 +51,7 @@ class Fix:
         return ["ckptkit", self.verb, *map(spell, self.paths), *options]
 
     def __str__(self) -> str:
-        """Return the command as a line for a shell."""
+        """Return the command as one line, quoted for a shell."""
         return shlex.join(self.words)
 
 

@@ -91,6 +91,7 @@ def find_names(case: LoadTarget) -> Iterator[Finding]:
             return  # the trainer that wrote these names can load them
         yield on_hub.finding
         misfits = KeyMismatch.of(on_hub.shapes, closest(model.forms, on_hub.shapes.keys()), model)
+    # each explanation removes its tensors from the mismatch, so the order matters: family, experts, rules
     experts = find_named_experts(case, model, misfits)
     if experts is not None:
         yield experts.finding
@@ -187,7 +188,6 @@ def other_model_finding(case: LoadTarget, model: TargetModel, needed: int) -> Fi
 
 
 def missing_finding(model: TargetModel, name: str) -> Finding:
-    """Return the finding that a tensor is missing."""
     message = f"missing: {model.name} has this tensor"
     if name == HEAD:
         message += "; if the head was tied to the embedding in training, set tie_word_embeddings to true in its config"

@@ -90,6 +90,7 @@ def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     differences = sorted(
         [*compare(keys, other_keys), *open_keys(keys, other_keys)], key=lambda pair: not pair.is_certain
     )
+    # transformers, whose import takes seconds, can only help if something differs
     if not differences and not may_have_defaults(keys, other_keys):
         return labels
     from ckptkit.models.transformers_model import (

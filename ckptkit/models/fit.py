@@ -124,6 +124,7 @@ def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str
     notes = []
     present = {name: source for name, source in tied.items() if name in layout.tensors}
     for name, source in present.items():
+        # a salvage: the tied copy replaces a damaged source
         if source in layout.tensors and layout.tensors[source].is_lost and not layout.tensors[name].is_lost:
             layout = replace(layout, tensors={**layout.tensors, source: layout.tensors[name]})
             notes.append(f"{source} is damaged: ckptkit used the values of {name}, which is tied to it")

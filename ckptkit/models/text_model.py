@@ -45,7 +45,7 @@ def find_text_model(config: Mapping[str, Any]) -> TextModel:
 
 
 def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any]:
-    """Return the config.json of the text model in a model."""
+    """Return the config.json of the text model inside a multimodal model."""
     import transformers
 
     model_type = str(config.get("model_type"))

@@ -38,6 +38,7 @@ def check_tokens(companions: Companions, rows: int) -> list[str]:
 
 def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
     """Return a warning if the tokenizer has a token beyond the last row of an embedding of `rows` rows."""
+    # a cheap upper bound first: parsing large tokenizer files is slow
     likely = any(max_id_bound(name, content) >= rows for name, content in companions.files.items())
     number, file = largest_token(companions.files, {}) or (-1, "") if likely else (-1, "")
     if number < rows:

@@ -83,7 +83,6 @@ def find_meta_model(config: Mapping[str, Any]) -> MetaModel:
 
 @cache
 def build(text: str) -> MetaModel:
-    """Return the model of a config.json."""
     config = without_hints(json.loads(text))
     model_type = str(config.get("model_type"))
     try:

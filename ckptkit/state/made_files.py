@@ -114,7 +114,7 @@ def seal(
         require_sums(draft, plan.dst, done.checksums)
         seal_files(draft.writer, plan.dst, done.checksums)
         own = [file.name for file in draft.files]
-        if conversion.is_file:
+        if conversion.is_file:  # a single file has no directory for a manifest
             return sum_files(plan.dst.root, own, extents_of(plan.dst, done.checksums))
         names = {*conversion.names_in(draft.place), *own}
         known = [
@@ -137,7 +137,6 @@ def require_sums(draft: Draft, destination: Layout, checksums: Mapping[FileOffse
 
 
 def copy_file(src: Path, dst: Path) -> None:
-    """Copy a regular file."""
     make_folder(dst.parent)
     with opening(src) as file:
         size = file.size

@@ -70,7 +70,7 @@ class Compared(NamedTuple):
     remarks: tuple[str, ...] = ()
 
     def becomes(self, layout: Layout, *remarks: str) -> Compared:
-        """Return it with another layout, and more remarks."""
+        """Return this side with another layout, and more remarks."""
         return Compared(self.path, layout, (*self.remarks, *remarks))
 
 
@@ -243,7 +243,7 @@ def by_own_names(layout: Layout) -> Side:
     if weights is None:
         return Side(layout)
     keys = own_keys(layout, weights)
-    if len(set(keys.values())) < len(keys):
+    if len(set(keys.values())) < len(keys):  # two entries would get one name
         return Side(layout)
     return Side(
         with_keys(layout, keys, own_name_function(weights)),

@@ -78,7 +78,6 @@ class Model:
         return replace(self, weights=replace(self.weights, layout=layout))
 
     def with_config(self, config: Mapping[str, Any]) -> Model:
-        """Return the model with another config.json."""
         return replace(self, companions=replace(self.companions, config=dict(config)))
 
     def select(self, names: Collection[str]) -> Model:

@@ -95,7 +95,7 @@ def write(conversion: Conversion) -> Written:
     alone, in_part, finish = writers_for(conversion)
     part = conversion.options.part
     share = share_of(part)
-    if share.number == 0:
+    if share.number == 0:  # once is enough for all processes that share the work
         for one in conversion.entries:
             require_archives_of_one_save(one.read)
     if share.count == 1:
@@ -219,7 +219,7 @@ def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iter
         check_room(conversion.output, missing_bytes(stage.path, conversion.file_sizes))
         yield stage
     except BaseException as error:
-        if count > 1:
+        if count > 1:  # other processes may still use the stage
             stage.leave()
         elif not isinstance(error, Exception) and any(stage.work.glob("*.jsonl")):
             stage.leave()
@@ -259,7 +259,6 @@ def read_key(key: bytes) -> dict[str, Any]:
 def copy_share(
     conversion: Conversion, plans: Sequence[Plan], journals: Sequence[Journal], share: Share
 ) -> list[Ledger]:
-    """Copy a share of each plan."""
     options = conversion.options
     total = sum(plan.whole_nbytes for plan in plans) // share.count
     progress = report_progress(options.progress, total) if options.progress else None

@@ -182,6 +182,7 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
         if is_declared_quantized(model.config):
             error.hint = "pass --dtype bf16 to dequantize the weights, or --names keep to copy them unchanged"
         raise
+    # the other models of an average must lose the same tied tensors
     siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
     remarks += differences_of_base(model, options)
     tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()

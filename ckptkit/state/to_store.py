@@ -241,6 +241,7 @@ class OutputUpload:
         for name, made in conversion.made.items():
             if name not in self.marks:
                 self.there.put_small(name, made, crc32(made))
+        # marks last: a reader that sees one may assume that everything else is there
         for name in self.marks:
             if is_large(self.sizes.get(name, 0)):
                 self.there.complete(name, files[name].crc32)

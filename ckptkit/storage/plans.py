@@ -59,6 +59,7 @@ def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
         for i, item in enumerate(plan.items):
             name = item.index.fqn
             if item.type == WriteItemType.BYTE_IO:
+                # no file exists yet: the rank stands for the file, and the index of the item for the offset
                 blobs[name] = Blob(f"rank {rank}", i, 0)
                 continue
             spec, box = describe_item(item)

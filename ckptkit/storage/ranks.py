@@ -60,7 +60,7 @@ class Ranks:
         if self._alone:
             return work()
         outcome = self._attempt(work)
-        for error in self.gather(outcome.error):
+        for error in self.gather(outcome.error):  # the same first error on all ranks
             if error is not None:
                 raise error from outcome.error
         return outcome.result()

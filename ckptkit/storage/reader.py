@@ -262,7 +262,7 @@ class Reader(LayoutReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a path or a URL."""
+        """Return whether an id is a path or a URL."""
         try:
             find_path(checkpoint_id)
         except (TypeError, CkptError):

@@ -117,6 +117,7 @@ class RoomWriter(StorageWriter):
         self._sizes = {
             directory: {file.name: file.nbytes for file in files} for directory, files in files_by_directory.items()
         }
+        # before any file is created: a full disk in the middle of a save costs the training time
         check_room(self.room, sum(chain(*(sizes.values() for sizes in self._sizes.values()))))
         for directory, files in files_by_directory.items():
             create_files(self.room / directory, files, anew=True)
@@ -188,7 +189,7 @@ class RoomWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is the path of a local directory. URLs are not supported here."""
+        """Return whether an id is the path of a local directory. URLs are not supported here."""
         return is_local(checkpoint_id)
 
 

@@ -46,7 +46,6 @@ def require_json(name: str, text: str) -> None:
 
 
 def content_of(name: str, value: object) -> bytes:
-    """Return the content of one file."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str):

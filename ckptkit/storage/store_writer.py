@@ -181,6 +181,7 @@ class StoreWriter(StorageWriter):
             destination.put_small(name, content, crc32(content))
         for name, content in zip(_MARKS, (manifest, described), strict=True):
             destination.mark(name, content, crc32(content))
+        # the checkpoint is visible now, so a later save must not replace it as unfinished, even if the commit fails
         self._upload = self._begun = None
         refresh(self.path)
         try:
@@ -190,7 +191,7 @@ class StoreWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is the URL of a prefix in a store that ckptkit writes to."""
+        """Return whether an id is the URL of a prefix in a store that ckptkit writes to."""
         try:
             to_store(checkpoint_id)
         except (TypeError, CkptError):

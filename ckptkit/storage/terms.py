@@ -99,6 +99,7 @@ class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
         self.root = root
 
     def __contains__(self, name: object) -> bool:
+        # the caller decides, because other planners need the true answer
         return super().__contains__(name) or sys._getframe(1).f_code is _TORCH_PLAN
 
     def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -56,6 +56,7 @@ def load_weights(
     wanted = {name: torch.empty_like(tensor) if name in tied else tensor for name, tensor in present.items()}
     try:
         with warnings.catch_warnings():
+            # torch warns about a load in a single process, which is normal here
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             state_dict_loader.load(wanted, storage_reader=LayoutReader(layout, cast=cast, unasked=IGNORE))
     except CheckpointException as error:

@@ -112,7 +112,7 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a place that ckptkit writes to: a local path, or the URL of a store."""
+        """Return whether an id is a destination that ckptkit writes to: a local path, or the URL of a store."""
         try:
             require_shared(to_destination(checkpoint_id))
         except (TypeError, CkptError):

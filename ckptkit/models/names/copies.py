@@ -47,7 +47,7 @@ def find_copy(shapes: Mapping[str, Shape]) -> SecondModel | None:
 
 
 def find_copy_under(prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
-    """Return the copy that has every other name with a prefix."""
+    """Return the copy under a prefix, if every other name occurs under it again."""
     copied = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
     if copied and all(shapes.get(of) == shapes[name] and not of.startswith(prefix) for name, of in copied.items()):
         return SecondModel(*next(iter(copied.items())), prefix)

@@ -86,7 +86,6 @@ def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
 
 
 def rule_in(entry: object) -> Rule:
-    """Return the rule that an entry of the file describes."""
     if not isinstance(entry, dict):
         raise Usage("a rule must be a table", hint="begin the rule with [[rule]]")
     require_keys(entry, _KEYS, "a rule")

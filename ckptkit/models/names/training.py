@@ -162,7 +162,7 @@ def follow(
             continue
         require_all(layout, present, olds, place)
         one = other_states[present[0]]
-        if is_untouched(new, olds, translated, weights):
+        if is_untouched(new, olds, translated, weights):  # only renamed: any state can follow
             following.tensors[new] = one
         elif one.spec.numel == 1:
             values = {old: value_of(layout, other_states[old]) for old in present if not other_states[old].is_lost}

@@ -183,12 +183,12 @@ def find_model_key(layout: Layout) -> KeyPath:
         below = [key[len(prefix) :] for _, key in keys_below(layout, prefix) if key[len(prefix)] not in training]
         branches = Counter(key[0] for key in below if len(key) > 1)
         known = next((name for name in _MODEL_KEYS if name in branches), None)
-        if known is not None:
+        if known is not None:  # a conventional key such as `model`, even beside other branches
             prefix = (*prefix, known)
         elif branches.keys() == {_FLAX}:
             prefix = (*prefix, _FLAX)
         elif branches.keys() >= _MAXTEXT or len(branches) < len({key[0] for key in below}):
-            return prefix
+            return prefix  # some tensors are directly here, so this is the level of parameter names
         elif len(branches) == 1:
             prefix = (*prefix, *branches)
         else:

@@ -157,6 +157,7 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
     specs = layout.specs
     if not may_hold_quantized(specs, config or {}):
         return None
+    # first, because the tensors of unsupported methods can look like supported ones
     foreign = find_foreign(specs)
     if foreign is not None:
         method, members = foreign

@@ -205,7 +205,6 @@ class ZeroPoints:
         return Box(first, (*groups.size[:-2], stop - start, groups.size[-1]))
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
-        """Subtract."""
         if not self._words:
             values -= broadcast_over(np.frombuffer(blocks[0], np.int8).astype(np.float32), groups)
             return False

@@ -1,4 +1,4 @@
-"""Find floats of 4 bits, two in a byte, the low half first: NVFP4, MXFP4 in rows, and the experts of DeepSeek V4.
+"""Find 4-bit floats, two per byte, low half first: NVFP4, MXFP4 in rows, and the experts of DeepSeek V4.
 
 | numbers | scales | |
 |---|---|---|
@@ -7,7 +7,7 @@
 | either | `X.weight_scale` uint8 `[O, I/32]`, exponents | MXFP4 of both |
 | `X.weight` int8 `[O, I/2]` | `X.scale` or `X.weight_scale_inv` e8m0 `[O, I/32]` | DeepSeek V4 |
 
-Numbers are uint8 where nothing else is stated.
+The default dtype of numbers is uint8.
 
 Sources: compressed_tensors/compressors/nvfp4 and mxfp4, modelopt/torch/quantization/qtensor/nvfp4_tensor.py, and
 transformers/integrations/finegrained_fp8.py.
