@@ -115,7 +115,7 @@ class LoadTarget:
     def form(self) -> Form | None:
         """Return the form of the model (disk or memory) whose names match the tensors best.
 
-        None if no form is known.
+        Returns None if no form is known.
         """
         if self.model is None or not self.model.forms:
             return None
@@ -213,7 +213,7 @@ class TargetModel:
 def find_specs(source: str) -> Mapping[str, Spec]:
     """Return the spec (dtype and shape) of each weight at `source`, by the model's names.
 
-    {} if there are no weights.
+    Returns {} if there are no weights.
     """
     try:
         return Checkpoint.open(to_model_path(source)).weights.layout.specs

@@ -70,9 +70,9 @@ def dry_run_salvage(fix: Fix, checkpoint: Checkpoint) -> Account:
 
 
 def judge_salvage(account: Account) -> Trial:
-    """Return the share of the weights that a salvage keeps.
+    """Return the share of the weights that a salvage keeps, as a remark.
 
-    An error if every weight would come from the other checkpoint.
+    The trial fails if every weight would come from the other checkpoint.
     """
     weights = account.weights
     if weights.filled and not weights.own:

@@ -81,7 +81,7 @@ def is_owned(checkpoint: Checkpoint, name: str) -> bool:
 def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
     """Return the latest other checkpoint of the run that is complete.
 
-    None if there is none, or the name has no step.
+    Returns None if there is none, or the name has no step.
     """
     if checkpoint.own_step is None:
         return None

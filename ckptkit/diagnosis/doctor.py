@@ -159,7 +159,7 @@ def check_part(path: Path) -> Sequence[CkptError]:
 def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel | None:
     """Return the model that the user named, or else the one of the checkpoint's own config.
 
-    None if there is no config.
+    Returns None if there is no config.
     """
     if model is not None:
         return TargetModel.open(str(model))

@@ -89,7 +89,7 @@ def find_missing_and_extra(case: LoadTarget, other: Path, ours: Side, theirs: Si
 def find_kinds(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield entries that are tensors here and plain values in the other, such as a learning rate.
 
-    Torch loads the reverse.
+    In the opposite case torch loads them.
     """
     is_sharded = case.checkpoint.model_component.reader.is_sharded
     for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
@@ -130,7 +130,7 @@ def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Itera
 def fix_dtypes(case: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
     """Return the command that converts tensors to the other checkpoint's dtypes.
 
-    None if a dtype cannot be converted.
+    Returns None if a dtype cannot be converted.
     """
     weight_dtypes = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
     is_simple = len(weight_dtypes) == 1 and any(name in ours.weights for name in pairs)

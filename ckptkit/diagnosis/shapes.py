@@ -61,7 +61,7 @@ def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
 def from_base(case: LoadTarget, model: TargetModel, wanted: Iterable[str]) -> Fix | None:
     """Return the command that copies missing tensors from the model that the user named.
 
-    None if it does not have them.
+    Returns None if it does not have them.
     """
     names = [name for name in wanted if name not in case.shapes]
     globs = few_globs(names, model.specs.keys() - set(names), _MAX_GLOBS)

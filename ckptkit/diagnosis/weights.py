@@ -66,7 +66,7 @@ def find_adapters(case: LoadTarget) -> Iterator[Finding]:
 def adapter_error(case: LoadTarget) -> Mismatch | Unsupported | None:
     """Return why an adapter fits no base: its matrices or its config contradict each other.
 
-    None if it is consistent.
+    Returns None if it is consistent.
     """
     if case.adapted is None or case.weights is None or find_empty(case.weights.layout):
         return None

@@ -186,7 +186,7 @@ def read_companions(directory: Path, *, follow_links: bool = False) -> Companion
 def find_config(checkpoint: Path) -> Mapping[str, Any] | None:
     """Return the config.json of the model in a checkpoint or in the run above.
 
-    None if there is none, or it is unreadable.
+    Returns None if there is none, or it is unreadable.
     """
     for directory in places_of(checkpoint.absolute()):
         try:

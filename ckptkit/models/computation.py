@@ -120,9 +120,10 @@ def labels_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def find_contradictions(reported: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
-    """Return the keys in `said` that config.json contradicts. `said` is a partial config from a trainer's own file.
+    """Return the keys in `reported` that config.json contradicts.
 
-    In `said`, the value of `POSITIONS` is "rope" or another kind of position embedding.
+    `reported` is a partial config from a trainer's own file. Its value of `POSITIONS` is "rope" or another kind of
+    position embedding.
     """
     text = config.get(_TEXT)
     config = text if isinstance(text, Mapping) else config

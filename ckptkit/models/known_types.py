@@ -193,8 +193,8 @@ class Table:
 def find_table(config: Mapping[str, Any]) -> Table | None:
     """Return the tensors of the model that a config.json describes; None if the table does not have this type.
 
-    A class with another head has other tensors: None too. Raises `Unsupported` for a dense model whose config lacks
-    sizes. For a model with experts the class has defaults, so the result is None.
+    Returns None for a class with another head, because it has other tensors, and for a mixture whose config lacks a
+    size, because its class has a default. Raises `Unsupported` for a dense model whose config lacks a size.
     """
     named = config.get("architectures")
     if isinstance(named, list) and named and not str(named[0]).endswith(_CAUSAL):
@@ -292,7 +292,7 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 def find_embedding(names: Iterable[str]) -> str | None:
     """Return the name of the input embedding that a head would be tied to.
 
-    None if there is not exactly one candidate.
+    Returns None if there is not exactly one candidate.
     """
     embeddings = [name for name in names if name.endswith(_EMBEDDINGS)]
     return embeddings[0] if len(embeddings) == 1 else None

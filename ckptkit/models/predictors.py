@@ -43,7 +43,7 @@ class Declared(NamedTuple):
     def number(self, name: str) -> int | None:
         """Return the index of the MTP layer of a tensor, if MTP layers are numbered after the other layers.
 
-        Else None.
+        Returns None for other tensors and numberings.
         """
         match = _NUMBERED.fullmatch(name)
         number = int(match[1]) - self.behind if match and self.behind is not None else -1

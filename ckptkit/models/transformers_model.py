@@ -174,7 +174,7 @@ def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
 def classes_of(config: Mapping[str, Any]) -> list[str]:
     """Return the names of all model classes for the type of a config.json.
 
-    [] if transformers does not have the type.
+    Returns [] if transformers does not have the type.
     """
     try:
         transformers = import_transformers()
@@ -199,7 +199,7 @@ def first_model(transformers: Any, names: Iterable[str], module: Any) -> Any:
 def modeling_of(kind: Any) -> Any:
     """Return the module that defines the models of a config class (with classes that are not exported).
 
-    None if missing.
+    Returns None if missing.
     """
     try:
         return import_module(kind.__module__.replace(".configuration_", ".modeling_"))

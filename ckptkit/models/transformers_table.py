@@ -116,9 +116,9 @@ def rename(name: str, transforms: Iterable[Any]) -> tuple[str, str | None]:
 
 
 def convert_name(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
-    """Return a name after the first transform that matches, and its pattern.
+    """Return a name after the first transform that matches, and the pattern that matched.
 
-    The name itself and None if none matches.
+    Returns the name itself and None if no transform matches.
     """
     for converter in converters:
         new, pattern = converter.rename_source_key(name)

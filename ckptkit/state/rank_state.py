@@ -18,10 +18,7 @@ OF_RANKS = "state of single ranks; another number of ranks cannot use it"
 
 
 def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
-    """Return the checkpoint without per-rank state, if the source had another number of ranks than `world_size`.
-
-    And notes.
-    """
+    """Return the checkpoint without the per-rank state of another number of ranks than `world_size`, and notes."""
     owners = {name: owner for name in layout.names if (owner := owner_of_key(layout.key(name))) is not None}
     groups = sorted({str(layout.key(name)[0]) for name in owners})
     dropped: set[str] = set()

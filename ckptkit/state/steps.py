@@ -225,7 +225,7 @@ def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caut
 def expect(model: Model) -> Form | Unsupported | None:
     """Return the form that config.json describes, or the error that says why it is unknown.
 
-    None without a config.json.
+    Returns None without a config.json.
     """
     if model.companions.config is None:
         return None

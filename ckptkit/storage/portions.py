@@ -122,7 +122,7 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
 def find_key(planned: Layout) -> KeyPath | None:
     """Return the key path of the model in a state.
 
-    None for a state of tensors only in which no model is recognizable.
+    Returns None for a state of tensors only in which no model is recognizable.
     """
     try:
         return find_model_key(planned)

@@ -20,7 +20,7 @@ HUB, KEEP = "hub", "keep"
 class KnownFamily(NamedTuple):
     """An entry of the table: the module of the family's rules, and a pattern of names that only this family uses.
 
-    In the names, `#` replaces every number. The module is imported only after the pattern has matched.
+    `#` replaces every number in a name. The module is imported only after the pattern has matched.
     """
 
     where: str

@@ -78,7 +78,7 @@ def find_entry(key: KeyPath, own: Container[str] = ()) -> tuple[EntryPlace, str]
 def index_of_state(key: KeyPath, own: Container[str]) -> int | None:
     """Return the index of the step `state` (or `GROUP_MAP`) in the key path of an optimizer's state.
 
-    None for other entries.
+    Returns None for other entries.
     """
     if len(key) > 2 and key[-3] in BY_PARAMETER:
         return len(key) - 3

@@ -97,9 +97,9 @@ def swap_row_axes(tensor: StoredTensor, extents: tuple[int, int, int]) -> Stored
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Queries, keys and values: one tensor in the family, with the rows of each key head together.
+    """Queries, keys and values: one tensor in the family, three tensors on the Hub.
 
-    Three tensors on the Hub.
+    In the family's tensor, the rows of each key head are together: its queries, its key, its value.
     """
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:

@@ -115,7 +115,7 @@ def entries_by_kind(
 def find_places(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace, str]]:
     """Return the kind and parameter of an optimizer's entry.
 
-    Two results if it belongs to both saved halves of a parameter.
+    Returns two results if the entry belongs to both saved halves of a parameter.
     """
     entry = find_place(key, own)
     if entry or key[-3:-2] != (GROUP_MAP,):
