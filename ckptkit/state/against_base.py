@@ -41,7 +41,7 @@ class Differences(NamedTuple):
 
 def compare_with_base(model: Model, options: ConvertOptions) -> Model:
     """Add notes on tensors that only the base has or only the model has, and on shapes that differ."""
-    base = base_of(model, options)
+    base = base_to_compare(model, options)
     if base is not None and base.problem is not None:
         return model.say(f"not compared with the weights of {base.base}: {base.problem.message}")
     if base is None or base.layout is None:
@@ -52,7 +52,7 @@ def compare_with_base(model: Model, options: ConvertOptions) -> Model:
     return model.say(*notes_on_differences(differ, ours, theirs, base.base))
 
 
-def base_of(model: Model, options: ConvertOptions) -> BaseWeights | None:
+def base_to_compare(model: Model, options: ConvertOptions) -> BaseWeights | None:
     """Return the base that the user named, or else the local directory in `_name_or_path` of config.json."""
     if options.base is not None:
         return model.ask_base if isinstance(model.ask_base, BaseWeights) else BaseWeights(options.base)

@@ -234,7 +234,7 @@ def require_same_options(conversion: Conversion, count: int, begun: bytes, work:
 
     `begun` is the key of these shares. If a source has changed since, its shares are simply written again.
     """
-    theirs, ours = read_key(begun), read_key(conversion.key(count))
+    theirs, ours = options_in_key(begun), options_in_key(conversion.key(count))
     parts_done = sorted({int(path.stem.rpartition("-")[2]) + 1 for path in work.glob("plan-*-share-*.jsonl")})
     different = [name for name in ours if ours[name] != theirs.get(name)]
     if theirs.get("--part", 1) == 1 or not parts_done or not different:
@@ -246,7 +246,7 @@ def require_same_options(conversion: Conversion, count: int, begun: bytes, work:
     raise Occupied(message, path=conversion.output, hint=hint)
 
 
-def read_key(key: bytes) -> dict[str, Any]:
+def options_in_key(key: bytes) -> dict[str, Any]:
     """Return the options in a key, by the names that users pass; {} for a key that this version did not write."""
     try:
         agreed = json.loads(key)

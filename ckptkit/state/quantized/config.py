@@ -113,7 +113,7 @@ def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationCo
     if method.startswith(_MODELOPT):
         method, kind = _MODELOPT, section.get("quant_algo")
     blocks = tuple(dict.fromkeys(blocks_in(section)))
-    integers = tuple(dict.fromkeys(map(read_integers, integers_in(section))))
+    integers = tuple(dict.fromkeys(map(read_integer_encoding, integers_in(section))))
     return QuantizationConfig(
         method, blocks or (_DEFAULT_BLOCK,), str(kind) if method in _KINDS and kind else None, integers
     )
@@ -179,7 +179,7 @@ def is_grouped(weights: Mapping[str, Any]) -> bool:
     return strategy in ("group", "tensor_group") or (strategy is None and size not in (None, -1))
 
 
-def read_integers(weights: Mapping[str, Any]) -> Integers:
+def read_integer_encoding(weights: Mapping[str, Any]) -> Integers:
     """Return the encoding of integer weights. Raises `Corrupt` for values that compressed-tensors refuses too."""
     bits, is_symmetric = weights.get("num_bits", 8), weights.get("symmetric", True)
     if not (isinstance(bits, int) and 1 <= bits <= 16):
