@@ -101,11 +101,11 @@ def entry_at(root: Path, dst: Path) -> Path | None:
 
 
 def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], list[str]]:
-    """Return the regular files to copy from a checkpoint directory, by relative path, and the paths to skip.
+    """Return two results for a checkpoint directory: the regular files to copy, and the paths of all other entries.
 
-    Skips files and directories in `taken`. Skips manifests and the markers of a finished save: they are valid only for
-    the save that they describe. Hidden files are included only if a trainer needs them, or if their directory is copied
-    whole. The returned paths to skip are entries that are not regular files.
+    Both are relative paths. Skips files and directories in `taken`. Skips manifests and the markers of a finished save:
+    they are valid only for the save that they describe. Hidden files are included only if a trainer needs them, or if
+    their directory is copied whole.
     """
     regular: dict[str, Path] = {}
     skipped: list[str] = []
@@ -139,7 +139,7 @@ def own_files(layout: Layout) -> list[Path]:
 
 
 def files_taken(checkpoint: Checkpoint, generated: Iterable[str], dst: Path) -> Iterator[Path]:
-    """Yield further paths that a conversion replaces: companions with `generated` names, and the output at `dst`."""
+    """Yield further paths that count as used: companions with `generated` names, and the output at `dst`."""
     places = [*places_of(checkpoint.path), *(part.path for part in checkpoint.components)]
     yield from (place / name for name in generated for place in places)
     result = entry_at(checkpoint.path, dst)

@@ -1,9 +1,9 @@
-"""Write a drafted conversion to an object store in chunks. The output is never complete on a local disk.
+"""Write a drafted conversion to an object store in pieces (`FilePiece`). The output is never complete on a local disk.
 
 create (sparse, in a temporary directory) -> plan -> claim -> copy -> seal -> complete -> mark -> commit
 
-Several processes can share the work. Each sends the chunks of files that its share fills, and leaves a note with its
-ledgers. One of them sends the chunks that cross borders between shares, and does the rest.
+Several processes can share the work. Each sends the pieces that its share fills, and leaves a note with its ledgers.
+One of them sends the pieces that cross borders between shares, and does the rest.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def share_name(number: int) -> str:
 
 
 def read_share(text: bytes) -> tuple[list[Ledger], list[PieceKey]]:
-    """Return the ledgers of a share, one for each draft, and the keys of the chunks that it sent."""
+    """Return the ledgers of a share, one for each draft, and the keys of the pieces that it sent."""
     state = json.loads(text)
     return [Ledger.from_json(one) for one in state["ledgers"]], [(name, number) for name, number in state["sent"]]
 
@@ -179,7 +179,7 @@ class OutputUpload:
         return name in self.marks and not is_large(self.sizes.get(name, 0))
 
     def assemble(self, only: Iterable[PieceKey] | None = None) -> Assembly:
-        """Return the assembly of the chunks of all files, or of `only` some of them."""
+        """Return the assembly of the pieces of all files, or of `only` some of them."""
         gaps: dict[FileOffset, PendingBytes] = {}
         for draft, plan in zip(self.conversion.drafts, self.plans, strict=True):
             own: dict[FileOffset, PendingBytes] = {}
@@ -192,7 +192,7 @@ class OutputUpload:
         return Assembly(self.room, self.sizes, gaps, self, only)
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        """Send a chunk; keep it in memory if it is a complete mark."""
+        """Send a piece; keep it in memory if it is a complete mark."""
         if self.is_small_mark(piece.name):
             self.held[piece.name] = data
         else:
@@ -202,7 +202,7 @@ class OutputUpload:
         self.there.stop(error)
 
     def copy(self, assembly: Assembly, share: Share) -> list[Ledger]:
-        """Copy a share of each plan into the chunks."""
+        """Copy a share of each plan into the pieces."""
         options = self.conversion.options
         total = sum(plan.whole_nbytes for plan in self.plans) // share.count
         progress = report_progress(options.progress, total) if options.progress else None
@@ -212,7 +212,7 @@ class OutputUpload:
         ]
 
     def copy_rest(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> None:
-        """Copy the data of chunks that no single share could fill. The ledgers contain the CRC-32 of all data."""
+        """Copy the data of pieces that no single share could fill. The ledgers contain the CRC-32 of all data."""
         for draft, plan, ledger in zip(self.conversion.drafts, self.plans, ledgers, strict=True):
             output = assembly.at(draft.place)
             for target in plan.targets:
@@ -273,6 +273,6 @@ class OutputUpload:
 
 
 def wants(output: AssembledFiles, block: Block) -> bool:
-    """Return whether chunks that are still missing need bytes of a block."""
+    """Return whether pieces that are still missing need bytes of a block."""
     chunk = block.target.chunk
     return output.wants(chunk.path, chunk.offset + block.start, block.nbytes)

@@ -142,7 +142,7 @@ class StoreWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Send this rank's items. Results contain the CRC-32 of each tensor's data, or the byte range of an entry.
 
-        Reads the tensors one chunk at a time, while others are sent.
+        Reads the tensors one piece at a time, while others are sent.
         """
         task: SendTask = plan.storage_data
         destination = self._upload.there if self._upload else self._join(task)
