@@ -1,4 +1,7 @@
-"""List the kinds of findings of a checkpoint that is to be loaded. Each is one function and one line."""
+"""The kinds of findings that doctor looks for.
+
+Each kind is a function that takes a `LoadTarget` and yields findings.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from ckptkit.diagnosis.weights import (
 
 Finder = Callable[[LoadTarget], Iterator[Finding]]
 
-# of a checkpoint that can be read, in the order in which they are said
+# for readable checkpoints, in the order of the output
 KINDS: tuple[Finder, ...] = (
     *(find_torch_version, find_index, find_config_dtype, find_empty_adapter, find_model, find_adapters),
     *(find_quantized, find_declared_quantized, find_tokens, find_extra_state, find_predictors, find_wrappers),

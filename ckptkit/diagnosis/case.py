@@ -1,4 +1,4 @@
-"""A checkpoint and the model, job or checkpoint to compare it with. Each fact is computed once."""
+"""`LoadTarget`: a checkpoint, and the model, job or checkpoint to compare it with. Each fact is computed once."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ Shapes = Mapping[str, Shape]
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """A checkpoint, the model that it is to be loaded into, another one that loads, and the ranks that load it.
+    """A checkpoint to load, the model to load it into, a checkpoint that already loads there, and the number of ranks.
 
-    What is not given is None. The checkpoint has the parts that can be read, the model's among them.
+    Arguments that the user did not pass are None. The checkpoint contains only components that can be read; the model's
+    component is always one of them.
     """
 
     checkpoint: Checkpoint
@@ -42,12 +43,12 @@ class LoadTarget:
 
     @cached_property
     def layout(self) -> Layout:
-        """Return where every chunk of the checkpoint lies, of all its parts."""
+        """Return the layout of all components: every tensor, and where its chunks are stored."""
         return self.checkpoint.layout
 
     @cached_property
     def weights(self) -> Weights | None:
-        """Return the model's tensors by their own names; None where there are none, or those of several models."""
+        """Return the model's tensors under the model's names; None if there are none, or several models."""
         layout = self.checkpoint.model_component.layout
         try:
             return find_weights(layout) if has_weights(layout) else None
@@ -56,39 +57,39 @@ class LoadTarget:
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
-        """Return the shapes of the model's tensors by their own names, {} where there are none."""
+        """Return the shapes of the model's tensors under the model's names; {} if there are none."""
         return self.weights.layout.shapes if self.weights else {}
 
     @cached_property
     def plain_shapes(self) -> Mapping[str, Shape]:
-        """Return the shapes of the model's weights, without what modules keep beside them."""
+        """Return the shapes of the model's weights, without `_extra_state` entries of modules."""
         return without_extra_state(self.weights.layout)[0].shapes if self.weights else {}
 
     @cached_property
     def misfits(self) -> KeyMismatch | None:
-        """Return the tensors that the model misses or does not know, None where no model says which it has."""
+        """Return the missing and unexpected tensors; None if it is unknown which tensors the model has."""
         if self.model is None or self.form is None or not self.is_plain:
             return None
         return KeyMismatch.of(self.plain_shapes, self.form, self.model)
 
     @cached_property
     def renames(self) -> Mapping[str, str]:
-        """Return the model's name of each tensor that has another name in the checkpoint, by a rule for names."""
+        """Return the model's name by checkpoint name, for tensors that one renaming rule maps onto the model."""
         return self.misfits.renamed() if self.misfits and self.checkpoint.family is None else {}
 
     @cached_property
     def inconsistencies(self) -> tuple[Inconsistency, ...]:
-        """Return what in the checkpoint contradicts the rest of it."""
+        """Return the entries that contradict other entries of the checkpoint."""
         return examine(self.layout)
 
     @property
     def is_asked(self) -> bool:
-        """Return whether the checkpoint is to be loaded into a model that was named, not just that of its training."""
+        """Return whether the user named the model, instead of ckptkit taking the checkpoint's own config."""
         return self.model is not None and self.model.asked
 
     @cached_property
     def adapted(self) -> Adapted | None:
-        """Return the adapters among the model's tensors; None without any."""
+        """Return the adapters among the model's tensors; None if there are none."""
         try:
             is_likely = self.weights is not None and may_be_adapted(self.weights.layout.tensors)
             return find_adapters(self.weights.layout) if self.weights and is_likely else None
@@ -97,22 +98,25 @@ class LoadTarget:
 
     @cached_property
     def quantization(self) -> str | None:
-        """Return the method by which weights of the checkpoint are quantized; None where they are plain numbers."""
-        part = self.checkpoint.model_component
+        """Return the quantization method of the weights, "unknown" if it cannot be read, None for plain weights."""
+        model = self.checkpoint.model_component
         try:
-            found = find_quantized(part.layout, self.checkpoint.companions.config)
+            quantized = find_quantized(model.layout, self.checkpoint.companions.config)
         except (Corrupt, Mismatch, Unsupported):
             return "unknown"
-        return found.method if found else None
+        return quantized.method if quantized else None
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the model's tensors are its weights: no adapter's, and not quantized."""
+        """Return whether the model's tensors are plain weights: no adapter, and not quantized."""
         return self.weights is not None and self.adapted is None and self.quantization is None
 
     @cached_property
     def form(self) -> Form | None:
-        """Return the form of the model that the tensors are of, or nearly so; None where none is known."""
+        """Return the form of the model (disk or memory) whose names match the tensors best.
+
+        Returns None if no form is known.
+        """
         if self.model is None or not self.model.forms:
             return None
         return closest(self.model.forms, self.shapes.keys())
@@ -120,17 +124,17 @@ class LoadTarget:
 
 @dataclass(frozen=True, slots=True)
 class KeyMismatch:
-    """The tensors that a model calls for and that are missing, and those that it does not call for."""
+    """The tensors that a model needs and the checkpoint lacks, and the tensors that the model does not have."""
 
     missing: Shapes
     extra: Shapes
-    tied: Shapes  # that the model has in memory, and that need not be there
-    needed: int  # how many, in all
-    rows: int | None  # of the model's vocabulary
+    tied: Shapes  # tied tensors of the model, which the checkpoint may omit
+    needed: int  # number of tensors that the model needs
+    rows: int | None  # size of the model's vocabulary
 
     @classmethod
     def of(cls, shapes: Shapes, form: Form, model: TargetModel) -> KeyMismatch:
-        """Hold tensors against a form of the model. What lies beside its own weights is no misfit."""
+        """Compare tensors with a form of the model. Tensors that the model's own files contain are never `extra`."""
         missing = {name: form.shapes[name] for name in form.shapes if name in form.needed and name not in shapes}
         extra = {name: shape for name, shape in shapes.items() if name not in form.shapes and name not in model.specs}
         tied = {name: form.shapes[name] for name in form.tied if name in form.shapes and name not in shapes}
@@ -141,28 +145,28 @@ class KeyMismatch:
 
     @property
     def is_small(self) -> bool:
-        """Return whether nothing is missing, so that names of another family cannot be the reason."""
+        """Return whether nothing is missing. Then another family of names cannot be the reason."""
         return not self.missing
 
     def renamed(self) -> dict[str, str]:
-        """Return what the model calls tensors that it does not know, by rule; a padded vocabulary is no hindrance."""
+        """Return the model's name for each `extra` tensor that a rule explains. Ignores padding of the vocabulary."""
         resized = {name: self.resize(name, shape) for name, shape in self.extra.items()}
-        found = by_rule(resized, dict(self.missing))
-        new_name = renaming(rules_for(found, found) or ())
-        left = {name: new_name(name) for name in resized if name not in found}
-        return found | {old: new for old, new in left.items() if self.tied.get(new) == resized[old]}
+        by_rule_pairs = by_rule(resized, dict(self.missing))
+        new_name = renaming(rules_for(by_rule_pairs, by_rule_pairs) or ())
+        remaining = {name: new_name(name) for name in resized if name not in by_rule_pairs}
+        return by_rule_pairs | {old: new for old, new in remaining.items() if self.tied.get(new) == resized[old]}
 
     def resize(self, name: str, shape: Shape) -> Shape:
-        """Return a shape with the rows of the model's vocabulary, if it has one for each token."""
+        """Return a shape with the number of rows of the model's vocabulary, if the tensor has one row per token."""
         return shape if self.rows is None or not is_by_token(name) else (self.rows, *shape[1:])
 
 
 @dataclass(frozen=True)
 class TargetModel:
-    """A model called `name`: the forms that its tensors may have on disk, that in memory last, and its config.
+    """A model called `name`: its config, and the forms its tensors can have on disk.
 
-    `specs` are those of its weights, {} where none lie there. `reason` says why there are no forms. It is `asked` for,
-    or the checkpoint's own.
+    The last form is the one in memory. `specs` are dtype and shape of its weights, {} if it comes without weights.
+    `reason` says why `forms` is empty. `asked` is False for the checkpoint's own model.
     """
 
     name: str
@@ -174,9 +178,9 @@ class TargetModel:
 
     @classmethod
     def open(cls, source: str) -> TargetModel:
-        """Open the model in a directory, a checkpoint's, a config.json, or the repository of a Hub id.
+        """Open the model in a directory, a checkpoint, a config.json, or a repository on the Hub.
 
-        Raises `NotACheckpoint` where neither a config nor weights are found.
+        Raises `NotACheckpoint` if there is neither a config nor weights.
         """
         if source.endswith(".json") and Path(source).is_file():
             return cls.of(source, read_config(Path(source)) or {}, {})
@@ -191,7 +195,10 @@ class TargetModel:
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any], specs: Mapping[str, Spec], *, asked: bool = True) -> TargetModel:
-        """Return the model of a config, of which weights with these specs may lie there."""
+        """Return the model that a config describes.
+
+        `specs` are the dtypes and shapes of its weights, {} without weights.
+        """
         by_weights = Form({name: spec.shape for name, spec in specs.items()}) if specs else None
         try:
             forms = forms_for(config, lambda: frozenset(specs) or None) if config else ()
@@ -204,7 +211,10 @@ class TargetModel:
 
 
 def find_specs(source: str) -> Mapping[str, Spec]:
-    """Return dtype and shape of the weights that lie somewhere, by the model's names; {} where there are none."""
+    """Return the spec (dtype and shape) of each weight at `source`, by the model's names.
+
+    Returns {} if there are no weights.
+    """
     try:
         return Checkpoint.open(to_model_path(source)).weights.layout.specs
     except (Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage):

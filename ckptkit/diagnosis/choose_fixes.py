@@ -1,4 +1,4 @@
-"""Choose the commands that fix findings: as few as can do it, and none that a dry run refuses."""
+"""Choose the fewest commands that fix the findings, and only commands that pass a dry run."""
 
 from __future__ import annotations
 
@@ -24,68 +24,71 @@ _MAKERS: dict[str, Callable[..., Converted]] = {"consolidate": consolidate, "con
 
 
 def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> Trial:
-    """Return the error that a command for this checkpoint would end with, as far as metadata and sizes tell.
+    """Return the error that a command would fail with for this checkpoint, as far as metadata and file sizes show.
 
-    A remote checkpoint is not tried, unless it is damaged.
+    Does not try a command on a remote checkpoint, unless the checkpoint is damaged.
     """
     options = dict(fix.options)
     try:
         if "salvage" in options:
             return judge_salvage(dry_run_salvage(fix, checkpoint))
-        if is_run_here(fix) and not is_remote(checkpoint.path):
+        if writes_checkpoint(fix) and not is_remote(checkpoint.path):
             output = options.get("fix", fix.paths[-1])
             run_fix(fix, checkpoint, str(output), dry_run=True, overwrite=True)
     except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage) as error:
         return Trial(error)
-    except (IOFailure, Occupied):  # another disk or another destination helps
+    except (IOFailure, Occupied):  # not the command's fault: another disk or destination helps
         pass
     return Trial()
 
 
-def is_run_here(fix: Fix) -> bool:
+def writes_checkpoint(fix: Fix) -> bool:
     """Return whether a command writes another checkpoint."""
     return fix.verb in _MAKERS or "fix" in dict(fix.options)
 
 
 def run_fix(fix: Fix, checkpoint: Checkpoint, output: str | Path, **more: Any) -> Converted:
-    """Run a command for this checkpoint, with another output and `more` options."""
+    """Run a fix for this checkpoint. Writes to `output`; `more` are further options."""
     if fix.verb not in _MAKERS:
         return consolidate(repaired(checkpoint), output, **more)
     return _MAKERS[fix.verb](checkpoint, output, **options_of(fix), **more)
 
 
 def options_of(fix: Fix) -> dict[str, Any]:
-    """Return the options of a command, without the directories that the checkpoint has already."""
+    """Return the options of a command without `also`: the open checkpoint already contains these directories."""
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in fix.options}
     return {name: value for name, value in options.items() if name != "also"}
 
 
 def dry_run_salvage(fix: Fix, checkpoint: Checkpoint) -> Account:
-    """Return what a salvage would lose and fill, as if the bytes of all tensors had been found undamaged."""
-    look = look_at_sizes if is_remote(checkpoint.path) else look_at_structure
-    asked = ConvertOptions.of({}, **{"to": "hf", **options_of(fix)})
-    salvaged = draft_salvage(checkpoint.with_base(asked.base), Path(fix.paths[1]), asked, look).salvaged
+    """Return what a salvage would lose and fill, under the assumption that the bytes of all tensors are undamaged."""
+    check = look_at_sizes if is_remote(checkpoint.path) else look_at_structure
+    conversion = ConvertOptions.of({}, **{"to": "hf", **options_of(fix)})
+    salvaged = draft_salvage(checkpoint.with_base(conversion.base), Path(fix.paths[1]), conversion, check).salvaged
     assert salvaged is not None
     return salvaged
 
 
-def judge_salvage(found: Account) -> Trial:
-    """Return how many of the weights a salvage keeps; an error if it would only copy those of another checkpoint."""
-    weights = found.weights
+def judge_salvage(account: Account) -> Trial:
+    """Return the share of the weights that a salvage keeps, as a remark.
+
+    The trial fails if every weight would come from the other checkpoint.
+    """
+    weights = account.weights
     if weights.filled and not weights.own:
-        return Trial(Corrupt(f"{weights.share(weights.filled)} come from {found.other}", path=found.source))
+        return Trial(Corrupt(f"{weights.share(weights.filled)} come from {account.other}", path=account.source))
     words = [f"keeps {weights.share(weights.own)}"]
-    words += [f"takes {weights.share(weights.filled)} from {found.other}"] if weights.filled else []
+    words += [f"takes {weights.share(weights.filled)} from {account.other}"] if weights.filled else []
     words += [f"loses {weights.share(weights.lost)}"] if weights.lost else []
     return Trial(remark=", ".join(words) if weights.filled or weights.lost else "")
 
 
-_ALONE = frozenset(["include", "salvage"])  # look at what these make before you do more to it
+_NEVER_JOINED = frozenset(["include", "salvage"])  # users should check the output of these before other changes
 _RESHARD, _CONVERT, _EXPORT = "reshard", "convert", "consolidate"
 
 
 class Trial(NamedTuple):
-    """What a dry run of a command shows: the error that it would end with, and what there is to say of its result."""
+    """The result of a dry run: the error that the command would fail with, and a remark on its output."""
 
     error: CkptError | None = None
     remark: str = ""
@@ -96,27 +99,31 @@ DryRun = Callable[[Fix], Trial]
 
 @dataclass(frozen=True, slots=True)
 class ChosenFixes:
-    """The findings with the commands that fix them, and notes on those that no command fixes."""
+    """The findings with the commands that fix them, and notes on findings that no command fixes."""
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
 
 
 def choose_fixes(findings: Iterable[Finding], checkpoint: Checkpoint, dry_run: DryRun) -> ChosenFixes:
-    """Return the findings, grouped, with the fewest commands that fix them and that `dry_run` finds no error in."""
-    found = group(findings)
-    if any(one.code == "other_model" for one in found):  # no command makes the model that is wanted
-        return ChosenFixes(tuple(replace(one, fixed_by=None) for one in found))
-    own = list(dict.fromkeys(one.fixed_by for one in found if one.fixed_by))
-    joint = join_all(own, is_sharded=checkpoint.model_component.reader.name == SHARDS)
+    """Return the findings, grouped, with the fewest commands that fix them and that pass `dry_run`."""
+    grouped = group(findings)
+    if any(finding.code == "other_model" for finding in grouped):  # no command can create the requested model
+        return ChosenFixes(tuple(replace(finding, fixed_by=None) for finding in grouped))
+    suggested = list(dict.fromkeys(finding.fixed_by for finding in grouped if finding.fixed_by))
+    # try the joint command first: one command that fixes several findings
+    joint = join_all(suggested, is_sharded=checkpoint.model_component.reader.name == SHARDS)
     trials = Trials(dry_run, {})
-    chosen = {fix: trials.first(joint[fix], fix) for fix in own}
-    refused = {fix: error for fix in own if chosen[fix] is None and (error := trials.known[fix].error)}
+    chosen = {fix: trials.first(joint[fix], fix) for fix in suggested}
+    refused = {fix: error for fix in suggested if chosen[fix] is None and (error := trials.known[fix].error)}
     notes = [f"`{fix}` would fail with: {error.message}{hint_of(error)}" for fix, error in refused.items()]
-    taken = dict.fromkeys(fix for fix in chosen.values() if fix)
-    notes += [f"`{fix}`: {remark}" for fix in taken if (remark := trials.known[fix].remark)]
+    kept = dict.fromkeys(fix for fix in chosen.values() if fix)
+    notes += [f"`{fix}`: {remark}" for fix in kept if (remark := trials.known[fix].remark)]
     return ChosenFixes(
-        tuple(replace(one, fixed_by=chosen[one.fixed_by]) if one.fixed_by else one for one in found), tuple(notes)
+        tuple(
+            replace(finding, fixed_by=chosen[finding.fixed_by]) if finding.fixed_by else finding for finding in grouped
+        ),
+        tuple(notes),
     )
 
 
@@ -126,29 +133,29 @@ def hint_of(error: CkptError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """The commands that were tried, each once, and what each trial shows."""
+    """Cache of dry runs: each command is tried once."""
 
     dry_run: DryRun
     known: dict[Fix, Trial]
 
     def first(self, *fixes: Fix) -> Fix | None:
-        """Return the first of the commands, or of those that do nearly the same, that is not refused; else None."""
+        """Return the first of `fixes` and their alternatives that passes the dry run; None if all fail."""
         wanted = (other for fix in fixes for other in (fix, *others(fix)))
         return next((fix for fix in wanted if self.admits(fix)), None)
 
     def admits(self, fix: Fix) -> bool:
-        """Return whether a command is not refused."""
+        """Return whether the dry run of a command succeeds."""
         if fix not in self.known:
             self.known[fix] = self.dry_run(fix)
         return self.known[fix].error is None
 
 
 def others(fix: Fix) -> Iterator[Fix]:
-    """Yield commands that do nearly the same where the command itself is refused.
+    """Yield commands to use instead, if a command fails its dry run.
 
-    A rename with `names="keep"` is not compared with the config, which another finding says is incomplete here. Files
-    that cannot be written for other ranks become shards. Where nothing of a model can be saved, the checkpoint that
-    would fill it is used.
+    A rename with `names="keep"` skips the comparison with config.json, which may be incomplete. If the format cannot be
+    written for another number of ranks, `convert` to DCP shards can. If a salvage would keep no weight, doctor points
+    to the checkpoint that would have filled all of them.
     """
     options = dict(fix.options)
     if "fill_from" in options:
@@ -160,34 +167,34 @@ def others(fix: Fix) -> Iterator[Fix]:
 
 
 def as_shards(fix: Fix) -> Fix:
-    """Return a command that writes a checkpoint for other ranks as one that converts it to shards for them."""
+    """Return the `convert` command that does the work of a `reshard`: it writes DCP shards for as many ranks."""
     options = dict(fix.options)
     return Fix.of(_CONVERT, *fix.paths, **{**options, "to": SHARDS, "world_size": options["to"]})
 
 
 def join_all(fixes: Collection[Fix], *, is_sharded: bool) -> dict[Fix, Fix]:
-    """Return by each command the one that does the same as all with its verb and paths, if they do not disagree.
+    """Map each command to one command with the options of all commands that have its verb and paths.
 
-    Where the checkpoint `is_sharded` already, a command that writes it for other ranks can convert it too.
+    Commands whose options conflict stay separate. If the checkpoint `is_sharded`, a `reshard` joins a `convert`.
     """
-    own = {fix: fix for fix in fixes}
-    whole = {fix.paths for fix in own if fix.verb == _CONVERT and ("to", SHARDS) in fix.options}
+    equivalent = {fix: fix for fix in fixes}
+    converted = {fix.paths for fix in equivalent if fix.verb == _CONVERT and ("to", SHARDS) in fix.options}
     for fix in fixes if is_sharded else ():
-        if fix.verb == _RESHARD and fix.paths in whole:
-            own[fix] = as_shards(fix)
+        if fix.verb == _RESHARD and fix.paths in converted:
+            equivalent[fix] = as_shards(fix)
     alike: dict[tuple[object, ...], list[Fix]] = {}
-    for fix, same in own.items():
-        if not _ALONE & dict(fix.options).keys():
+    for fix, same in equivalent.items():
+        if not _NEVER_JOINED & dict(fix.options).keys():
             alike.setdefault((same.verb, *fix.paths), []).append(fix)
-    found = dict(own)
+    joined = dict(equivalent)
     for members in alike.values():
-        joint = join([own[fix] for fix in members])
-        found |= dict.fromkeys(members, joint) if joint else {}
-    return found
+        joint = join([equivalent[fix] for fix in members])
+        joined |= dict.fromkeys(members, joint) if joint else {}
+    return joined
 
 
 def join(fixes: Collection[Fix]) -> Fix | None:
-    """Return one command with the options of several that have its verb and paths; None where two disagree."""
+    """Return one command with the options of several that share verb and paths; None if two options conflict."""
     options: dict[str, Value] = {}
     for name, value in (option for fix in fixes for option in fix.options):
         known = options.get(name, value)

@@ -1,4 +1,4 @@
-"""Find what keeps a checkpoint from being read: missing files, an unfinished save, gaps, metadata of a later torch."""
+"""Find damage that makes a checkpoint unreadable: missing files, an unfinished save, gaps, too new metadata."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ Damage = Mapping[Path, Sequence[CkptError]]
 
 
 def look_for_damage(checkpoint: Checkpoint, check: Callable[[Path], Sequence[CkptError]]) -> Damage:
-    """Return what is wrong with each part of a checkpoint, by its path; `check` returns the problems of a local part.
+    """Return the problems of each component of a checkpoint, by its path.
 
-    A part in a store is judged by its metadata: `check` may read the beginning of each entry.
+    `check` returns the problems of a local component; it may read the beginning of each entry. For a component in an
+    object store only the metadata is read. Raises `IOFailure` if a component could not be checked.
     """
-    found = {
+    problems_by_path = {
         part.path: problems_of(part) if is_remote(part.path) else check(part.path) for part in checkpoint.components
     }
-    found |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
-    failed = next((one for problems in found.values() for one in problems if isinstance(one, IOFailure)), None)
+    problems_by_path |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
+    failed = next(
+        (problem for problems in problems_by_path.values() for problem in problems if isinstance(problem, IOFailure)),
+        None,
+    )
     if failed is not None:
         raise failed
-    return {path: problems for path, problems in found.items() if problems}
+    return {path: problems for path, problems in problems_by_path.items() if problems}
 
 
-def problems_of(part: Component) -> Sequence[CkptError]:
-    """Return what keeps a part from being read, () if nothing does. A whole one is read once."""
+def problems_of(component: Component) -> Sequence[CkptError]:
+    """Return the reasons why a component cannot be read, () if it can."""
     problems = Problems()
     try:
-        _ = part.layout
+        _ = component.layout
     except (Corrupt, Unsafe, Unsupported) as error:
         try:
-            part.reader.read(part.path, problems.add)
+            component.reader.read(component.path, problems.add)
         except (Corrupt, Unsafe, Unsupported) as reason:
             problems.add(reason)
         if not problems.list():
@@ -48,24 +52,24 @@ def problems_of(part: Component) -> Sequence[CkptError]:
 
 
 def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None = None) -> Iterator[Finding]:
-    """Yield what is damaged or missing, and name another checkpoint of the run that is whole, if there is one.
+    """Yield each damaged or missing file, and name another complete checkpoint of the run, if there is one.
 
-    A lost config.json or tokenizer is only in `model`, if that is given: no salvage restores it.
+    A salvage does not restore a lost config.json or tokenizer: for those the fix copies them from `model`, if given.
     """
-    whole = find_whole(checkpoint) if damage else None
-    fix = rewrite(checkpoint, salvage=True, fill_from=whole) if damage else None
+    complete = find_complete_checkpoint(checkpoint) if damage else None
+    fix = rewrite(checkpoint, salvage=True, fill_from=complete) if damage else None
     copy = export(checkpoint, base=str(model)) if damage and model is not None else None
-    other = f"; {whole.name} beside it is complete" if whole else ""
+    other = f"; {complete.name} beside it is complete" if complete else ""
     for problem in (problem for problems in damage.values() for problem in problems):
         where = "" if problem.path is None else f"{name_in(checkpoint.path, problem.path)}: "
         hint = f" ({problem.hint})" if problem.hint else ""
         message = f"{where}{problem.message}{hint}{other}"
-        own_fix = copy if is_beside(checkpoint, problem) else fix
-        yield Finding(problem.code, problem.tensor, message, own_fix if isinstance(problem, Corrupt) else None)
+        chosen_fix = copy if is_beside(checkpoint, problem) else fix
+        yield Finding(problem.code, problem.tensor, message, chosen_fix if isinstance(problem, Corrupt) else None)
 
 
 def is_beside(checkpoint: Checkpoint, problem: CkptError) -> bool:
-    """Return whether a problem is that of a file without tensors or metadata, such as config.json."""
+    """Return whether a problem concerns a JSON file without tensors or metadata, such as config.json."""
     path, files = problem.path, [part.path for part in checkpoint.components]
     return path is not None and path.suffix == ".json" and path.parent in files and not is_owned(checkpoint, path.name)
 
@@ -74,35 +78,38 @@ def is_owned(checkpoint: Checkpoint, name: str) -> bool:
     return any(part.reader.owns(name) for part in checkpoint.components)
 
 
-def find_whole(checkpoint: Checkpoint) -> Path | None:
-    """Return the latest checkpoint of the run that is complete; None if there is none, or no step tells of a run."""
+def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
+    """Return the latest other checkpoint of the run that is complete.
+
+    Returns None if there is none, or the name has no step.
+    """
     if checkpoint.own_step is None:
         return None
     try:
         others = reversed(named_in(spelled_like(checkpoint.path, checkpoint.path.absolute().parent)))
-        return next((one.path for one in others if one.name != checkpoint.name and one.is_complete), None)
+        return next((other.path for other in others if other.name != checkpoint.name and other.is_complete), None)
     except IOFailure:
         return None
 
 
 def name_in(root: Path, path: Path) -> str:
-    """Return what a file is called in a checkpoint; all of its path, if it lies elsewhere."""
+    """Return the path of a file relative to the checkpoint, or its full path if it is outside of it."""
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else str(path)
 
 
 def find_torch_version(case: LoadTarget) -> Iterator[Finding]:
-    """Yield that metadata are those of a later torch, if the one that is installed here fails on them."""
-    here = installed()
-    for part in case.checkpoint.components:
-        needed = part.reader.least_torch(part.path)
-        if needed is not None and here is not None and numbers(here) < numbers(needed):
-            message = f"torch {needed} or later wrote the metadata, and torch {here} fails on it with a ValueError"
+    """Yield a finding if a later torch wrote the metadata and the installed torch fails to read it."""
+    own = installed()
+    for component in case.checkpoint.components:
+        needed = component.reader.least_torch(component.path)
+        if needed is not None and own is not None and numbers(own) < numbers(needed):
+            message = f"torch {needed} or later wrote the metadata, and torch {own} fails on it with a ValueError"
             yield Finding("torch_version", None, message, rewrite(case.checkpoint))
             return
 
 
 def installed() -> str | None:
-    """Return the version of torch that is installed, None if none is. Does not import it."""
+    """Return the version of the installed torch without importing it; None if torch is not installed."""
     try:
         return version("torch")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Say what will break when a checkpoint is loaded somewhere, and the command that fixes it. Reads no tensors."""
+"""Find what will break when a checkpoint is loaded, and the command that fixes it. Reads no tensors."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from ckptkit.words import count
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Summarized):
-    """The checkpoint at `path`, and what will break when it is loaded. `notes` say what else there is to know.
+    """The findings on the checkpoint at `path`: what will break when it is loaded.
 
-    `fixed_by` is the command that doctor ran to fix it, `fixed` the diagnosis of its output; None if it ran none.
-    `compared` are the tensors that doctor read, to compare them with the ones that they are tied to.
+    `notes` are remarks that break nothing. If doctor ran a command, `fixed_by` is that command and `fixed` the
+    diagnosis of its output; otherwise both are None. `compared` are the tied tensors that doctor read to compare their
+    values.
     """
 
     path: Path
@@ -60,7 +61,7 @@ class Diagnosis(Summarized):
 
     @property
     def not_read(self) -> str:
-        """Return what doctor did not look at, and the command that does."""
+        """Return which tensors doctor did not read, and the command that reads them."""
         but = f", except {' and '.join(f'`{name}`' for name in self.compared)}" if self.compared else ""
         return f"not read: tensors{but} (`ckptkit verify {self.path}`)"
 
@@ -93,29 +94,33 @@ def doctor(
         raise Usage(f"`world_size`: expected at least 1, found {world_size}")
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_case(checkpoint, model, like, world_size)
-    findings += [found for kind in KINDS for found in kind(case)] if case else []
+    findings += [finding for kind in KINDS for finding in kind(case)] if case else []
     chosen = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
-    notes = (*remarks_on_id(model), *unfinished_in(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
+    notes = (*remarks_on_id(model), *note_unfinished(path_of(ckpt), checkpoint), *notes_on(case), *chosen.notes)
     read = tuple(dict.fromkeys(name for tie in compared_ties(case).items() for name in tie)) if case else ()
-    found = Diagnosis(checkpoint.path, chosen.findings, notes, compared=read)
+    diagnosis = Diagnosis(checkpoint.path, chosen.findings, notes, compared=read)
     if fix is None:
-        return found
+        return diagnosis
     if not chosen.findings:
-        return replace(found, notes=(*notes, f"nothing to fix: {fix} was not written"))
+        return replace(diagnosis, notes=(*notes, f"nothing to fix: {fix} was not written"))
     certain = certain_fixes(chosen.findings)
     if len(certain) != 1:
         many = f"{len(certain)} commands would each fix a part: run one, then `ckptkit doctor` on its output"
-        return replace(found, notes=(*notes, f"nothing was fixed: {many if certain else 'no fix is certain to help'}"))
-    made = run_fix(certain[0], checkpoint, fix)
+        return replace(
+            diagnosis, notes=(*notes, f"nothing was fixed: {many if certain else 'no fix is certain to help'}")
+        )
+    converted = run_fix(certain[0], checkpoint, fix)
     fixed = doctor(fix, model=model, like=like, world_size=world_size)
-    left_out = [f"not in the output: `{one.name}`" for one in made.dropped] + describe_left(
-        made.left_behind, "not copied"
+    left_out = [f"not in the output: `{entry.name}`" for entry in converted.dropped] + describe_left(
+        converted.left_behind, "not copied"
     )
-    return replace(found, fixed_by=certain[0], fixed=replace(fixed, notes=(*made.notes, *left_out, *fixed.notes)))
+    return replace(
+        diagnosis, fixed_by=certain[0], fixed=replace(fixed, notes=(*converted.notes, *left_out, *fixed.notes))
+    )
 
 
 def certain_fixes(findings: Sequence[Finding]) -> list[Fix]:
-    """Return the commands that are certain to help with all findings that they are suggested for."""
+    """Return the commands that are certain to help with every finding that suggests them."""
     fixes = dict.fromkeys(one.fixed_by for one in findings if one.fixed_by)
     return [fix for fix in fixes if all(one.is_certain for one in findings if one.fixed_by == fix)]
 
@@ -126,9 +131,9 @@ def open_case(
     like: Source | None = None,
     world_size: int | None = None,
 ) -> tuple[LoadTarget | None, list[Finding]]:
-    """Open all that a checkpoint is compared with; None if its model cannot be read.
+    """Open the checkpoint and its target, and return them with the damage that was found.
 
-    Returns what is damaged too.
+    The target is None if the model's component cannot be read.
     """
     if broken := find_broken_export(checkpoint):
         return None, broken
@@ -138,18 +143,24 @@ def open_case(
     findings = list(find_damage(checkpoint, damage, model))
     if checkpoint.model_component.path in damage:
         return None, findings
-    whole = replace(checkpoint, components=tuple(part for part in checkpoint.components if part.path not in damage))
+    readable = replace(checkpoint, components=tuple(part for part in checkpoint.components if part.path not in damage))
     other = None if like is None else Checkpoint.open(like)
-    return LoadTarget(whole, open_model(whole, model), other, world_size), findings
+    return LoadTarget(readable, open_model(readable, model), other, world_size), findings
 
 
 def check_part(path: Path) -> Sequence[CkptError]:
-    """Return the problems of a part, but for an empty adapter, of which a finding says more."""
+    """Return the problems of a component.
+
+    Omits the one for an empty adapter: `find_empty_adapter` says more about it.
+    """
     return [problem for problem in verify_part(path, fast=True).problems if problem.code != EMPTY]
 
 
 def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel | None:
-    """Return the model that was named, or else that of the checkpoint's own config; None where there is none."""
+    """Return the model that the user named, or else the one of the checkpoint's own config.
+
+    Returns None if there is no config.
+    """
     if model is not None:
         return TargetModel.open(str(model))
     own = checkpoint.companions
@@ -159,7 +170,7 @@ def open_model(checkpoint: Checkpoint, model: str | Path | None) -> TargetModel 
 
 
 def notes_on(case: LoadTarget | None) -> Iterator[str]:
-    """Yield what was not looked at, and what happens on purpose."""
+    """Yield the checks that doctor skipped, and differences that may be intended."""
     if case is None:
         yield "nothing else was checked"
         return
@@ -172,10 +183,10 @@ def notes_on(case: LoadTarget | None) -> Iterator[str]:
             f"the optimizer has no state of {what}: the parameter is frozen, or never received a gradient. In the "
             f"second case torch's `set_optimizer_state_dict` fails; to fix that: {states[0].fix}"
         )
-    if case.weights and (found := remainders_in(case.layout, case.weights.layout.specs)):
+    if case.weights and (names := remainders_in(case.layout, case.weights.layout.specs)):
         yield (
-            f"the optimizer has remainders of the masters of {count(len(found), 'weight')} in {REMAINDERS}, such as "
-            f"`{found[0]}`: an optimizer without remainders loads them as numbers; `--weights-from master` adds them"
+            f"the optimizer has remainders of the masters of {count(len(names), 'weight')} in {REMAINDERS}, such as "
+            f"`{names[0]}`: an optimizer without remainders loads them as numbers; `--weights-from master` adds them"
         )
     yield from (one.line for one in case.inconsistencies if one.certainty is Certainty.NOTE)
     if case.model is None:
@@ -184,15 +195,15 @@ def notes_on(case: LoadTarget | None) -> Iterator[str]:
         return
     if case.model.reason is not None:
         yield f"names and shapes were not compared with {case.model.name}: {case.model.reason}"
-    there = {spec.dtype for name, spec in case.model.specs.items() if name in case.shapes}
-    here = {spec.dtype for name, spec in case.weights.layout.specs.items()} if case.weights else set()
-    if there and here and there != here:
-        one, two = (", ".join(sorted(dtype.name for dtype in dtypes)) for dtypes in (here, there))
+    dtypes_there = {spec.dtype for name, spec in case.model.specs.items() if name in case.shapes}
+    dtypes_here = {spec.dtype for name, spec in case.weights.layout.specs.items()} if case.weights else set()
+    if dtypes_there and dtypes_here and dtypes_there != dtypes_here:
+        one, two = (", ".join(sorted(dtype.name for dtype in dtypes)) for dtypes in (dtypes_here, dtypes_there))
         yield f"the weights are {one}, those of {case.model.name} {two}: a load converts them silently"
 
 
-def unfinished_in(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield that the run that was asked for has a later checkpoint that is not complete."""
+def note_unfinished(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a note if the run at `asked` has a later checkpoint that is not complete."""
     if asked == checkpoint.path or not asked.is_dir():
         return
     named = [one for one in named_in(asked) if (one.own_step or 0) > (checkpoint.own_step or 0)]

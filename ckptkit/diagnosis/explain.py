@@ -1,4 +1,4 @@
-"""Explain the error of a failed load by what is in the checkpoint."""
+"""Explain the error of a failed load by what the checkpoint contains."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from ckptkit.diagnosis.explanations import MatchedMessage
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.messages import MESSAGES, Message
 
-_MOST = 1 << 20  # characters of a text that is searched: rank by rank it says the same
-# lines of code, in which messages stand as they are made
+_MAX_CHARACTERS = 1 << 20  # searched characters: logs of many ranks repeat the same text
+# lines of source code in a traceback: they contain the templates of messages
 _SOURCE = re.compile(r"^(\[rank\d+\]:\s?)?    .*$", re.MULTILINE)
 
 
 def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     """Return what the error of a failed load means, which part of the checkpoint it is about, and commands that fix it.
 
-    ckptkit knows the messages of torch, transformers and others, in `error` and in its causes. Returns () for any other
-    error. Raises a `CkptError` if there is no checkpoint at `ckpt`.
+    ckptkit knows messages of torch, transformers and others. It searches `error` and its causes. Returns () for any
+    other error. Raises a `CkptError` if there is no checkpoint at `ckpt`.
     """
     text = error if isinstance(error, str) else "\n".join(words_of(error))
-    text = _SOURCE.sub("", text[:_MOST])
+    text = _SOURCE.sub("", text[:_MAX_CHARACTERS])
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_case(checkpoint)
     meanings: list[Finding] = []
     for message in MESSAGES:
-        for parts in dict.fromkeys(found.groups() for found in message.pattern.finditer(text)):
+        for parts in dict.fromkeys(match.groups() for match in message.pattern.finditer(text)):
             findings += message.look(MatchedMessage(parts, text), case) if message.look and case else ()
             meanings.append(meaning(message))
     return choose_fixes(findings or meanings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint)).findings
 
 
 def meaning(message: Message) -> Finding:
-    """Return what a message means, where the checkpoint shows no more."""
+    """Return a finding with the general meaning of a message, for use if the checkpoint shows no cause."""
     return Finding(message.code, None, message.means)
 
 
 def words_of(error: BaseException) -> Iterator[str]:
-    """Yield what an error says, and what those say that led to it."""
+    """Yield the text and notes of an error and of its causes."""
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield f"{type(one).__name__}: {one}"
-        yield from getattr(one, "__notes__", ())
-        one = one.__cause__ or one.__context__
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield f"{type(current).__name__}: {current}"
+        yield from getattr(current, "__notes__", ())
+        current = current.__cause__ or current.__context__

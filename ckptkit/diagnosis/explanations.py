@@ -1,4 +1,4 @@
-"""Look in a checkpoint for what the message of a failed load is about."""
+"""Find the cause of a load error in the checkpoint. Each function handles one kind of message."""
 
 from __future__ import annotations
 
@@ -20,55 +20,54 @@ from ckptkit.models.vocabulary import rows_of
 
 Look = Callable[["MatchedMessage", LoadTarget], Iterator[Finding]]
 _QUOTED = re.compile(r'"([^"]+)"')
-_GROUPS = "param_groups."  # lies beside the states of an optimizer
-_MOST_ENDS = 3  # entries that a finding lists
+_GROUPS = "param_groups."  # beside `state.` in an optimizer's state dict
+_MAX_ENTRIES = 3  # in one finding
 _SIZE = re.compile(r"[0-9]+")
 _WORLD = re.compile(r"_world_size_([0-9]{1,7})_rank_")
-_OPERAND = re.compile(r"Unsupported operand ([0-9]+)")  # the byte with which a file begins that is no pickle
+_OPERAND = re.compile(r"Unsupported operand ([0-9]+)")  # the first byte of a file that is not a pickle
 _NO_FILE = {"118": ", but a pointer of git-lfs: `git lfs pull` fetches it", "60": ", but a web page"}
 _UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: (.*)")
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedMessage:
-    """The parts of a message that differ from one to the next, and all of the text that it stands in."""
+    """The variable `parts` of a matched message, in order, and the full `text` that contains it."""
 
     parts: tuple[str, ...]
     text: str
 
 
 def find_keys(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield what a model looked for by `load_state_dict`, by the names that the checkpoint has for it, if any."""
+    """Yield the keys that `load_state_dict` misses, with the names that the checkpoint has for them, if any."""
     wanted = _QUOTED.findall(matched.parts[0])
-    given = [name for found in _UNEXPECTED.findall(matched.text) for name in _QUOTED.findall(found)]
+    unexpected = [name for renamed in _UNEXPECTED.findall(matched.text) for name in _QUOTED.findall(renamed)]
     raw = raw_names(case)
-    pairs = by_rule(dict.fromkeys(given), dict.fromkeys(wanted))
+    pairs = by_rule(dict.fromkeys(unexpected), dict.fromkeys(wanted))
     if len(pairs) < len(wanted):
         pairs |= {name: own for name, own in raw.items() if own in wanted and name != own}
-    found = set(pairs.values())
+    renamed = set(pairs.values())
     if pairs:
         yield from renamed_tensors(case, pairs, raw)
     elif case.checkpoint.family is not None and case.checkpoint.companions.config is not None:
         message = f"the checkpoint uses {case.checkpoint.family.name}'s names, and the model uses other names"
         yield Finding("family", wanted[0], message, rewrite(case.checkpoint, names=HUB), tuple(wanted))
         return
-    there = tuple(name for name in wanted if name not in found and name in raw)
-    if there:
+    present = tuple(name for name in wanted if name not in renamed and name in raw)
+    if present:
         where = f"under `{case.weights.wrapper}`" if case.weights and case.weights.wrapper else "on top"
         yield Finding(
-            "key", there[0], f"the checkpoint contains it, {where}: load that part of the checkpoint", None, there
+            "key", present[0], f"the checkpoint contains it, {where}: load that part of the checkpoint", None, present
         )
-    yield from (missing(case, name) for name in wanted if name not in found and name not in raw)
+    yield from (missing(case, name) for name in wanted if name not in renamed and name not in raw)
 
 
 def renamed_tensors(case: LoadTarget, pairs: Mapping[str, str], raw: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the tensors that the model calls otherwise, with the rule that renames them."""
+    """Yield the tensors that have another name in the model, with the rule that renames them."""
     rules = rules_for({old: new for old, new in pairs.items() if old in raw}, raw.keys()) if raw else None
     yield from say_renamed(case.checkpoint, pairs, rules, "the model")
 
 
 def missing(case: LoadTarget, name: str) -> Finding:
-    """Return the finding that a tensor is not in the checkpoint."""
     if name.endswith(HEAD):
         message = "the checkpoint does not contain it: perhaps it was tied to the embedding and not saved"
         return Finding("tie", name, message, export(case.checkpoint))
@@ -76,7 +75,10 @@ def missing(case: LoadTarget, name: str) -> Finding:
 
 
 def find_unexpected(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield what a model does not call for, unless names are all that is wrong."""
+    """Yield the tensors that the model does not have.
+
+    Yields nothing if keys are missing too: `find_keys` handles that.
+    """
     if "Missing key(s) in state_dict" not in matched.text:
         for name in _QUOTED.findall(matched.parts[0]):
             fix = None if may_be_trained(case, name) else rewrite(case.checkpoint, exclude=(f"*{name}",))
@@ -84,17 +86,20 @@ def find_unexpected(matched: MatchedMessage, case: LoadTarget) -> Iterator[Findi
 
 
 def find_key(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield why a key is not in the shards: a state that was never made, other names, another key above it."""
+    """Yield why the shards do not contain a key.
+
+    The optimizer state was not saved, the tensor has another name, or it is under another parent key.
+    """
     name = matched.parts[0].rstrip(".")
-    states = [one for one in find_missing_states(case) if one.tensor and name.startswith(f"{one.tensor}.")]
+    states = [state for state in find_missing_states(case) if state.tensor and name.startswith(f"{state.tensor}.")]
     if states:
         yield from find_missing_states(case)
         return
     wrapper = case.weights.wrapper if case.weights else ""
-    own, raw = name.removeprefix(f"{wrapper}.") if wrapper else name, raw_names(case)
-    if there := find_by_end(name, case.layout):
-        yield Finding("key", name, f"the checkpoint contains it as {there}")
-    elif (rule := find_prefix_rule([own], raw)) is not None:
+    unwrapped, raw = name.removeprefix(f"{wrapper}.") if wrapper else name, raw_names(case)
+    if entry_names := entries_with_same_end(name, case.layout):
+        yield Finding("key", name, f"the checkpoint contains it as {entry_names}")
+    elif (rule := find_prefix_rule([unwrapped], raw)) is not None:
         fix = rewrite(case.checkpoint, rename=(rule,))
         yield Finding("renamed", name, "the checkpoint contains it under another name", fix)
     elif ".param_groups." in name:
@@ -104,26 +109,27 @@ def find_key(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
         yield missing(case, name)
 
 
-def find_by_end(name: str, layout: Layout) -> str:
-    """Return the entries that have the same end as key `name`, in words; "" if there is none.
+def entries_with_same_end(name: str, layout: Layout) -> str:
+    """Return the entries whose names share their end with key `name`, as text; "" if there are none.
 
-    The longest of those that `name` ends with is certain; of those that end with `name` all are listed. An entry of an
-    optimizer's state, such as `step`, is only that of a key that names the parameter too.
+    If `name` ends with the names of entries, the longest is the match. Otherwise all entries that end with `name` are
+    listed. If `name` is one word such as `step`, entries of an optimizer's state do not match: they need the parameter
+    too.
     """
     if ends := [known for known in layout.names if name.endswith(f".{known}")]:
         return f"`{max(ends, key=len)}`"
     known_by_end = [known for known in layout.names if known.endswith(f".{name}")]
     if "." not in name:
         above = {known.rpartition(_GROUPS)[0] for known in layout.names if _GROUPS in known}
-        inside = tuple(f"{optimizer}{part}" for optimizer in above for part in ("state.", _GROUPS))
-        known_by_end = [known for known in known_by_end if not known.startswith(inside)]
-    more = len(known_by_end) - _MOST_ENDS
-    shown = " or ".join(f"`{known}`" for known in known_by_end[:_MOST_ENDS])
+        inner_prefixes = tuple(f"{optimizer}{part}" for optimizer in above for part in ("state.", _GROUPS))
+        known_by_end = [known for known in known_by_end if not known.startswith(inner_prefixes)]
+    more = len(known_by_end) - _MAX_ENTRIES
+    shown = " or ".join(f"`{known}`" for known in known_by_end[:_MAX_ENTRIES])
     return f"{shown} or {more} more" if more > 0 else shown
 
 
 def find_kind(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield an entry that is a tensor in the checkpoint, and none where it is to be loaded."""
+    """Yield a finding if the entry is a tensor in the checkpoint but a plain value in the state to load into."""
     name = matched.parts[0].strip()
     if name in case.layout.tensors:
         message = "the checkpoint has a tensor, and the state to load into a plain value"
@@ -132,41 +138,49 @@ def find_kind(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
         yield Finding("kind", name, message)
 
 
-def is_end(one: str, other: str) -> bool:
+def has_same_end(one: str, other: str) -> bool:
     return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
 def find_size(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield that a tensor has another shape: `parts` are what the checkpoint has, what the model has, and the name."""
-    here, there = (tuple(map(int, _SIZE.findall(part))) for part in matched.parts[:2])
+    """Yield the shape mismatch of a tensor.
+
+    `parts` are the checkpoint's shape, the model's shape, and the tensor's name.
+    """
+    saved, wanted = (tuple(map(int, _SIZE.findall(part))) for part in matched.parts[:2])
     name = matched.parts[2].strip().rstrip(".")
     rows = rows_of(case.weights.layout.tensors) if case.weights else {}
-    if here and there and here[1:] == there[1:] and any(is_end(known, name) or known == name for known in rows):
-        message = f"expected {there[0]} rows as in the model, found {here[0]}: one of the two is padded"
-        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=there[0]))
-    elif len(there) == 1 and len(here) > 1:
-        message = f"expected {list(here)}, found one axis of {there[0]} in the model: FSDP1 wrapped it for the load"
+    if (
+        saved
+        and wanted
+        and saved[1:] == wanted[1:]
+        and any(has_same_end(known, name) or known == name for known in rows)
+    ):
+        message = f"expected {wanted[0]} rows as in the model, found {saved[0]}: one of the two is padded"
+        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=wanted[0]))
+    elif len(wanted) == 1 and len(saved) > 1:
+        message = f"expected {list(saved)}, found one axis of {wanted[0]} in the model: FSDP1 wrapped it for the load"
         yield Finding("shape", name, message)
     else:
         yield Finding(
             "shape",
             name,
-            f"expected {list(there)} as in the model, found {list(here)}: check that it is the same model",
+            f"expected {list(wanted)} as in the model, found {list(saved)}: check that it is the same model",
         )
 
 
 def find_size_by_name(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    name, here, there = matched.parts
-    yield from find_size(MatchedMessage((here, there, name), matched.text), case)
+    name, saved, wanted = matched.parts
+    yield from find_size(MatchedMessage((saved, wanted, name), matched.text), case)
 
 
 def find_states(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - all are of interest, not just the first
-    """Yield the parameters that an optimizer has no state of, in one file as in shards."""
+    """Yield the parameters that have no optimizer state."""
     yield from list_missing_states(case)
 
 
 def find_groups(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the message has no numbers
-    """Yield the groups that the optimizer in the checkpoint has."""
+    """Yield the sizes of the parameter groups in the checkpoint."""
     for optimizer in optimizers_in(case.layout):
         sizes = ", ".join(str(len(group)) for group in optimizer.groups)
         message = f"the groups in the checkpoint have {sizes} parameters: build the optimizer with the same groups"
@@ -174,14 +188,17 @@ def find_groups(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_ranks(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield that a checkpoint is for as many ranks as saved it: `parts` are these, and the ranks now."""
+    """Yield that the checkpoint needs as many ranks as saved it.
+
+    `parts` are the saved and the current number of ranks.
+    """
     before, now = (int(found[0]) if (found := _SIZE.findall(part)) else 0 for part in matched.parts[:2])
     fix = resize(case.checkpoint, now) if now else None
     yield Finding("world_size", None, f"{before} ranks saved the checkpoint, and {now} ranks load it", fix)
 
 
 def find_file(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield why a file is not there: one that is called by another number of ranks."""
+    """Yield a finding if the missing file's name contains another world size than the checkpoint."""
     world = _WORLD.search(matched.parts[0])
     ranks = case.layout.world_size
     if world and ranks is not None and int(world[1]) != ranks:
@@ -190,7 +207,7 @@ def find_file(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_parameter(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield why a parameter of the model is not in the file: `parts` are its name."""
+    """Yield why the file does not contain a parameter. `parts` contains its name."""
     yield from find_key(MatchedMessage((matched.parts[0],), matched.text), case)
 
 
@@ -200,9 +217,9 @@ def find_misfits(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]
 
 
 def find_model(matched: MatchedMessage, case: LoadTarget) -> Iterator[Finding]:
-    """Yield the command that makes a model of a training checkpoint, if that could be read."""
-    if found := _OPERAND.search(matched.text):
-        yield Finding("corrupt", None, f"torch.save did not write this file{_NO_FILE.get(found[1], '')}")
+    """Yield the command that exports the model of a training checkpoint, or that torch.save did not write the file."""
+    if match := _OPERAND.search(matched.text):
+        yield Finding("corrupt", None, f"torch.save did not write this file{_NO_FILE.get(match[1], '')}")
         return
     yield Finding(
         "no_model", None, "this is a training checkpoint, not a model that can be loaded", export(case.checkpoint)

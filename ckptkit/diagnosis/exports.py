@@ -1,6 +1,6 @@
-"""Find exports that other tools broke: a wrong or missing index, entries without dtype, names with a number at the end.
+"""Find exports that other tools broke. Their tensors are undamaged, so the fix is certain.
 
-Their tensors are whole, so the fix is certain.
+Kinds: a wrong or missing index, entries without dtype, names that end with the number of an expert.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _EXPERT = (r"(\.experts)\.([^.]+)\.weight([0-9]+)$", r"\1.\3.\2.weight")
 
 @dataclass(frozen=True, slots=True)
 class BrokenExport:
-    """A model whose tensors are whole: what the headers of its files list, and what its index says instead."""
+    """A model with undamaged tensors: the tensors that its file headers list, and its `index` (None without one)."""
 
     found: HeaderFiles
     index: Mapping[str, str] | None
 
     @property
     def unlisted(self) -> tuple[str, ...]:
-        """Return the tensors that the index does not name, or in another file; all of them without an index."""
+        """Return the tensors that the index does not list, or lists in another file; all of them without an index."""
         tensors = self.found.layout.tensors
-        return tuple(name for name, one in tensors.items() if (self.index or {}).get(name) != one.chunks[0].path)
+        return tuple(name for name, tensor in tensors.items() if (self.index or {}).get(name) != tensor.chunks[0].path)
 
     def findings(self, fix: Fix) -> Iterator[Finding]:
-        """Yield what is wrong, with the command that fixes it."""
+        """Yield each problem, with the command that fixes it."""
         for name, file in self.found.empty.items():
             message = (
                 f"`{file}` lists the tensor without dtype and elements (torch does this for tied weights): loaders fail"
@@ -58,47 +58,49 @@ class BrokenExport:
 
 
 def find_broken_export(checkpoint: Checkpoint) -> list[Finding]:
-    """Return what is wrong with the index or the headers of a model, [] unless its tensors are certainly whole."""
-    part = checkpoint.model_component
-    broken = read_export(part) if may_be_broken(part) else None
+    """Return the problems of a model's index or headers; [] unless its tensors are certainly complete."""
+    component = checkpoint.model_component
+    broken = read_export(component) if may_be_broken(component) else None
     fix = Fix.of("doctor", checkpoint.path, fix=beside(checkpoint.path, "fixed"))
     return list(broken.findings(fix)) if broken else []
 
 
-def may_be_broken(part: Component) -> bool:
-    """Return whether a directory of safetensors cannot be read, or has more of them than are read."""
-    if part.reader.name != _HF or not part.path.is_dir():
+def may_be_broken(component: Component) -> bool:
+    """Return whether a directory of safetensors cannot be read, or contains files that its index does not list."""
+    if component.reader.name != _HF or not component.path.is_dir():
         return False
     try:
-        return any(name.endswith(".safetensors") and name not in part.layout.paths for name in names_in(part.path))
+        return any(
+            name.endswith(".safetensors") and name not in component.layout.paths for name in names_in(component.path)
+        )
     except _UNREAD:
         return True
 
 
-def read_export(part: Component) -> BrokenExport | None:
-    """Return what the headers of a model's files list, None unless that is certainly all of the model.
+def read_export(component: Component) -> BrokenExport | None:
+    """Return the tensors that the headers of a model's files list; None unless they are certainly the complete model.
 
-    It is certain if config.json calls for exactly these tensors, or if the files are a complete numbered series and no
-    tensor is missing.
+    This is certain if they are exactly the tensors that config.json describes, or if the files are a complete numbered
+    series and no tensor is missing.
     """
     try:
-        found = read_headers(part.path, _HF)
-        index = index_in(part.path)
-        config = find_companions(part.path, part.base).config
+        headers = read_headers(component.path, _HF)
+        index = index_in(component.path)
+        config = find_companions(component.path, component.base).config
     except _UNREAD:
         return None
-    if found is None or not found.layout.tensors:
+    if headers is None or not headers.layout.tensors:
         return None
     model = TargetModel.of(CONFIG, config or {}, {})
-    shapes = found.layout.shapes
+    shapes = headers.layout.shapes
     misfits = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model) if model.forms else None
     if misfits is None:
-        return BrokenExport(found, index) if found.is_series else None
-    return BrokenExport(found, index) if (found.is_series and not misfits.missing) or not misfits else None
+        return BrokenExport(headers, index) if headers.is_series else None
+    return BrokenExport(headers, index) if (headers.is_series and not misfits.missing) or not misfits else None
 
 
 def index_in(root: Path) -> Mapping[str, str] | None:
-    """Return the file of each tensor by the index in a directory, {} if it cannot be read, None if there is none."""
+    """Return the file of each tensor as the index lists it; {} if the index cannot be read, None if there is none."""
     try:
         return read_index(root / INDEX)[0] if INDEX in names_in(root) else None
     except Corrupt:
@@ -106,29 +108,29 @@ def index_in(root: Path) -> Mapping[str, str] | None:
 
 
 def repaired(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a broken export with the tensors that the headers of its files list."""
-    part = checkpoint.model_component
-    broken = read_export(part)
+    """Return a broken export as a checkpoint whose tensors come from the file headers instead of the index."""
+    component = checkpoint.model_component
+    broken = read_export(component)
     assert broken is not None
-    return replace(checkpoint, components=(replace(part, salvaged=broken.found.layout),))
+    return replace(checkpoint, components=(replace(component, salvaged=broken.found.layout),))
 
 
 def find_index(case: LoadTarget) -> Iterator[Finding]:
-    """Yield that several numbered files have no index, which transformers needs."""
-    part = case.checkpoint.model_component
-    files = part.layout.paths
+    """Yield a finding if several numbered files have no index. transformers needs it."""
+    component = case.checkpoint.model_component
+    files = component.layout.paths
     if (
-        part.reader.name == _HF
-        and part.layout.world_size is None
+        component.reader.name == _HF
+        and component.layout.world_size is None
         and len(files) > 1
-        and not (part.path / INDEX).exists()
+        and not (component.path / INDEX).exists()
     ):
         message = f"`{INDEX}` is missing beside {len(files)} files, so transformers finds no model"
         yield Finding("index", None, message, export(case.checkpoint))
 
 
 def find_config_dtype(case: LoadTarget) -> Iterator[Finding]:
-    """Yield that config.json names a dtype that torch does not have, such as an empty one."""
+    """Yield a finding if config.json names a dtype that torch does not have, such as an empty string."""
     own = case.checkpoint.companions
     config = own.config or {}
     named = {key: config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}
@@ -139,7 +141,7 @@ def find_config_dtype(case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_empty_adapter(case: LoadTarget) -> Iterator[Finding]:
-    """Yield that an adapter has no elements; the states beside it have its weights."""
+    """Yield a finding if the saved adapter has tensors without elements. The training state may contain its weights."""
     checkpoint = case.checkpoint
     saved = checkpoint.exported or checkpoint.model_component
     error = find_empty(saved.layout) if saved.is_adapter else None
@@ -154,24 +156,26 @@ def find_empty_adapter(case: LoadTarget) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class NamedExperts:
-    """The finding, and the tensors that are still missing or unexpected once each expert has the name of the model."""
+    """The finding on expert numbers, and the key mismatch that remains after the experts are renamed."""
 
     misfits: KeyMismatch
     finding: Finding
 
 
 def find_named_experts(case: LoadTarget, model: TargetModel, misfits: KeyMismatch) -> NamedExperts | None:
-    """Return the tensors of experts whose number is at the end of the name; None if that does not explain the names."""
+    """Return the experts whose number is at the end of the name; None if that does not explain the names."""
     pattern = re.compile(_EXPERT[0])
     if not any(pattern.search(name) for name in misfits.extra):
         return None
     shapes = {pattern.sub(_EXPERT[1], name): shape for name, shape in case.plain_shapes.items()}
-    found = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model)
+    renamed_misfits = KeyMismatch.of(shapes, closest(model.forms, shapes.keys()), model)
     names = tuple(name for name in misfits.extra if pattern.search(name))
-    if len(shapes) != len(case.plain_shapes) or any(pattern.sub(_EXPERT[1], name) in found.extra for name in names):
+    if len(shapes) != len(case.plain_shapes) or any(
+        pattern.sub(_EXPERT[1], name) in renamed_misfits.extra for name in names
+    ):
         return None
     message = (
         f"the expert's number is at the end of the name: in {model.name} it is `{pattern.sub(_EXPERT[1], names[0])}`"
     )
     fix = rewrite(case.checkpoint, rename=("=>".join(_EXPERT),), base=model.name if model.asked else None)
-    return NamedExperts(found, Finding("experts", names[0], message, fix, names))
+    return NamedExperts(renamed_misfits, Finding("experts", names[0], message, fix, names))

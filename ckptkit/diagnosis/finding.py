@@ -1,4 +1,4 @@
-"""A finding: what will break when a checkpoint is loaded, and the command that fixes it, as data."""
+"""`Finding`: something that will break when a checkpoint is loaded. `Fix`: the command that fixes it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ckptkit.io.joined import roots_of
 from ckptkit.io.path import path_beside
 from ckptkit.layout.renames import fold
 
-_MODEL_FILE = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")  # what `from_pretrained` reads beside others
-_FIRST = ("to", "world_size", "also")  # options that come before all others
-SHARDS = "dcp"  # what a checkpoint becomes whose own format is only read
+_MODEL_FILE = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")  # one of the names that `from_pretrained` reads
+_FIRST = ("to", "world_size", "also")  # options that a command shows first
+SHARDS = "dcp"  # output format for checkpoints whose own format ckptkit only reads
 Value = int | str | Path | tuple[str | Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """A command of ckptkit: its verb, the paths and models that it takes, and its options.
+    """A command of ckptkit: its verb, its positional arguments (paths and models), and its options.
 
-    Options have the names and values that the Python function of the verb takes; a tuple for an option that can be
-    given several times, True for one without a value.
+    Options have the names and values of the parameters of the Python function. The value is a tuple for an option that
+    can be given several times, and True for a flag.
     """
 
     verb: str
@@ -35,71 +35,77 @@ class Fix:
 
     @classmethod
     def of(cls, verb: str, *paths: str | Path, **options: Value | None) -> Fix:
-        """Return the command with its options in order: the target first, `base` last. Drops those without a value."""
+        """Return a command with its options in order: the target first, `base` last.
+
+        Drops options whose value is None or ().
+        """
         given = [(name, value) for name, value in options.items() if value is not None and value != ()]
-        places = {name: number for number, name in enumerate(_FIRST)}
-        given.sort(key=lambda option: (places.get(option[0], len(places)), option[0] == "base"))
+        rank_of = {name: number for number, name in enumerate(_FIRST)}
+        given.sort(key=lambda option: (rank_of.get(option[0], len(rank_of)), option[0] == "base"))
         return cls(verb, paths, tuple(given))
 
     @property
     def words(self) -> list[str]:
-        """Return the words of the command, `ckptkit` first, as a process takes them: nothing is quoted."""
+        """Return the unquoted arguments of the process, `ckptkit` first."""
         options = [word for name, value in self.options for word in spell_option(name, value)]
         return ["ckptkit", self.verb, *map(spell, self.paths), *options]
 
     def __str__(self) -> str:
-        """Return the command as a line for a shell."""
+        """Return the command as one line, quoted for a shell."""
         return shlex.join(self.words)
 
 
 def spell_option(name: str, value: Value) -> Iterator[str]:
-    """Yield the words of an option, the flag once for each of its values."""
+    """Yield the arguments of an option; repeats the flag for each value."""
     flag = f"--{name.replace('_', '-')}"
     if value is True:
         yield flag
     else:
-        for one in value if isinstance(value, tuple) else (value,):
-            yield from (flag, spell(one))
+        for item in value if isinstance(value, tuple) else (value,):
+            yield from (flag, spell(item))
 
 
 def spell(word: object) -> str:
-    """Return a word of a command; a path that begins like an option as one that does not."""
+    """Return an argument as text. A path that starts with `-` gets the prefix `./`."""
     return f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
 
 
 def make(verb: str, checkpoint: Checkpoint, target: Path, **options: Value | None) -> Fix:
-    """Return the command that makes another checkpoint of one, whose files may lie in several directories."""
-    source, *others = roots_of(checkpoint.path)
-    return Fix.of(verb, source, target, also=tuple(others), **options)
+    """Return a command that writes another checkpoint. `--also` names the other directories of the source."""
+    source, *more_roots = roots_of(checkpoint.path)
+    return Fix.of(verb, source, target, also=tuple(more_roots), **options)
 
 
 def rewrite(checkpoint: Checkpoint, *, base: str | None = None, **options: Value | None) -> Fix:
-    """Return the command that writes a checkpoint anew in its own format, optimizer and all.
+    """Return the command that writes a checkpoint again in its own format, with its optimizer.
 
-    A model alone is written with its config, that of `base` if given.
+    A model without training state is exported, with the config of `base` if given.
     """
     return export(checkpoint, base=base, **options) if is_model(checkpoint) else convert(checkpoint, **options)
 
 
 def convert(checkpoint: Checkpoint, **options: Value | None) -> Fix:
-    """Return the command that writes a training checkpoint anew in its own format."""
+    """Return the command that writes a training checkpoint again in its own format."""
     source, to = checkpoint.path, own_format(checkpoint)
     suffix = source.suffix if source.suffix in get_writer(to).suffixes and source.is_file() else ""
     return make("convert", checkpoint, beside(source, "fixed", suffix), to=to, **options)
 
 
 def export(checkpoint: Checkpoint, **options: Value | None) -> Fix:
-    """Return the command that makes a model to load of a checkpoint, with the config of `base` if given."""
+    """Return the command that exports the model of a checkpoint, with the config of `base` if given."""
     return make("consolidate", checkpoint, beside(checkpoint.path, "model"), **options)
 
 
 def reshard(checkpoint: Checkpoint, world_size: int, **options: Value | None) -> Fix:
-    """Return the command that writes a checkpoint for so many ranks."""
+    """Return the command that writes a checkpoint for `world_size` ranks."""
     return make("reshard", checkpoint, beside(checkpoint.path, "fixed"), to=world_size, **options)
 
 
 def resize(checkpoint: Checkpoint, world_size: int) -> Fix:
-    """Return the command that makes a checkpoint load with so many ranks, or with any where its format has such."""
+    """Return the command that makes a checkpoint load on `world_size` ranks.
+
+    If the format has a variant that loads on any number of ranks, the command converts to that variant.
+    """
     target = checkpoint.model_component.reader.resized_as
     if not target:
         return reshard(checkpoint, world_size)
@@ -107,18 +113,18 @@ def resize(checkpoint: Checkpoint, world_size: int) -> Fix:
 
 
 def beside(path: Path, word: str, suffix: str = "") -> Path:
-    """Return where what is made of the checkpoint at `path` goes: beside it, called like it; here, if that is remote.
+    """Return the path of the output: beside the checkpoint at `path`, or in the current directory if `path` is remote.
 
-    `suffix` is that of a file, "" for a directory.
+    `suffix` is the suffix of a file, "" for a directory.
     """
-    there = path if path.name not in ("", "..") else path.resolve()
-    stem = there.stem if there.is_file() else there.name
+    local = path if path.name not in ("", "..") else path.resolve()
+    stem = local.stem if local.is_file() else local.name
     name = f"{stem}-{word}{suffix}"
-    return path_beside(there, name)
+    return path_beside(local, name)
 
 
 def is_model(checkpoint: Checkpoint) -> bool:
-    """Return whether the weights lie in files of a model, by whose names `from_pretrained` finds them."""
+    """Return whether the weights are in files that `from_pretrained` finds by their names."""
     part = checkpoint.model_component
     if part.reader.is_model_only or part.reader.is_sharded or not part.path.is_dir():
         return part.reader.is_model_only
@@ -126,12 +132,12 @@ def is_model(checkpoint: Checkpoint) -> bool:
 
 
 def own_format(checkpoint: Checkpoint) -> str:
-    """Return the format that a checkpoint can be written anew in: its own, or shards where that is only read."""
+    """Return the format to write a checkpoint again in: its own, or DCP if ckptkit can only read its own."""
     name = checkpoint.model_component.reader.name
     return name if name in writable_formats() and not get_writer(name).needs_names else SHARDS
 
 
-# the kinds whose fix loses nothing and guesses nothing
+# kinds of findings whose fix loses nothing and guesses nothing
 _CERTAIN = frozenset(
     ["index", "empty_entry", "config_dtype", "empty_adapter", "experts", "wrapper", "torch_version", "world_size"]
 )
@@ -139,11 +145,11 @@ _CERTAIN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A thing that will break, or go wrong without a word, when a checkpoint is loaded.
+    """Something that will break, or silently go wrong, when a checkpoint is loaded.
 
-    `code` says what kind of thing, `tensor` what it is about, with `*` in place of numbers where that is several:
-    `names` has each. It is None for a finding on the checkpoint as a whole. `fixed_by` is the command that fixes it as
-    data, None if no command does.
+    `code` is the kind of finding. `tensor` is the entry that it concerns, with `*` in place of numbers if it concerns
+    several (`names` lists all), and None if it concerns the whole checkpoint. `fixed_by` is the command that fixes it,
+    None if no command does.
     """
 
     code: str
@@ -154,40 +160,44 @@ class Finding:
 
     @property
     def fix(self) -> str | None:
-        """Return the command that fixes it as a line for a shell, None if no command does."""
+        """Return the command that fixes the finding as a line for a shell; None if no command does."""
         return None if self.fixed_by is None else str(self.fixed_by)
 
     @property
     def is_certain(self) -> bool:
-        """Return whether its fix is certain to help: it loses nothing, guesses nothing, and the model's names fit."""
+        """Return whether the fix is certain to help: it loses nothing, guesses nothing, and keeps no unknown names."""
         return self.fixed_by is not None and self.code in _CERTAIN and ("names", "keep") not in self.fixed_by.options
 
     @property
     def line(self) -> str:
-        """Return what the finding is about, how many tensors that are, and the message."""
+        """Return the tensor, the number of tensors, and the message in one line."""
         if self.tensor is None:
             return self.message
         return f"{self.tensor}{f' ({self.count:,})' if self.count > 1 else ''}: {self.message}"
 
     @property
     def count(self) -> int:
-        """Return how many tensors and other entries it is about; 0 for the checkpoint as a whole."""
+        """Return the number of entries that the finding concerns; 0 for the whole checkpoint."""
         return len(self.names) or int(self.tensor is not None)
 
 
 def group(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings with those as one that say the same of every layer: `layers.*.q_proj.weight`."""
-    found: dict[tuple[object, ...], list[Finding]] = {}
-    for one in findings:
-        name = None if one.tensor is None else fold(one.tensor)
-        found.setdefault((one.code, name, one.message, one.fixed_by), []).append(one)
-    return tuple(merge(alike) for alike in found.values())
+    """Merge findings that differ only in numbers, such as the layer: `layers.*.q_proj.weight`."""
+    grouped: dict[tuple[object, ...], list[Finding]] = {}
+    for finding in findings:
+        name = None if finding.tensor is None else fold(finding.tensor)
+        grouped.setdefault((finding.code, name, finding.message, finding.fixed_by), []).append(finding)
+    return tuple(merge(alike) for alike in grouped.values())
 
 
 def merge(alike: list[Finding]) -> Finding:
-    """Return findings that say the same of tensors called alike as one."""
+    """Return one finding for several with the same message and the same name up to numbers."""
     first, *others = alike
-    names = tuple(dict.fromkeys(name for one in alike for name in one.names or ((one.tensor,) if one.tensor else ())))
+    names = tuple(
+        dict.fromkeys(
+            name for finding in alike for name in finding.names or ((finding.tensor,) if finding.tensor else ())
+        )
+    )
     if not others and not (first.names and first.tensor):
         return replace(first, names=names)
     return replace(first, tensor=fold(first.tensor) if first.tensor and len(names) > 1 else first.tensor, names=names)

@@ -1,4 +1,4 @@
-"""Compare the groups that Megatron-FSDP keeps by parameter with the states of the same optimizer.
+"""Compare Megatron-FSDP's map from parameter to group with the optimizer states of the same optimizer.
 
 Source: `_param2group_meta_to_param_groups` in megatron/core/optimizer/distrib_optimizer.py of core 0.20, which looks up
 every parameter of the job in `param_to_group_meta`.
@@ -17,7 +17,7 @@ _STATE = "state"
 
 
 def find_unlisted(case: LoadTarget) -> Iterator[Finding]:
-    """Yield the parameters that have a state and no entry in the map of groups, and those that have only an entry."""
+    """Yield the parameters that have a state but are not in the map of groups, and the reverse."""
     for above, listed in parameters_under(case.layout, GROUP_MAP).items():
         known = parameters_under(case.layout, _STATE).get(above, {})
         for parameter in known.keys() - listed.keys():
@@ -31,10 +31,10 @@ def find_unlisted(case: LoadTarget) -> Iterator[Finding]:
 
 
 def parameters_under(layout: Layout, step: str) -> dict[KeyPath, dict[str, str]]:
-    """Return the names that follow `step` in key paths by their parameter, by the path of the optimizer above."""
-    found: dict[KeyPath, dict[str, str]] = {}
+    """Return for each optimizer (its key path) the parameters below `step`: the name in the checkpoint by parameter."""
+    by_optimizer: dict[KeyPath, dict[str, str]] = {}
     for name in layout.names:
         match layout.key(name):
             case (*above, here, str(parameter), _) if here == step:
-                found.setdefault(tuple(above), {})[parameter_of(parameter)] = parameter
-    return found
+                by_optimizer.setdefault(tuple(above), {})[parameter_of(parameter)] = parameter
+    return by_optimizer

@@ -1,7 +1,7 @@
-"""The messages of failed loads: what each means, what to do, and what to look for in the checkpoint.
+"""The error messages of failed loads: what each means, how to fix it, and what to look for in the checkpoint.
 
-The words are those of torch, transformers, Accelerate, DeepSpeed and safetensors; `…` stands for what differs. A page
-of the documentation is written from this.
+The texts come from torch, transformers, Accelerate, DeepSpeed and safetensors; `…` stands for the variable parts. A
+page of the documentation is generated from this table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ANY = "…"
 
 @dataclass(frozen=True)
 class Message:
-    """A message as a library says it, and what it means. `code` is that of the finding where nothing more is found."""
+    """A message of a library, and its meaning. `code` is the code of the finding if `look` finds no cause."""
 
     words: str
     whose: str
@@ -28,7 +28,7 @@ class Message:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Return the pattern of the message, with a group for each part that differs; the last ends with its line."""
+        """Return a pattern with a group for each variable part. A part at the end extends to the end of its line."""
         pieces = [r"\s+".join(map(re.escape, piece.split(" "))) for piece in self.words.split(ANY)]
         return re.compile("(.+?)".join(pieces) if pieces[-1] else "(.+?)".join(pieces[:-1]) + "(.*)")
 

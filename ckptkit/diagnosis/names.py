@@ -1,4 +1,4 @@
-"""Find names that a model does not have: prefixes of wrappers, another family's, missing and unexpected tensors."""
+"""Find names that a model does not have: prefixes of wrappers, other families' names, missing and extra tensors."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ from ckptkit.words import count
 def say_renamed(
     checkpoint: Checkpoint, pairs: Mapping[str, str], rules: Sequence[str] | None, whose: str, base: str | None = None
 ) -> Iterator[Finding]:
-    """Yield the tensors that `whose` names differ for, the new names by the old in `pairs`: a finding for each change.
+    """Yield a finding for each kind of rename in `pairs`, which maps old names to new ones. `whose` has the new names.
 
-    `rules` are those that rename them all, None if no few do.
+    `rules` rename all of them; None if too many rules would be needed.
     """
     fix = rewrite(checkpoint, rename=tuple(rules), base=base) if rules else None
     for line, members in by_change(pairs):
         yield Finding("renamed", line.old, f"{whose} uses the name `{line.new}`", fix, members)
 
 
-_IN_MEMORY = "transformers"  # the family of names that its models have there
-_MOST_GLOBS = 8
+_IN_MEMORY = "transformers"  # family of transformers' in-memory names
+_MAX_GLOBS = 8
 
 
 def find_wrappers(case: LoadTarget) -> Iterator[Finding]:
-    """Yield the words of wrappers in names, where a model without them is to be loaded."""
+    """Yield the prefixes of wrappers in names, if the model to load does not have these wrappers."""
     if case.weights is None or not (case.is_asked or is_model(case.checkpoint)):
         return
     raw = raw_names(case)
     for wrapper in WRAPPERS:
-        word, whose = wrapper.text.rstrip("."), wrapper.whose
-        names = tuple(name for name, own in raw.items() if word in name.split(".") and word not in own.split("."))
+        prefix, whose = wrapper.text.rstrip("."), wrapper.whose
+        names = tuple(name for name, own in raw.items() if prefix in name.split(".") and prefix not in own.split("."))
         if names:
             message = (
-                f"the names start with `{word}.` (added by {whose}); a model without that wrapper will not find them"
+                f"the names start with `{prefix}.` (added by {whose}); a model without that wrapper will not find them"
             )
-            yield Finding("wrapper", names[0], message, without_word(case, word), names)
+            yield Finding("wrapper", names[0], message, fix_removing_word(case, prefix), names)
 
 
 def raw_names(case: LoadTarget) -> dict[str, str]:
-    """Return by the names that the model's tensors have below its key those without wrappers."""
+    """Return the name without wrapper prefixes, by the name in the checkpoint below the model's key."""
     weights = case.weights
     if weights is None:
         return {}
@@ -69,8 +69,8 @@ def raw_names(case: LoadTarget) -> dict[str, str]:
     return {".".join(map(str, key[len(prefix) :])): own for own, key in keys.items()}
 
 
-def without_word(case: LoadTarget, word: str) -> Fix:
-    """Return the command that takes a word out of all names; a model alone is made without such words anyway."""
+def fix_removing_word(case: LoadTarget, word: str) -> Fix:
+    """Return the command that removes a word from all names. An export drops the words of wrappers by default."""
     if is_model(case.checkpoint):
         base = case.model.name if case.model and case.model.asked else None
         return export(case.checkpoint, base=base)
@@ -78,22 +78,20 @@ def without_word(case: LoadTarget, word: str) -> Fix:
 
 
 def find_names(case: LoadTarget) -> Iterator[Finding]:
-    """Yield the tensors that the model calls for and that are missing, and those that it does not call for.
-
-    With the rule, family or prefix that fixes it, where there is one.
-    """
+    """Yield missing and unexpected tensors, with the rule, family or prefix that fixes them, if there is one."""
     model, misfits = case.model, case.misfits
     if model is None or misfits is None or is_another_model(case, pairs_of(case)):
         return
     if not misfits:
         yield from find_names_on_disk(case, model)
         return
-    turned = None if misfits.is_small else translate_to_hub(case, model)
-    if turned is not None:
+    on_hub = None if misfits.is_small else translate_to_hub(case, model)
+    if on_hub is not None:
         if not model.asked:
-            return  # the names are its trainer's, which loads it
-        yield turned.finding
-        misfits = KeyMismatch.of(turned.shapes, closest(model.forms, turned.shapes.keys()), model)
+            return  # the trainer that wrote these names can load them
+        yield on_hub.finding
+        misfits = KeyMismatch.of(on_hub.shapes, closest(model.forms, on_hub.shapes.keys()), model)
+    # each explanation removes its tensors from the mismatch, so the order matters: family, experts, rules
     experts = find_named_experts(case, model, misfits)
     if experts is not None:
         yield experts.finding
@@ -103,9 +101,9 @@ def find_names(case: LoadTarget) -> Iterator[Finding]:
     missing = {name: shape for name, shape in misfits.missing.items() if name not in pairs.values()}
     extra = [name for name in misfits.extra if name not in pairs]
     if missing and len(missing) == misfits.needed:
-        yield another_model(case, model, len(missing))
+        yield other_model_finding(case, model, len(missing))
         return
-    yield from (missing_one(model, name) for name in missing)
+    yield from (missing_finding(model, name) for name in missing)
     if model.asked or is_model(case.checkpoint):
         heads = predictors_in(extra, model.config)
         yield from find_unexpected(case, model, [name for name in extra if name not in heads])
@@ -113,14 +111,14 @@ def find_names(case: LoadTarget) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class HubView:
-    """The tensors of a checkpoint by the names of the Hub, and what there is to say of it."""
+    """The shapes of a checkpoint's tensors by their names on the Hub, and the finding that suggests the translation."""
 
     shapes: Shapes
     finding: Finding
 
 
 def translate_to_hub(case: LoadTarget, model: TargetModel) -> HubView | None:
-    """Return the tensors by the Hub's names, if they have another family's and it is known how these turn."""
+    """Return the tensors under the Hub's names, if they have another family's names that ckptkit can translate."""
     shapes = named_as_on_hub(case, model, None)
     rows = vocabulary_of(model.config)
     options: dict[str, Value] = {}
@@ -143,7 +141,7 @@ def translate_to_hub(case: LoadTarget, model: TargetModel) -> HubView | None:
 
 
 def find_names_on_disk(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
-    """Yield that shards have the names of files, where a model in memory has others since transformers 5."""
+    """Yield a finding if shards have the names of files, but the model in memory has others (transformers 5)."""
     memory = model.forms[-1]
     names = tuple(name for name in case.plain_shapes if name not in memory.shapes)
     if is_model(case.checkpoint) or not (model.asked and names):
@@ -154,13 +152,13 @@ def find_names_on_disk(case: LoadTarget, model: TargetModel) -> Iterator[Finding
 
 
 def named_as_on_hub(case: LoadTarget, model: TargetModel, rows: int | None) -> Shapes | None:
-    """Return the shapes of the tensors by the Hub's names, None where they cannot be turned, or need not be."""
+    """Return the shapes of the tensors by the Hub's names; None if the names cannot be translated."""
     assert case.weights is not None
     try:
-        found, _ = name_weights(case.weights, ask_names(case.checkpoint, HUB, model.config or None, rows=rows))
+        named, _ = name_weights(case.weights, ask_names(case.checkpoint, HUB, model.config or None, rows=rows))
     except (Corrupt, IOFailure, Mismatch, Unsafe, Unsupported):
         return None
-    return found.layout.shapes
+    return named.layout.shapes
 
 
 def padded_rows(case: LoadTarget) -> int:
@@ -173,24 +171,23 @@ def has_optimizer(case: LoadTarget) -> bool:
 
 
 def find_renamed(case: LoadTarget, pairs: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the tensors that are called otherwise, a finding for each rule."""
+    """Yield the tensors that have another name in the model, one finding for each rule."""
     if not pairs or case.model is None:
         return
     base = case.model.name if case.model.asked else None
     yield from say_renamed(case.checkpoint, pairs, rules_for(pairs, case.shapes.keys()), case.model.name, base)
 
 
-def another_model(case: LoadTarget, model: TargetModel, wanted: int) -> Finding:
-    """Return the finding that nothing of a model is there."""
-    there = abridge(sorted(case.shapes, key=len))
+def other_model_finding(case: LoadTarget, model: TargetModel, needed: int) -> Finding:
+    """Return the finding that the checkpoint contains no tensor of the model."""
+    some_names = abridge(sorted(case.shapes, key=len))
     message = (
-        f"expected the {count(wanted, 'tensor')} of {model.name}, found none of them under any name; found {there}"
+        f"expected the {count(needed, 'tensor')} of {model.name}, found none of them under any name; found {some_names}"
     )
     return Finding("other_model", None, message)
 
 
-def missing_one(model: TargetModel, name: str) -> Finding:
-    """Return the finding that a tensor is missing."""
+def missing_finding(model: TargetModel, name: str) -> Finding:
     message = f"missing: {model.name} has this tensor"
     if name == HEAD:
         message += "; if the head was tied to the embedding in training, set tie_word_embeddings to true in its config"
@@ -198,7 +195,7 @@ def missing_one(model: TargetModel, name: str) -> Finding:
 
 
 def find_unexpected(case: LoadTarget, model: TargetModel, extra: list[str]) -> Iterator[Finding]:
-    """Yield the tensors that a model does not call for. Never proposes to drop one that may have been trained."""
+    """Yield the tensors that a model does not have. Never suggests to drop a tensor that may have been trained."""
     assert case.weights is not None
     message = f"{model.name} does not have this tensor: `load_state_dict` refuses it, other loaders skip it"
     head = trained_class_of(case, model) if any(map(is_trained_head, extra)) else None
@@ -211,19 +208,19 @@ def find_unexpected(case: LoadTarget, model: TargetModel, extra: list[str]) -> I
     came_from = case.weights.came_from
     names = {came_from.get(name, name) for name in extra}
     others = set(case.checkpoint.model_component.layout.names) - names
-    globs = few_globs(sorted(names), others, _MOST_GLOBS)
+    globs = few_globs(sorted(names), others, _MAX_GLOBS)
     fix = rewrite(case.checkpoint, exclude=globs, base=model.name) if globs else None
     yield from (Finding("unexpected", name, message, fix) for name in extra)
 
 
 def may_be_trained(case: LoadTarget, name: str) -> bool:
-    """Return whether a tensor may have been trained: it has floats, and no name of a buffer."""
+    """Return whether a tensor may have been trained: its dtype is a float and its name is not that of a buffer."""
     spec = case.weights.layout.specs.get(name) if case.weights else None
     return spec is None or (spec.dtype.kind == "float" and not is_buffer(name))
 
 
 def trained_class_of(case: LoadTarget, model: TargetModel) -> str | None:
-    """Return the class that has the heads of a checkpoint where the model's class does not; None if there is none."""
+    """Return the class that has the head in the checkpoint, if the model's own class has another; else None."""
     if case.form is None or not model.config:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Find what a loader misses in an optimizer: missing states, and other parameter groups."""
+"""Find optimizer state that a loader needs and the checkpoint lacks, and parameter groups that differ."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ _MISNAMED = ("prefixed_state", "prefixed_weight", "unknown_parameter")
 
 
 def find_missing_states(case: LoadTarget) -> Iterator[Finding]:
-    """Yield the parameters without a state, of an optimizer in shards, whose loader asks for a state of each.
+    """Yield the parameters without a state in a sharded checkpoint, whose loader asks for the state of every parameter.
 
-    Of one in a file of torch.save a note is made: whether its loader asks for all depends on which it is.
+    For a file of torch.save, `doctor` adds a note instead: only some loaders ask for every state.
     """
     if case.checkpoint.model_component.reader.is_sharded and case.adapted is None:
         yield from list_missing_states(case)
 
 
 def list_missing_states(case: LoadTarget) -> Iterator[Finding]:
-    """Yield the parameters without a state, however the optimizer is saved."""
+    """Yield the parameters without optimizer state, for any format."""
     is_sharded = case.checkpoint.model_component.reader.is_sharded
-    words = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
+    error_text = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
     for states in named_states(case.layout):
         for name in without_state(states) if not is_misnamed(case, states) else ():
             message = (
                 "the optimizer has no state for this parameter because it never received a gradient; "
-                f"unless it is frozen, torch's load fails with {words}"
+                f"unless it is frozen, torch's load fails with {error_text}"
             )
             yield Finding("optimizer_state", spell(states.above, name), message, complete(case))
 
 
 def is_misnamed(case: LoadTarget, states: States) -> bool:
-    """Return whether the optimizer has states under unknown names: they may be those that parameters lack."""
+    """Return whether the optimizer has states under unknown names.
+
+    They may belong to the parameters without a state.
+    """
     above = f"{'.'.join(map(str, states.above))}.state."
     is_unknown = any(one.code in _MISNAMED and f"{one.tensor}".startswith(above) for one in case.inconsistencies)
     return is_unknown or bool(states.strays)
@@ -55,16 +58,16 @@ def complete(case: LoadTarget) -> Fix:
 
 
 def named_states(layout: Layout) -> list[States]:
-    """Return the states of the optimizers that call their parameters by name, and have groups that make sense."""
+    """Return the states of the optimizers that identify parameters by name and have valid groups."""
     try:
-        found = find_states(layout)
+        states_list = find_states(layout)
     except Corrupt:
-        found = list(flattened(layout))
-    return [states for states in found if states.optimizer is None or states.optimizer.is_named]
+        states_list = list(flattened(layout))
+    return [states for states in states_list if states.optimizer is None or states.optimizer.is_named]
 
 
 def without_state(states: States) -> list[str]:
-    """Return the parameters that are listed and have no state; none if no parameter has one."""
+    """Return the listed parameters that have no state; [] if no parameter has one."""
     return states.lacking if states.of else []
 
 
@@ -73,32 +76,32 @@ def spell(above: KeyPath, name: str) -> str:
 
 
 def find_groups(case: LoadTarget) -> Iterator[Finding]:
-    """Yield the optimizers that list their parameters in other groups, or by numbers where the other has names."""
+    """Yield the optimizers whose groups differ from the other checkpoint's, or that use indices where it uses names."""
     if case.like is None:
         return
     pairs = zip(optimizers_in(case.layout), optimizers_in(case.like.layout), strict=False)
     for ours, theirs in pairs:
         if ours.is_named != theirs.is_named:
-            here, there = (NAMES if one.is_named else IDS for one in (ours, theirs))
-            message = f"expected {there} of parameters as in {case.like.path}, found {here}"
-            yield Finding("optimizer_keys", ours.name, message, rewrite(case.checkpoint, optimizer_keys=there))
+            our_keys, their_keys = (NAMES if one.is_named else IDS for one in (ours, theirs))
+            message = f"expected {their_keys} of parameters as in {case.like.path}, found {our_keys}"
+            yield Finding("optimizer_keys", ours.name, message, rewrite(case.checkpoint, optimizer_keys=their_keys))
         else:
             yield from find_difference(ours, theirs, case.like.path)
 
 
 def find_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator[Finding]:
-    """Yield the first difference of two optimizers' groups."""
-    here, there = ([len(group) for group in one.groups] for one in (ours, theirs))
-    if len(here) != len(there):
+    """Yield the first difference between the parameter groups of two optimizers."""
+    our_sizes, their_sizes = ([len(group) for group in one.groups] for one in (ours, theirs))
+    if len(our_sizes) != len(their_sizes):
         message = (
-            f"it has {count(len(here), 'parameter group')} here, and {len(there)} in {other}: "
+            f"it has {count(len(our_sizes), 'parameter group')} here, and {len(their_sizes)} in {other}: "
             "torch fails with `loaded state dict has a different number of parameter groups`"
         )
         yield Finding("groups", ours.name, message)
-    elif here != there:
+    elif our_sizes != their_sizes:
         message = (
-            f"expected groups of {', '.join(map(str, there))} parameters as in {other}, found "
-            f"{', '.join(map(str, here))}: "
+            f"expected groups of {', '.join(map(str, their_sizes))} parameters as in {other}, found "
+            f"{', '.join(map(str, our_sizes))}: "
             "torch fails with `loaded state dict contains a parameter group that doesn't match the size`"
         )
         yield Finding("groups", ours.name, message)
@@ -112,19 +115,19 @@ def find_difference(ours: Optimizer, theirs: Optimizer, other: Path) -> Iterator
 
 
 def find_moved(ours: Optimizer, theirs: Optimizer) -> tuple[str, int, int] | None:
-    """Return the first parameter that is in another group, with both."""
-    places = {name: number for number, group in enumerate(theirs.groups) for name in group}
+    """Return the first parameter that is in another group, with its group here and there."""
+    group_there = {name: number for number, group in enumerate(theirs.groups) for name in group}
     moved = (
-        (name, number, places[name])
+        (name, number, group_there[name])
         for number, group in enumerate(ours.groups)
         for name in group
-        if places.get(name, number) != number
+        if group_there.get(name, number) != number
     )
     return next(moved, None)
 
 
 def optimizers_in(layout: Layout) -> list[Optimizer]:
-    """Return the optimizers with groups; none where these make no sense."""
+    """Return the optimizers that have groups; [] if the groups are invalid."""
     try:
         return find_optimizers(layout)
     except Corrupt:

@@ -19,35 +19,35 @@ from ckptkit.models.names import HUB
 from ckptkit.state.matching import Side, match, pair_parts, with_names_of_hub
 from ckptkit.trainers import owner_of_key
 
-_MOST_RULES = 8
+_MAX_RULES = 8
 
 
 def compare_with_checkpoint(case: LoadTarget) -> Iterator[Finding]:
-    """Yield what another checkpoint has and this one has not, or by another name, or in another shape or dtype."""
+    """Yield the entries that another checkpoint has and this one lacks, or has under another name, shape or dtype."""
     if case.like is None:
         return
-    here, there = case.checkpoint.family, case.like.family
-    if here is not there:
-        one, other = (family.name if family else HUB for family in (here, there))
+    our_family, their_family = case.checkpoint.family, case.like.family
+    if our_family is not their_family:
+        one, other = (family.name if family else HUB for family in (our_family, their_family))
         message = f"the names are {one}'s here, and {other}'s in {case.like.path}"
         yield Finding("family", None, message, rewrite(case.checkpoint, names=other))
     for ours, theirs in sides(case.checkpoint, case.like):
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
-        if here is there or shared:
+        if our_family is their_family or shared:
             yield from find_key(case, case.like.path, ours, theirs)
-            yield from find_lacking(case, case.like.path, ours, theirs)
+            yield from find_missing_and_extra(case, case.like.path, ours, theirs)
             yield from find_specs(case, case.like.path, ours, theirs)
             yield from find_kinds(case, case.like.path, ours, theirs)
 
 
 def sides(one: Checkpoint, two: Checkpoint) -> list[tuple[Side, Side]]:
-    """Return the parts of both checkpoints that belong together, by names that can be compared."""
+    """Return pairs of components from both checkpoints, with names that can be compared."""
     pairs = (with_names_of_hub(one, two, pair) for pair in pair_parts(one, two)[0])
     return [match(ours.layout, theirs.layout)[:2] for ours, theirs in pairs]
 
 
 def find_key(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
-    """Yield that the model lies under another key, where both have one or none."""
+    """Yield a finding if the model is under another key than in the other checkpoint."""
     if ours.wrapper == theirs.wrapper or any(get_format(side.layout.format).is_model_only for side in (ours, theirs)):
         return
     here, there = (f"under `{side.wrapper}`" if side.wrapper else "under no key" for side in (ours, theirs))
@@ -56,18 +56,22 @@ def find_key(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterato
     yield Finding("key", None, f"expected the model {there} as in {other}, found it {here}", fix)
 
 
-def find_lacking(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
-    """Yield what the other has and this one lacks, and weights that only this one has."""
-    said = said_elsewhere(ours.layout, theirs.layout) if case.checkpoint.model_component.reader.is_sharded else set()
+def find_missing_and_extra(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+    """Yield the entries that only the other checkpoint has, and the weights that only this one has."""
+    reported_states = (
+        entries_of_missing_states(ours.layout, theirs.layout)
+        if case.checkpoint.model_component.reader.is_sharded
+        else set()
+    )
     missing = {
         name: shape
         for name, shape in shapes_of(theirs.layout).items()
-        if name not in ours.layout.names and not is_of_rank(theirs.layout, name) and name not in said
+        if name not in ours.layout.names and not is_per_rank(theirs.layout, name) and name not in reported_states
     }
     extra = {
         name: shape
         for name, shape in shapes_of(ours.layout).items()
-        if name not in theirs.layout.names and not is_of_rank(ours.layout, name)
+        if name not in theirs.layout.names and not is_per_rank(ours.layout, name)
     }
     pairs = by_rule(extra, missing)
     yield from find_renamed(case, other, pairs, ours)
@@ -83,7 +87,10 @@ def find_lacking(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Ite
 
 
 def find_kinds(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
-    """Yield what is a tensor in shards here and none in the other, such as a rate. The other way round torch loads."""
+    """Yield entries that are tensors here and plain values in the other, such as a learning rate.
+
+    In the opposite case torch loads them.
+    """
     is_sharded = case.checkpoint.model_component.reader.is_sharded
     for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
         message = (
@@ -94,14 +101,17 @@ def find_kinds(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Itera
 
 
 def find_renamed(case: LoadTarget, other: Path, pairs: Mapping[str, str], ours: Side) -> Iterator[Finding]:
-    """Yield what the other calls otherwise, a finding for each rule. Those for the model change its optimizer too."""
+    """Yield the entries that have another name in the other checkpoint.
+
+    The rules for the model rename its optimizer too.
+    """
     own = {old: new for old, new in pairs.items() if old in ours.weights}
     rules = rules_for(own, ours.weights) if own else None
     yield from say_renamed(case.checkpoint, pairs, rules, str(other))
 
 
 def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
-    """Yield the tensors that have another shape or dtype in the other."""
+    """Yield the tensors that have another shape or dtype in the other checkpoint."""
     specs = theirs.layout.specs
     pairs = {name: (spec, specs[name]) for name, spec in ours.layout.specs.items() if specs.get(name, spec) != spec}
     shapes = {name: (one, two) for name, (one, two) in pairs.items() if one.shape != two.shape}
@@ -118,37 +128,42 @@ def find_specs(case: LoadTarget, other: Path, ours: Side, theirs: Side) -> Itera
 
 
 def fix_dtypes(case: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], ours: Side, theirs: Side) -> Fix | None:
-    """Return the command that gives tensors the dtypes that the other has; None if some cannot become that."""
-    of_weights = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
-    is_simple = len(of_weights) == 1 and any(name in ours.weights for name in pairs)
-    rules = [dtype.name for dtype in of_weights] if is_simple else []
-    rest = {name: two.dtype for name, (_, two) in pairs.items() if not (is_simple and name in ours.weights)}
-    whole = kinds_of_one_change(rest, ours.layout)
-    globs = {name: f"*.{kind}" if (kind := kind_of(name)) in whole else f"*{fold(name)}" for name in rest}
-    rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in rest.items())
-    if not rules or len(rules) > _MOST_RULES or not all(a.dtype.can_become(b.dtype) for a, b in pairs.values()):
+    """Return the command that converts tensors to the other checkpoint's dtypes.
+
+    Returns None if a dtype cannot be converted.
+    """
+    weight_dtypes = {spec.dtype for name, spec in theirs.layout.specs.items() if name in theirs.weights}
+    is_simple = len(weight_dtypes) == 1 and any(name in ours.weights for name in pairs)
+    rules = [dtype.name for dtype in weight_dtypes] if is_simple else []
+    other_dtypes = {name: two.dtype for name, (_, two) in pairs.items() if not (is_simple and name in ours.weights)}
+    uniform_kinds = uniformly_changed_kinds(other_dtypes, ours.layout)
+    globs = {
+        name: f"*.{kind}" if (kind := kind_of(name)) in uniform_kinds else f"*{fold(name)}" for name in other_dtypes
+    }
+    rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in other_dtypes.items())
+    if not rules or len(rules) > _MAX_RULES or not all(a.dtype.can_become(b.dtype) for a, b in pairs.values()):
         return None
     return rewrite(case.checkpoint, dtype=tuple(rules))
 
 
-def kinds_of_one_change(changed: Mapping[str, DType], layout: Layout) -> set[str]:
-    """Return the last words of names, such as `exp_avg`, of which all tensors change to the same dtype."""
-    found: dict[str, set[DType | None]] = {}
+def uniformly_changed_kinds(changed: Mapping[str, DType], layout: Layout) -> set[str]:
+    """Return the last words of names, such as `exp_avg`, whose tensors all change to the same dtype."""
+    dtypes_by_kind: dict[str, set[DType | None]] = {}
     for name in layout.tensors:
-        found.setdefault(kind_of(name), set()).add(changed.get(name) if "." in name else None)
-    return {kind for kind, dtypes in found.items() if len(dtypes) == 1 and None not in dtypes}
+        dtypes_by_kind.setdefault(kind_of(name), set()).add(changed.get(name) if "." in name else None)
+    return {kind for kind, dtypes in dtypes_by_kind.items() if len(dtypes) == 1 and None not in dtypes}
 
 
 def kind_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def said_elsewhere(ours: Layout, theirs: Layout) -> set[str]:
-    """Return the entries of states that ours lists the parameters of and has not, which is a finding by itself."""
+def entries_of_missing_states(ours: Layout, theirs: Layout) -> set[str]:
+    """Return the state entries that are missing for whole parameters: `find_missing_states` reports these."""
     lacking = {name for states in named_states(ours) for name in without_state(states)}
-    there = (found for states in named_states(theirs) for name, found in states.of.items() if name in lacking)
-    return {entry for found in there for entry in found.values()}
+    present = (state for states in named_states(theirs) for name, state in states.of.items() if name in lacking)
+    return {entry for state in present for entry in state.values()}
 
 
-def is_of_rank(layout: Layout, name: str) -> bool:
+def is_per_rank(layout: Layout, name: str) -> bool:
     return owner_of_key(layout.key(name)) is not None

@@ -1,4 +1,4 @@
-"""Find what belongs to single ranks, or to as many as have saved, where another number is to load it."""
+"""Find per-rank state, and formats that only the same number of ranks can load."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ckptkit.words import count
 
 
 def find_ranks(case: LoadTarget) -> Iterator[Finding]:
-    """Yield what another number of ranks cannot load, or what each of them would look for in vain."""
+    """Yield the entries and files that another number of ranks cannot load."""
     wanted = case.world_size
     if wanted is None:
         return
     yield from find_files(case, wanted)
-    states = states_of_ranks(case)
+    states = per_rank_entries(case)
     for group, owners in states.items():
         ranks = 1 + max(owners.values())
         if wanted not in (ranks, case.layout.world_size):
@@ -27,7 +27,7 @@ def find_ranks(case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_files(case: LoadTarget, wanted: int) -> Iterator[Finding]:
-    """Yield the files that are one rank's each, if there are not as many as shall load them."""
+    """Yield the per-rank files, if their number differs from the number of ranks that load them."""
     reader = case.checkpoint.model_component.reader
     ranks = case.layout.world_size or case.checkpoint.world_size
     if ranks is not None and ranks != wanted and reader.is_bound(case.checkpoint.model_component.path):
@@ -43,16 +43,16 @@ def find_files(case: LoadTarget, wanted: int) -> Iterator[Finding]:
     saved = 1 + max(owners.values(), default=-1)
     if owners and saved != wanted:
         message = f"the random states of {count(saved, 'rank')} are in one file a rank and cannot be used by {wanted}"
-        fix = reshard(case.checkpoint, wanted) if reader.is_sharded else None  # else its trainer reads no other format
+        fix = reshard(case.checkpoint, wanted) if reader.is_sharded else None  # other trainers cannot read DCP
         yield Finding("rank_state", min(owners), message, fix, tuple(sorted(owners)))
 
 
-def states_of_ranks(case: LoadTarget) -> dict[str, dict[str, int]]:
-    """Return the entries that are of single ranks, with these, by the first step of the way to them."""
-    found: dict[str, dict[str, int]] = defaultdict(dict)
+def per_rank_entries(case: LoadTarget) -> dict[str, dict[str, int]]:
+    """Return the rank of each entry of per-rank state, grouped by the first word of the key path."""
+    owners_by_group: dict[str, dict[str, int]] = defaultdict(dict)
     for name in case.layout.names:
         key = case.layout.key(name)
         owner = owner_of_key(key)
         if owner is not None:
-            found[str(key[0])][name] = owner
-    return found
+            owners_by_group[str(key[0])][name] = owner
+    return owners_by_group

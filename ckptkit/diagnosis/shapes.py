@@ -1,6 +1,6 @@
 """Find tensors that do not fit a model.
 
-Another shape, a padded vocabulary, a head that differs from its tie, a tower without tensors.
+Kinds: another shape, a padded vocabulary, a head that differs from its tied embedding, a tower without tensors.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _TOWERS = {
     "audio_config": re.compile(r"audio|speech|\bapm\b"),
 }
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.([0-9]+)\.")
-_MOST_GLOBS = 3
+_MAX_GLOBS = 3
 
 
 def find_unserved(case: LoadTarget) -> Iterator[Finding]:
-    """Yield the towers and layers that the config of a model for use declares and that have no tensors."""
+    """Yield the towers and layers that the config declares and that have no tensors."""
     model = case.model
     is_for_use = case.is_asked or is_model(case.checkpoint)
     if model is None or not (case.shapes and is_for_use) or case.adapted or case.misfits is not None:
-        return  # where the model's tensors are known, those that are missing are findings of their own
+        return  # if the model's tensors are known, `find_names` reports the missing ones
     yield from find_towers(case, model)
     yield from find_layers(case, model)
 
 
 def find_towers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
-    """Yield the towers for images and sounds that have a config but no tensors."""
+    """Yield the towers for images and audio that have a config but no tensors."""
     for key, words in _TOWERS.items():
         if isinstance(model.config.get(key), Mapping) and not any(words.search(name) for name in case.shapes):
             fix = from_base(case, model, filter(words.search, model.specs))
@@ -48,25 +48,28 @@ def find_towers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
 
 
 def find_layers(case: LoadTarget, model: TargetModel) -> Iterator[Finding]:
-    """Yield that fewer layers have tensors than the config declares."""
+    """Yield a finding if fewer layers have tensors than the config declares."""
     inner = model.config.get("text_config")
     count = (inner if isinstance(inner, Mapping) else model.config).get("num_hidden_layers")
     numbers = {int(number) for name in case.shapes if not is_of_tower(name) for number in LAYER.findall(name)}
     missing = [number for number in range(count) if number not in numbers] if isinstance(count, int) else []
     if numbers and missing:
-        found = f"found no tensors for {len(missing)} of them, such as layer {missing[0]}"
-        yield Finding("layers", None, f"expected {count} layers (num_hidden_layers of {model.name}), {found}")
+        absent = f"found no tensors for {len(missing)} of them, such as layer {missing[0]}"
+        yield Finding("layers", None, f"expected {count} layers (num_hidden_layers of {model.name}), {absent}")
 
 
 def from_base(case: LoadTarget, model: TargetModel, wanted: Iterable[str]) -> Fix | None:
-    """Return the command that copies the wanted tensors from the model that you name; None if it does not have them."""
+    """Return the command that copies missing tensors from the model that the user named.
+
+    Returns None if it does not have them.
+    """
     names = [name for name in wanted if name not in case.shapes]
-    globs = few_globs(names, model.specs.keys() - set(names), _MOST_GLOBS)
+    globs = few_globs(names, model.specs.keys() - set(names), _MAX_GLOBS)
     return export(case.checkpoint, from_base=globs, base=model.name) if globs else None
 
 
 def is_of_tower(name: str) -> bool:
-    """Return whether a tensor belongs to a tower for images or sounds, whose layers are numbered too."""
+    """Return whether a tensor belongs to a tower for images or audio. Their layers have numbers too."""
     return any(words.search(name) for words in _TOWERS.values())
 
 
@@ -74,7 +77,7 @@ Pairs = Mapping[str, tuple[Shape, Shape]]
 
 
 def find_shapes(case: LoadTarget) -> Iterator[Finding]:
-    """Yield the tensors that have another shape than the model calls for."""
+    """Yield the tensors whose shape differs from the model's."""
     if case.model is None or case.form is None or case.weights is None or not case.is_plain:
         return
     pairs = pairs_of(case)
@@ -82,12 +85,12 @@ def find_shapes(case: LoadTarget) -> Iterator[Finding]:
     padded = {
         name: found for name, pair in pairs.items() if (found := vocabulary.sizes(case.renames.get(name, name), *pair))
     }
-    for name, (here, called_for) in padded.items():
+    for name, (here, expected_rows) in padded.items():
         message = (
-            f"expected {called_for} rows (vocab_size of {case.model.name}), found {here}: one of the two is padded"
+            f"expected {expected_rows} rows (vocab_size of {case.model.name}), found {here}: one of the two is padded"
         )
         base = case.model.name if case.model.asked else None
-        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=called_for, base=base))
+        yield Finding("vocabulary", name, message, rewrite(case.checkpoint, vocab_size=expected_rows, base=base))
     others = {name: pair for name, pair in pairs.items() if name not in padded}
     if is_another_model(case, others):
         yield conclude(case, others)
@@ -98,20 +101,20 @@ def find_shapes(case: LoadTarget) -> Iterator[Finding]:
 
 
 def pairs_of(case: LoadTarget) -> dict[str, tuple[Shape, Shape]]:
-    """Return the tensors that have another shape than the model calls for, with both shapes."""
+    """Return the shape here and the shape in the model, for each tensor where they differ."""
     if case.form is None or not case.is_plain:
         return {}
-    there = {name: case.form.shapes.get(case.renames.get(name, name), shape) for name, shape in case.shapes.items()}
-    return {name: (shape, there[name]) for name, shape in case.shapes.items() if there[name] != shape}
+    expected = {name: case.form.shapes.get(case.renames.get(name, name), shape) for name, shape in case.shapes.items()}
+    return {name: (shape, expected[name]) for name, shape in case.shapes.items() if expected[name] != shape}
 
 
 def is_another_model(case: LoadTarget, pairs: Pairs) -> bool:
-    """Return whether most tensors have another shape, so that no single one is at fault."""
+    """Return whether more than half of the tensors have another shape: then the model is a different one."""
     return 2 * len(pairs) > len(case.shapes)
 
 
 def conclude(case: LoadTarget, pairs: Pairs) -> Finding:
-    """Return the finding that a model is another one, with the sizes of both."""
+    """Return the finding that the model is a different one, with the sizes of both."""
     assert case.model is not None
     assert case.form is not None
     here, there = (describe_sizes(shapes) for shapes in (case.shapes, case.form.shapes))
@@ -127,7 +130,7 @@ def conclude(case: LoadTarget, pairs: Pairs) -> Finding:
 
 
 def describe_sizes(shapes: Mapping[str, Shape]) -> str:
-    """Return how many layers a model has, and how wide they are, by its tensors."""
+    """Return the number of layers and the hidden size of a model, as text, from the shapes of its tensors."""
     layers = {int(number) for name in shapes for number in LAYER.findall(name)}
     embedding = find_embedding(shapes)
     width = f" of width {shapes[embedding][-1]}" if embedding and shapes[embedding] else ""
@@ -135,26 +138,28 @@ def describe_sizes(shapes: Mapping[str, Shape]) -> str:
 
 
 def find_other_model(case: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
-    """Yield that the model computes something else, or has other sizes, than the checkpoint's own config says."""
+    """Yield a finding if the model's config differs from the checkpoint's own config in sizes or in the computation."""
     own = case.checkpoint.companions
     if not case.is_asked or own.config is None or case.model is None or not case.model.config:
         return
-    differ = [one for one in find_differences(own.config, case.model.config) if one.is_certain]
+    differ = [pair for pair in find_differences(own.config, case.model.config) if pair.is_certain]
     if not differ:
         return
-    said = f"{', '.join(f'{one.key} {one.there}, not {one.here}' for one in differ[:4])}{and_more(len(differ) - 4)}"
+    words = (
+        f"{', '.join(f'{pair.key} {pair.there}, not {pair.here}' for pair in differ[:4])}{and_more(len(differ) - 4)}"
+    )
     if pairs:
         fix = export(case.checkpoint, base=str(own.found_in))
-        yield Finding("config", None, f"{case.model.name} is another model: {said}", fix)
+        yield Finding("config", None, f"{case.model.name} is another model: {words}", fix)
     else:
-        message = f"{case.model.name} computes something else than the config.json in {own.found_in}: {said}"
+        message = f"{case.model.name} computes something else than the config.json in {own.found_in}: {words}"
         yield Finding("config", None, message)
 
 
 def find_ties(case: LoadTarget) -> Iterator[Finding]:
-    """Yield the tensors that the config ties to others: loaders take the other's numbers for both.
+    """Yield problems with tied tensors. Loaders use the source of the tie for both names.
 
-    Shards that lack one are no model's whole state dict, which has both names. Reads both tensors, where a disk is.
+    Sharded checkpoints need both names, as the model's state dict has both. Reads both tensors from disk.
     """
     model, weights = case.model, case.weights
     if model is None or weights is None or not case.is_plain:
@@ -175,17 +180,17 @@ def find_ties(case: LoadTarget) -> Iterator[Finding]:
 
 
 def compared_ties(case: LoadTarget) -> dict[str, str]:
-    """Return the tensors that the config ties to others, both of which are here and on a disk: doctor reads them."""
+    """Return the tied tensors that doctor reads and compares: both tensors are present and on a local disk."""
     model, weights = case.model, case.weights
     if model is None or weights is None or not case.is_plain or is_remote(weights.layout.root):
         return {}
     ties = ties_of(weights.layout, model.config, case.form).items()
-    there = weights.layout.tensors.keys() - set(case.renames.values())
-    return {name: source for name, source in ties if name in there and source in weights.layout.tensors}
+    present = weights.layout.tensors.keys() - set(case.renames.values())
+    return {name: source for name, source in ties if name in present and source in weights.layout.tensors}
 
 
 def differs(layout: Layout, name: str, source: str) -> bool:
-    """Return whether two tensors that should be the same are not."""
+    """Return whether two tensors that should be equal differ."""
     try:
         check_equal(layout, name, source)
     except Mismatch:

@@ -1,4 +1,4 @@
-"""Find checkpoints without plain weights of one model: none, several, adapters, quantized or extra state."""
+"""Find checkpoints without plain weights of one model: no model, several, adapters, quantized, extra state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def find_model(case: LoadTarget) -> Iterator[Finding]:
-    """Yield that it cannot be told which tensors are the model, where one is asked for."""
+    """Yield a finding if it is ambiguous which tensors are the model that the user asked for."""
     if not case.is_asked or case.model is None:
         return
     try:
@@ -37,34 +37,37 @@ def find_model(case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_adapters(case: LoadTarget) -> Iterator[Finding]:
-    """Yield that there is an adapter, and the command that merges it into its base."""
+    """Yield a finding for each checkpoint with an adapter, and the command that merges it into its base."""
     if case.adapted is None:
         return
-    if misfit := misfit_of(case):
+    if misfit := adapter_error(case):
         yield Finding("adapter_misfit", misfit.tensor, misfit.message)
         return
     if not case.is_asked or case.model is None:
         return
     adapter = case.adapted.adapters[0]
     names = tuple(adapter.entries)
-    what = f"{adapter.method} `{adapter.name}` on {', '.join(adapter.targets[:4])}"
+    kind = f"{adapter.method} `{adapter.name}` on {', '.join(adapter.targets[:4])}"
     if case.adapted.base:
         message = (
-            f"the weights contain an adapter that is not merged, {what}, so {case.model.name} does not find its names"
+            f"the weights contain an adapter that is not merged, {kind}, so {case.model.name} does not find its names"
         )
         fix = export(case.checkpoint, merge=True, base=case.model.name)
     elif case.adapted.is_saved:
-        message = f"this is an adapter, {what}, not a model"
+        message = f"this is an adapter, {kind}, not a model"
         path = case.checkpoint.path
         fix = Fix.of("merge", case.model.name, path, beside(path, "model"))
     else:
-        message = f"this is an adapter, {what}, not a model"
+        message = f"this is an adapter, {kind}, not a model"
         fix = export(case.checkpoint, merge=True, base=case.model.name)
     yield Finding("adapter", names[0], message, fix, names)
 
 
-def misfit_of(case: LoadTarget) -> Mismatch | Unsupported | None:
-    """Return why an adapter could not be merged into any base: its matrices, or its config, contradict each other."""
+def adapter_error(case: LoadTarget) -> Mismatch | Unsupported | None:
+    """Return why an adapter fits no base: its matrices or its config contradict each other.
+
+    Returns None if it is consistent.
+    """
     if case.adapted is None or case.weights is None or find_empty(case.weights.layout):
         return None
     for adapter in case.adapted.adapters:
@@ -80,7 +83,7 @@ def misfit_of(case: LoadTarget) -> Mismatch | Unsupported | None:
 
 
 def find_quantized(case: LoadTarget) -> Iterator[Finding]:
-    """Yield that weights are quantized, if the config that they are loaded by does not say so."""
+    """Yield a finding if weights are quantized and the config for the load does not say so."""
     if case.model is None or case.quantization is None or case.model.config.get(_QUANTIZATION):
         return
     if not (case.model.asked or is_model(case.checkpoint)):
@@ -91,7 +94,7 @@ def find_quantized(case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_declared_quantized(case: LoadTarget) -> Iterator[Finding]:
-    """Yield that the config by which a model is loaded calls weights quantized that are plain."""
+    """Yield a finding if the config for the load declares quantized weights, and the weights are plain."""
     asked = case.model if case.is_asked else None
     config = asked.config if asked else case.checkpoint.companions.config
     method = read_quantization_config(config).method if config else None
@@ -104,7 +107,7 @@ def find_declared_quantized(case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_tokens(case: LoadTarget) -> Iterator[Finding]:
-    """Yield that the tokenizer of a model for use has tokens that its embedding has no rows for."""
+    """Yield a finding if the tokenizer of a model has tokens without a row in the embedding."""
     companions = case.checkpoint.companions
     embedding = find_embedding(case.shapes)
     if embedding is not None and case.shapes[embedding] and is_model(case.checkpoint):
@@ -113,7 +116,7 @@ def find_tokens(case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_extra_state(case: LoadTarget) -> Iterator[Finding]:
-    """Yield the `_extra_state` of modules, where a model is to be loaded that is not of their kind."""
+    """Yield the `_extra_state` entries of modules, such as fp8 scales, if the target model has other modules."""
     if not case.is_asked or case.model is None:
         return
     layout = case.checkpoint.model_component.layout
@@ -124,15 +127,15 @@ def find_extra_state(case: LoadTarget) -> Iterator[Finding]:
 
 
 def find_predictors(case: LoadTarget) -> Iterator[Finding]:
-    """Yield MTP layers that the config.json of a model declares and that have no tensors."""
+    """Yield a finding if the config.json of a model declares MTP layers that have no tensors."""
     if not is_model(case.checkpoint) or case.weights is None:
         return
     config = case.checkpoint.companions.config or {}
-    _, words = with_counts(config, case.shapes)
-    if not words:
+    _, notes = with_counts(config, case.shapes)
+    if not notes:
         return
     base = case.model.name if case.is_asked and case.model else None
     names = BaseWeights(base)() or frozenset() if base else frozenset()
     heads = predictors_in(names, config) - case.shapes.keys()
-    found = {"base": base, "from_base": tuple(globs_for(sorted(heads), names - heads))} if heads else {}
-    yield Finding("mtp", None, words[0].partition(";")[0], export(case.checkpoint, **found))
+    options = {"base": base, "from_base": tuple(globs_for(sorted(heads), names - heads))} if heads else {}
+    yield Finding("mtp", None, notes[0].partition(";")[0], export(case.checkpoint, **options))

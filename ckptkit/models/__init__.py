@@ -1,1 +1,1 @@
-"""What a config.json describes, and what the tensors of a model are called."""
+"""The model that a config.json describes, and the names of its tensors."""

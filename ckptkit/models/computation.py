@@ -1,7 +1,7 @@
-"""Compare two config.json for everything that changes what a model computes.
+"""Compare two config.json files for every difference that changes what a model computes.
 
-A key that is not known to be harmless counts. A key that only one config has counts as the default of transformers
-where transformers knows the type of model; ckptkit asks it only about configs that differ as they are written.
+Every key counts, except those known to be harmless. A key that only one config has is compared with transformers'
+default, if transformers knows the model type. transformers is imported only if the configs differ as written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ckptkit.errors import and_more
 from ckptkit.models.known_types import default_head_width
 
-# keys that do not change the logits of given tokens with given tensors, by their last name; or that shapes tell
+# keys, by their last name, that do not change the logits for given tokens and tensors, or that shapes determine
 _HARMLESS = re.compile(
     "|".join(
         (
@@ -31,21 +31,23 @@ _HARMLESS = re.compile(
             r".*(repetition|length)_penalty|(encoder_)?no_repeat_ngram_size|bad_words_ids|num_return_sequences",
             r"id2label|label2id|problem_type|finetuning_task|task_specific_params|summary_.*",
             r"vocab_size|max_position_embeddings|n_positions|n_ctx|seq_length|(model_)?max_(sequence|seq)_?len(gth)?",
-            r"num_nextn_predict_layers|.*mtp.*",  # they predict further tokens
+            r"num_nextn_predict_layers|.*mtp.*",  # MTP layers, which predict further tokens
         )
     )
 )
-_IDENTITY = ("model_type", "architectures")  # a config that does not have them does not contradict another
-_PADDED = re.compile(r"Classification|Reward|Roberta|Electra|Camembert")  # classes that look for the padding token
+_IDENTITY = ("model_type", "architectures")  # their absence is not a difference
+_USES_PADDING_TOKEN = re.compile(
+    r"Classification|Reward|Roberta|Electra|Camembert"
+)  # classes that use the padding token's id
 _ROPE = ("rope_scaling", "rope_parameters")
-_ABSENT = {"rope_type": "default", "is_causal": True}  # what a key that is absent means in every library
+_COMMON_DEFAULTS = {"rope_type": "default", "is_causal": True}  # defaults that all libraries share
 _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
-_BY_LENGTH = ("dynamic", "longrope", "su")  # kinds of rope that depend on `max_position_embeddings` itself
-_BY_ORIGINAL = ("llama3", "yarn", "longrope", "su")  # kinds that depend on the length before the rope was scaled
+_BY_LENGTH = ("dynamic", "longrope", "su")  # rope types that use `max_position_embeddings`
+_BY_ORIGINAL = ("llama3", "yarn", "longrope", "su")  # rope types that use the length before scaling
 _TEXT = "text_config"
 _LABELS = "id2label"
-_TOLD = re.compile(r".*_bias|bias|is_causal")  # tensors tell whether a model has biases; `_ABSENT` knows the other
-# the names that libraries have for one number
+_SHOWN_BY_TENSORS = re.compile(r".*_bias|bias|is_causal")  # tensors show biases; `is_causal` has a common default
+# different names of libraries for the same number
 _ALIASES = (
     ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "layernorm_epsilon"),
     ("hidden_act", "activation_function", "hidden_activation", "mlp_hidden_act", "activation"),
@@ -54,15 +56,20 @@ _ALIASES = (
     ("partial_rotary_factor", "rotary_pct", "rotary_percent"),
 )
 POSITIONS = "position_embedding_type"
-_BY_PRESENCE = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "sliding_window")  # a model without is another
+_BY_PRESENCE = (
+    "rms_norm_eps",
+    "rope_theta",
+    "partial_rotary_factor",
+    "sliding_window",
+)  # their absence is a difference
 _CANONICAL = {name: names[0] for names in _ALIASES for name in names}
-_NAMED = 4  # differences that a message names
+_MAX_NAMED = 4  # differences in one message
 
 
 class ConfigDifference(NamedTuple):
-    """A key of config.json, with dots between the keys of sections, and its two values; None where it is absent.
+    """A key of config.json (dots between nested sections) and its two values; None for an absent value.
 
-    It is not certain where one of the two is absent and nobody knows what the model then computes with.
+    `is_certain` is False if one value is absent and its default is unknown.
     """
 
     key: str
@@ -72,87 +79,97 @@ class ConfigDifference(NamedTuple):
 
 
 def find_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[ConfigDifference]:
-    """Return what two models compute differently by their config.json, the certain differences first.
+    """Return the differences between two configs that change what the model computes, certain ones first.
 
-    The rope may be in `rope_theta` and `rope_scaling`, or in `rope_parameters`, as transformers writes it since 5.0.
-    Of a model with other towers and a text model alone, the text models are compared.
+    Rotary parameters may be in `rope_theta` and `rope_scaling`, or in `rope_parameters` (transformers 5.0 and later).
+    If only one of the two models is multimodal, its text model is compared.
     """
-    one, two = same_part(config, other)
+    one, two = comparable_parts(config, other)
     keys, other_keys = flatten(one), flatten(two)
     labels = [ConfigDifference(_LABELS, labels_of(one), labels_of(two))] if has_other_labels(one, two) else []
-    found = sorted([*compare(keys, other_keys), *open_keys(keys, other_keys)], key=lambda pair: not pair.is_certain)
-    if not found and not may_have_defaults(keys, other_keys):
+    differences = sorted(
+        [*compare(keys, other_keys), *open_keys(keys, other_keys)], key=lambda pair: not pair.is_certain
+    )
+    # transformers, whose import takes seconds, can only help if something differs
+    if not differences and not may_have_defaults(keys, other_keys):
         return labels
-    from ckptkit.models.transformers_model import with_defaults  # few configs differ, and the import takes seconds
+    from ckptkit.models.transformers_model import (
+        with_defaults,
+    )  # imported late: few configs differ, and the import takes seconds
 
     full, other_full = with_defaults(one), with_defaults(two)
     if full is None or other_full is None:
-        return [*labels, *found]
+        return [*labels, *differences]
     return [*labels, *compare(flatten(full), flatten(other_full), is_full=True)]
 
 
 def has_other_labels(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Return whether two classifiers give other names to their classes; without names of one, nothing is known."""
+    """Return whether two classifiers have different label names; False if either has no names."""
     here, there = labels_of(one), labels_of(two)
     return bool(here and there) and here != there
 
 
 def labels_of(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of a classifier's classes in order; [] for those that transformers makes up, `LABEL_0`."""
-    found = config.get(_LABELS)
-    pairs = sorted((str(key).zfill(9), str(label)) for key, label in found.items()) if isinstance(found, dict) else ()
+    """Return the label names of a classifier in order; [] for names that transformers generates (`LABEL_0`)."""
+    id2label = config.get(_LABELS)
+    pairs = (
+        sorted((str(key).zfill(9), str(label)) for key, label in id2label.items()) if isinstance(id2label, dict) else ()
+    )
     labels = [label for _, label in pairs]
     return [] if all(re.fullmatch(r"LABEL_[0-9]+", label) for label in labels) else labels
 
 
-def find_contradictions(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
-    """Return what a config.json says otherwise than `said`, the few keys of one that a trainer's own file gives.
+def find_contradictions(reported: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
+    """Return the keys in `reported` that config.json contradicts.
 
-    Of these `POSITIONS` may be "rope" or another word.
+    `reported` is a partial config from a trainer's own file. Its value of `POSITIONS` is "rope" or another kind of
+    position embedding.
     """
     text = config.get(_TEXT)
     config = text if isinstance(text, Mapping) else config
-    found = contradictions(said, config)
-    if not found:
+    differences = contradictions(reported, config)
+    if not differences:
         return []
     from ckptkit.models.transformers_model import with_defaults  # as in `find_differences`
 
     full = with_defaults(config)
-    return found if full is None else contradictions(said, full)
+    return differences if full is None else contradictions(reported, full)
 
 
 def contradictions(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[ConfigDifference]:
-    """Return what a config says otherwise, and the keys among `_BY_PRESENCE` that it lacks."""
+    """Return the keys with other values in a config, and the keys among `_BY_PRESENCE` that it lacks."""
     known = {canonical(key): value for key, value in flatten(said).items() if value is not None}
-    there = {canonical(key): value for key, value in flatten(config).items()}
+    config_values = {canonical(key): value for key, value in flatten(config).items()}
     if rope_of(config).get("rope_theta") is not None:
-        there[POSITIONS] = "rope"
-    found = compare(known, {key: value for key, value in there.items() if key in known})
-    return [one for one in found if (one.key in _BY_PRESENCE or one.there is not None) and not is_neutral(one)]
+        config_values[POSITIONS] = "rope"
+    differences = compare(known, {key: value for key, value in config_values.items() if key in known})
+    return [one for one in differences if (one.key in _BY_PRESENCE or one.there is not None) and not is_neutral(one)]
 
 
-def is_neutral(one: ConfigDifference) -> bool:
-    """Return whether a factor is 1 and absent, or a window counts the token itself or does not."""
-    if one.there is None:
-        return bool(one.here == 1)
-    is_window = one.key == "sliding_window" and one.here and isinstance(one.there, int)
-    return bool(is_window and abs(one.here - one.there) <= 1)
+def is_neutral(difference: ConfigDifference) -> bool:
+    """Return whether a difference has no effect: an absent factor of 1, or a window that differs by one token."""
+    if difference.there is None:
+        return bool(difference.here == 1)
+    is_window = difference.key == "sliding_window" and difference.here and isinstance(difference.there, int)
+    return bool(is_window and abs(difference.here - difference.there) <= 1)
 
 
-def describe_differences(found: Sequence[ConfigDifference], there: str) -> str:
-    """Return differences in words: `rope_theta (10000.0, in OTHER 500000.0)` and how many more there are."""
-    words = (f"{one.key} ({spell(one.here)}, in {there} {spell(one.there)})" for one in found[:_NAMED])
-    return f"{', '.join(words)}{and_more(len(found) - _NAMED)}"
+def describe_differences(differences: Sequence[ConfigDifference], other_name: str) -> str:
+    """Return the first differences as text, `rope_theta (10000.0, in OTHER 500000.0)`, and the number of others."""
+    words = (f"{one.key} ({spell(one.here)}, in {other_name} {spell(one.there)})" for one in differences[:_MAX_NAMED])
+    return f"{', '.join(words)}{and_more(len(differences) - _MAX_NAMED)}"
 
 
 def spell(value: Any) -> str:
-    """Return a value of config.json in a message."""
+    """Return a value of config.json as text for a message, at most 60 characters."""
     text = "absent" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def same_part(config: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return two configs, or the text model's of the one that has other towers too."""
+def comparable_parts(
+    config: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the two configs to compare: if only one model is multimodal, its text config replaces it."""
 
     def text_of(whole: Mapping[str, Any], wanted: object) -> Mapping[str, Any]:
         text = whole.get(_TEXT)
@@ -163,49 +180,51 @@ def same_part(config: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapp
 
 
 def compare(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = False) -> list[ConfigDifference]:
-    """Return the keys that differ. False, zero and null are the same as an absent key.
+    """Return the keys that differ. False, zero and null equal an absent key.
 
-    Of configs with all defaults (`is_full`), null is a value as any other.
+    If both configs have all defaults (`is_full`), a difference to null is certain.
     """
-    found = []
+    differences = []
     for key in sorted({*one, *two}):
         here, there = one.get(key), two.get(key)
         last = key.rpartition(".")[2]
-        here, there = (_ABSENT.get(last) if value is None else value for value in (here, there))
+        here, there = (_COMMON_DEFAULTS.get(last) if value is None else value for value in (here, there))
         if here == there or not (here or there):
             continue
         is_one_absent = here is None or there is None
         if is_one_absent and last in _IDENTITY:
             continue
         is_certain = not is_one_absent or (is_full and key in one and key in two)
-        found.append(ConfigDifference(key, here, there, is_certain))
-    return sorted(found, key=lambda pair: not pair.is_certain)
+        differences.append(ConfigDifference(key, here, there, is_certain))
+    return sorted(differences, key=lambda pair: not pair.is_certain)
 
 
 def open_keys(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDifference]:
-    """Return the keys that are false or zero in one config and absent in the other, whose default may be another."""
-    alone = sorted(key for key in one.keys() ^ two.keys() if not _TOLD.fullmatch(key.rpartition(".")[2]))
+    """Return the keys that are false or zero in one config and absent in the other: their default may differ."""
+    alone = sorted(key for key in one.keys() ^ two.keys() if not _SHOWN_BY_TENSORS.fullmatch(key.rpartition(".")[2]))
     found = (ConfigDifference(key, one.get(key), two.get(key), is_certain=False) for key in alone)
     return [pair for pair in found if pair.here in (False, 0) or pair.there in (False, 0)]
 
 
 def may_have_defaults(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Return whether a key is null in one config and absent in the other, where transformers may have a default."""
+    """Return whether a key is null in one config and absent in the other: transformers may have a default for it."""
     return any(one.get(key, two.get(key)) is None for key in one.keys() ^ two.keys())
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what changes what a model computes, by key; the rope's keys without a section of their own."""
-    is_padded = any(_PADDED.search(str(name)) for name in config.get("architectures") or ())
-    found = dict(entries_in(config, ""))
-    return found if is_padded else {key: one for key, one in found.items() if key.rpartition(".")[2] != "pad_token_id"}
+    """Return the keys of a config that change the computation, flattened; rope parameters are at the top level."""
+    is_padded = any(_USES_PADDING_TOKEN.search(str(name)) for name in config.get("architectures") or ())
+    entries = dict(entries_in(config, ""))
+    return (
+        entries if is_padded else {key: one for key, one in entries.items() if key.rpartition(".")[2] != "pad_token_id"}
+    )
 
 
 def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that are not harmless with their values, through all sections."""
+    """Yield the keys that change the computation, with their values, from all sections."""
     rope = rope_of(config)
     kind = rope.get("rope_type")
-    entries: Iterable[tuple[str, Any]] = ({**config, **widths_of(config), **rope}).items()
+    entries: Iterable[tuple[str, Any]] = ({**config, **default_widths(config), **rope}).items()
     for key, value in entries:
         if key in _ROPE or _HARMLESS.fullmatch(str(key)) or (key == _ORIGINAL and kind not in _BY_ORIGINAL):
             continue
@@ -217,8 +236,8 @@ def entries_in(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, A
         yield f"{section}{_LENGTH}", config[_LENGTH]
 
 
-def widths_of(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of heads that a config leaves open, and that follow from others."""
+def default_widths(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the head width and the number of key heads, if the config leaves them to their defaults."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not (isinstance(hidden, int) and isinstance(heads, int) and heads):
         return {}
@@ -227,35 +246,35 @@ def widths_of(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json, or a section of one, says of rotary positions, in the keys of `rope_parameters`.
+    """Return the rotary parameters in a config.json, or in a section of one, under the keys of `rope_parameters`.
 
-    The length before the rope was scaled is that of the config, else that of the rope, else the longest; the factor of
-    yarn is by default the ratio of the two. Source: `standardize_rope_params` and `_compute_yarn_parameters` in
-    transformers/modeling_rope_utils.py.
+    The length before scaling is taken from the config, else from the rope parameters, else it is the maximum length.
+    The default factor of yarn is the ratio of the two lengths. Source: `standardize_rope_params` and
+    `_compute_yarn_parameters` in transformers/modeling_rope_utils.py.
     """
-    found: dict[str, Any] = {}
+    rope: dict[str, Any] = {}
     for key in _ROPE:
-        found |= config[key] if isinstance(config.get(key), Mapping) else {}
-    kind = found.pop("type", None)  # of files before transformers 4.43; it rewrites `mrope` itself
+        rope |= config[key] if isinstance(config.get(key), Mapping) else {}
+    kind = rope.pop("type", None)  # the key before transformers 4.43; transformers replaces `mrope` itself
     if kind not in (None, "mrope"):
-        found.setdefault("rope_type", kind)
+        rope.setdefault("rope_type", kind)
     if config.get("rope_theta") is not None:
-        found["rope_theta"] = config["rope_theta"]
-    if found.get("rope_type") in _BY_ORIGINAL:
+        rope["rope_theta"] = config["rope_theta"]
+    if rope.get("rope_type") in _BY_ORIGINAL:
         length = config.get(_LENGTH)
-        found[_ORIGINAL] = config.get(_ORIGINAL) or found.get(_ORIGINAL) or length
-        if found["rope_type"] == "yarn" and found.get("factor") is None and length and found[_ORIGINAL]:
-            found["factor"] = length / found[_ORIGINAL]
-    return {key: value for key, value in found.items() if value is not None}
+        rope[_ORIGINAL] = config.get(_ORIGINAL) or rope.get(_ORIGINAL) or length
+        if rope["rope_type"] == "yarn" and rope.get("factor") is None and length and rope[_ORIGINAL]:
+            rope["factor"] = length / rope[_ORIGINAL]
+    return {key: value for key, value in rope.items() if value is not None}
 
 
 def plain(key: str, value: Any) -> Any:
-    """Return a value of config.json as JSON has it; a class without FSDP1's prefix."""
+    """Return a value of config.json as JSON would have it; class names without FSDP1's prefix."""
     if key == "architectures" and isinstance(value, list):
         return [str(name).removeprefix("FSDP") for name in value]
     return list(value) if isinstance(value, tuple) else value
 
 
 def canonical(key: str) -> str:
-    """Return the name of a key that all libraries share here."""
+    """Return the common name for a key that libraries name differently."""
     return _CANONICAL.get(key, key)

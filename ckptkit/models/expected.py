@@ -1,7 +1,6 @@
-"""Compute what a config.json describes: parameters in order, shapes, ties, forms on disk, and linear layers.
+"""Compute the tensors that a config.json describes: parameters in order, shapes, ties, forms on disk, linear layers.
 
-ckptkit's own table is asked first. transformers, whose import takes seconds, is asked only where the table has no
-answer.
+ckptkit's own table answers first. transformers, whose import takes seconds, is used only for other model types.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ AskBase = Callable[[], frozenset[str] | None] | None
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """Names and shapes of all tensors of a model, in one of the forms in which it may lie on disk.
+    """Names and shapes of all tensors of a model, in one of the forms that it can have on disk.
 
-    `tied` are names that are not written, with the name of the tensor that each is the same as; `unsaved` are never
-    written. `in_fp32` are those that loaders keep in fp32, by the dtype in which they load the others. `came_from`
-    says what each is made of in memory, where that is something else.
+    `tied` maps names that are not written to the tensors that they equal. `unsaved` are never written. `in_fp32` are
+    the tensors that loaders keep in fp32, by the dtype of the other tensors. `came_from` are the names in memory that
+    each tensor is made from.
     """
 
     shapes: Mapping[str, Shape]
@@ -39,12 +38,12 @@ class Form:
 
     @property
     def needed(self) -> frozenset[str]:
-        """Return the names of the tensors without which the model is not whole."""
+        """Return the names of the tensors that a complete model must have."""
         return frozenset(self.shapes) - self.tied.keys() - self.unsaved
 
 
 class LinearLayers(NamedTuple):
-    """The tensors on disk that belong to linear layers or experts, and those that loaders want `kept` as they are."""
+    """The tensors on disk that belong to linear layers or experts. Loaders do not quantize those in `kept`."""
 
     names: tuple[str, ...]
     kept: frozenset[str]
@@ -52,11 +51,11 @@ class LinearLayers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Expected(ABC):
-    """What a config.json calls for.
+    """The tensors that a config.json describes.
 
-    `shapes` are the tensors in memory, in the order of the model's `state_dict()`, and `parameters` those among them
-    that are parameters, in the order of `parameters()`, tied ones once. `tied` gives the further names of tensors, and
-    the names that are written for them. What takes longer to find is found when it is asked for.
+    `shapes` are the tensors in memory, in the order of the model's `state_dict()`. `parameters` are the parameters
+    among them, in the order of `parameters()`, tied ones once. `tied` maps further names of tensors to the names that
+    are written. Properties are computed on first use.
     """
 
     shapes: Mapping[str, Shape]
@@ -66,33 +65,34 @@ class Expected(ABC):
     @property
     @abstractmethod
     def forms(self) -> tuple[Form, ...]:
-        """Return the forms in which the model may lie on disk: the one to be written first, that in memory last.
+        """Return the forms that the model can have on disk. The first is the one to write, the last the one in memory.
 
-        One type may have several legal forms: experts apart or fused, with a prefix or without it. The one to be
-        written is that of the base, where it is known, else that of a new model.
+        A model type can have several valid forms: experts separate or fused, names with or without a prefix. The form
+        to write is the base's if the base is known, else that of a new model.
         """
 
     @abstractmethod
     def linear_layers(self, form: Form) -> LinearLayers:
-        """Return the tensors of linear layers and experts of a model that lies on disk as `form` says."""
+        """Return the tensors of linear layers and experts, for a model stored in `form`."""
 
     @property
     @abstractmethod
     def is_llama(self) -> bool:
-        """Return whether the model's blocks compute what Llama's do."""
+        """Return whether the model's blocks compute the same as Llama's."""
 
     @property
     @abstractmethod
     def sizes(self) -> Mapping[str, Any]:
-        """Return the config's sizes under Llama's names; of experts, the width of those that one token meets.
+        """Return the config's sizes under Llama's names.
 
-        Raises `Unsupported` for a model with an encoder too.
+        For a mixture, the total width of the experts that one token uses. Raises `Unsupported` for a model that also
+        has an encoder.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class ExpectedByTable(Expected):
-    """What ckptkit's own table says of a model; with `is_fused` it is to be written as it is in memory."""
+    """A model from ckptkit's own table. With `is_fused`, it is written in its in-memory form."""
 
     table: Table
     config: Mapping[str, Any]
@@ -108,7 +108,7 @@ class ExpectedByTable(Expected):
         return (memory, disk, memory) if self.is_fused else (disk, memory)
 
     def with_base(self, names: frozenset[str] | None) -> ExpectedByTable | None:
-        """Return what is expected of a model whose base has tensors of these names; None if they are of no form."""
+        """Return the model with the form of a base that has tensors of these names; None if they match no form."""
         if names is None or is_of(names, self.forms[0]):
             return self
         return replace(self, is_fused=True) if is_of(names, self.forms[-1]) else None
@@ -131,7 +131,7 @@ class ExpectedByTable(Expected):
 
 @dataclass(frozen=True, eq=False)
 class ExpectedByTransformers(Expected):
-    """What transformers says of a model, whose base had `hub_names`; None where they are not known."""
+    """A model that transformers builds. `hub_names` are the names of the base's tensors, None if unknown."""
 
     meta: MetaModel
     hub_names: frozenset[str] | None
@@ -148,9 +148,9 @@ class ExpectedByTransformers(Expected):
             for new, olds in form.came_from.items()
             if not new.endswith(".bias")
         }
-        found = {new: [one for one in names if one is not None] for new, names in owners.items() if None not in names}
-        kept = (new for new, names in found.items() if not all(map(modules.get, names)))
-        return LinearLayers(tuple(found), frozenset(kept))
+        owned = {new: [one for one in names if one is not None] for new, names in owners.items() if None not in names}
+        kept = (new for new, names in owned.items() if not all(map(modules.get, names)))
+        return LinearLayers(tuple(owned), frozenset(kept))
 
     @property
     def is_llama(self) -> bool:
@@ -162,10 +162,10 @@ class ExpectedByTransformers(Expected):
 
 
 def expected(config: Mapping[str, Any], ask_base: AskBase = None) -> Expected:
-    """Return what a config.json calls for.
+    """Return the tensors that a config.json describes.
 
-    `ask_base` gives the names of the tensors that a training began with; it is asked only for a type of model that may
-    lie on disk in several forms. Raises `Unsupported` for a model of which nothing is known.
+    `ask_base` returns the names of the base's tensors. It is called only for model types that have several forms on
+    disk. Raises `Unsupported` for an unknown model.
     """
     own = by_table(as_text(config))
     if own is not None and own.is_llama:
@@ -176,10 +176,10 @@ def expected(config: Mapping[str, Any], ask_base: AskBase = None) -> Expected:
 
 
 def expected_llama(config: Mapping[str, Any]) -> Expected | None:
-    """Return what ckptkit's own table says of a model whose blocks compute what Llama's do; None for any other."""
+    """Return the table's model, if its blocks compute the same as Llama's; None for any other."""
     try:
         own = by_table(as_text(config))
-    except Unsupported:  # it lacks a size
+    except Unsupported:  # config.json lacks a size
         return None
     return own if own is not None and own.is_llama else None
 
@@ -188,9 +188,9 @@ def as_text(config: Mapping[str, Any]) -> str:
     return json.dumps(config, skipkeys=True, default=repr)
 
 
-@lru_cache(maxsize=8)  # a conversion asks several times, and a model with experts has tens of thousands of names
+@lru_cache(maxsize=8)  # conversions call this several times, and a mixture has tens of thousands of names
 def by_table(text: str) -> ExpectedByTable | None:
-    """Return what ckptkit's own table says of a config.json, None where it says nothing."""
+    """Return the model of a config.json from ckptkit's own table; None if the table does not know its type."""
     config = json.loads(text)
     table = find_table(config)
     if table is None:
@@ -201,14 +201,17 @@ def by_table(text: str) -> ExpectedByTable | None:
 
 
 def by_transformers(config: Mapping[str, Any], hub_names: frozenset[str] | None) -> ExpectedByTransformers:
-    """Return what transformers says of a config.json. Raises `Unsupported` for a model that it does not know."""
+    """Return the model of a config.json from transformers.
+
+    Raises `Unsupported` for a model that transformers does not know.
+    """
     meta = find_meta_model(config)
     parameters = {name: meta.shapes[name] for name in meta.parameters}
     return ExpectedByTransformers(meta.shapes, parameters, meta.tied, meta, hub_names)
 
 
 def forms_for(config: Mapping[str, Any], ask_base: AskBase = None) -> tuple[Form, ...]:
-    """Return the forms in which the model of a config.json may lie on disk, the one to be written first.
+    """Return the forms that the model of a config.json can have on disk, the one to write first.
 
     For `ask_base` and errors see `expected`.
     """
@@ -216,7 +219,7 @@ def forms_for(config: Mapping[str, Any], ask_base: AskBase = None) -> tuple[Form
 
 
 def form_or_reason(names: Collection[str], config: Mapping[str, Any], ask_base: AskBase = None) -> Form | Unsupported:
-    """Return the form of a model that tensors of these names are of, or nearly so, or why none is known."""
+    """Return the form that matches tensor names best, or the error that says why no form is known."""
     try:
         return closest(forms_for(config, ask_base), names)
     except Unsupported as error:
@@ -224,13 +227,13 @@ def form_or_reason(names: Collection[str], config: Mapping[str, Any], ask_base: 
 
 
 def closest(forms: Iterable[Form], names: Collection[str]) -> Form:
-    """Return the form that tensors of these names are of, or nearly so; of several the first."""
-    found = frozenset(names)
-    return min(forms, key=lambda form: len(form.needed - found) + len(found - form.shapes.keys()))
+    """Return the form that matches tensor names best; the first of several equal ones."""
+    given = frozenset(names)
+    return min(forms, key=lambda form: len(form.needed - given) + len(given - form.shapes.keys()))
 
 
 def is_of(names: frozenset[str], form: Form) -> bool:
-    """Return whether names are all that a form has, and perhaps more; or some of them, and no others."""
+    """Return whether names contain all names of a form, or only names of the form."""
     return names >= form.needed or names <= form.shapes.keys()
 
 
@@ -241,12 +244,12 @@ def memory_form(meta: MetaModel) -> Form:
 
 @cache
 def saved_form(meta: MetaModel, hub_names: frozenset[str] | None) -> Form:
-    made = to_disk(meta, transforms_of(meta, hub_names), meta.model.state_dict())
-    return form_of(meta, {name: tuple(tensor.shape) for name, tensor in made.tensors.items()}, made.came_from)
+    on_disk = to_disk(meta, transforms_of(meta, hub_names), meta.model.state_dict())
+    return form_of(meta, {name: tuple(tensor.shape) for name, tensor in on_disk.tensors.items()}, on_disk.came_from)
 
 
 def form_of(meta: MetaModel, shapes: Mapping[str, Shape], came_from: Mapping[str, tuple[str, ...]]) -> Form:
-    """Return a form with these tensors, for each of which it is known what it comes from in memory."""
+    """Return the form with these tensors. `came_from` are the names in memory of each."""
     single = {olds[0]: new for new, olds in came_from.items() if len(olds) == 1}
     pairs = ((single.get(target), single.get(source)) for target, source in meta.tied.items())
     return Form(
@@ -263,7 +266,7 @@ def form_of(meta: MetaModel, shapes: Mapping[str, Shape], came_from: Mapping[str
 
 
 def owner(name: str, modules: Mapping[str, object]) -> str | None:
-    """Return the module among these that a tensor belongs to, None if it is of none."""
+    """Return the module among `modules` that contains a tensor; None if no module does."""
     module = name.rpartition(".")[0]
     while module and module not in modules:
         module = module.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Check that weights belong to a config.json: tied ones are dropped, missing ones refused."""
+"""Check that weights fit a config.json: drop tied tensors, refuse missing ones."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
 def fit(
     layout: Layout, companions: Companions, form: Form | Unsupported | None, *, strict: bool
 ) -> tuple[Layout, dict[str, str], list[str]]:
-    """Compare the weights with config.json: tied ones are written once, missing ones are an error, others are notes.
+    """Compare the weights with config.json, and drop the tensors that loaders do not need.
 
-    `form` is what config.json calls for, or why that is not known. Returns the tensors to write, remarks, and why the
-    others are dropped, except those tied to a tensor that is written.
+    Tied tensors are written once, missing ones are an error, extra ones a note. `form` is the form that config.json
+    describes, or the error that says why it is unknown. Returns the layout to write, the reason for each dropped tensor
+    (except tied ones), and notes.
     """
     given = layout
     layout, notes = without_extra_state(layout)
@@ -59,9 +60,9 @@ def fit(
 
 
 def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> list[str]:
-    """Return a warning if there is no config.json, or not the code that it needs: loaders cannot open the output.
+    """Return a warning if there is no config.json, or code that it needs is missing: loaders cannot open the output.
 
-    Without a config.json `strict` raises `Mismatch` instead.
+    Without a config.json, `strict` raises `Mismatch` instead.
     """
     if companions.config is not None:
         missing = ", ".join(companions.absent)
@@ -76,26 +77,26 @@ def check_loadable(layout: Layout, companions: Companions, *, strict: bool) -> l
     return [Caution(f"{problem}; run this again with --base MODEL --overwrite (MODEL is a directory or Hub id)")]
 
 
-def about_library(library: ConfigOf, place: Path | None) -> str:
-    """Return that config.json is another library's, as a warning if that does not load safetensors."""
-    words = f"config.json in {place} is of {library.title}, not of transformers: copied unchanged, names kept"
+def about_library(library: ConfigOf, directory: Path | None) -> str:
+    """Return a note that config.json belongs to another library; a warning if that library cannot load safetensors."""
+    words = f"config.json in {directory} is of {library.title}, not of transformers: copied unchanged, names kept"
     if not library.needs:
         return words
     return Caution(f"{words}; {library.title} loads `{library.needs}`: write that with torch.save")
 
 
 def without_declared(names: Sequence[str], config: Mapping[str, Any]) -> Sequence[str]:
-    """Return names without those that config.json declares though transformers' model does not have them."""
+    """Return names without the MTP layers that config.json declares and transformers' model does not have."""
     if not names:
         return names
-    from ckptkit.models.predictors import predictors_in  # few models have other tensors than transformers' own
+    from ckptkit.models.predictors import predictors_in  # imported late: few models have extra tensors
 
     declared = predictors_in(names, config)
     return [name for name in names if name not in declared]
 
 
 def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
-    """Return the layout without what modules keep beside their weights, which loaders of models do not know."""
+    """Return the layout without `_extra_state` entries of modules, which loaders of models do not know, and a note."""
     extra = [name for name in layout.tensors if _EXTRA_STATE.fullmatch(name)]
     if not extra:
         return layout, []
@@ -104,10 +105,10 @@ def without_extra_state(layout: Layout) -> tuple[Layout, list[str]]:
 
 
 def ties_of(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported | None) -> Mapping[str, str]:
-    """Return the names that are not written, and those of the tensors that they are the same as.
+    """Return the tensors that are not written, with the tensors that they are tied to.
 
-    config.json says whether the head is the embedding, also where nothing is known of a type of model, and for a class
-    that does not have this head.
+    config.json says whether the head is tied to the embedding, even for unknown model types and for classes without
+    head.
     """
     known: Mapping[str, str] = {}
     if isinstance(form, Form) and layout.tensors.keys() >= set(form.tied.values()):
@@ -119,10 +120,11 @@ def ties_of(layout: Layout, config: Mapping[str, Any], form: Form | Unsupported 
 
 
 def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str]]:
-    """Return the layout without the tensors that are `tied` to others and equal to them, and remarks on each."""
+    """Return the layout without the tensors that are tied to others and equal to them, and a note on each."""
     notes = []
-    there = {name: source for name, source in tied.items() if name in layout.tensors}
-    for name, source in there.items():
+    present = {name: source for name, source in tied.items() if name in layout.tensors}
+    for name, source in present.items():
+        # a salvage: the tied copy replaces a damaged source
         if source in layout.tensors and layout.tensors[source].is_lost and not layout.tensors[name].is_lost:
             layout = replace(layout, tensors={**layout.tensors, source: layout.tensors[name]})
             notes.append(f"{source} is damaged: ckptkit used the values of {name}, which is tied to it")
@@ -133,13 +135,13 @@ def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str
             tensors = {source if old == name else old: tensor for old, tensor in layout.tensors.items()}
             layout = replace(layout, tensors=tensors)
             notes.append(f"{name} is tied to {source}, and was written under that name")
-    return edits.select(layout, lambda name: name not in there), notes
+    return edits.select(layout, lambda name: name not in present), notes
 
 
 def check_equal(layout: Layout, name: str, source: str) -> None:
-    """Raise `Mismatch` if two tensors that are tied differ, `Unsupported` if they are yet to be computed.
+    """Raise `Mismatch` if two tied tensors differ, `Unsupported` if their values must be computed first.
 
-    Of what is lost nothing can be said.
+    Lost tensors are not compared.
     """
     if layout.tensors[name].is_lost or layout.tensors[source].is_lost:
         return
@@ -166,19 +168,19 @@ def check_equal(layout: Layout, name: str, source: str) -> None:
 
 
 def restore_tied(layout: Layout, config: Mapping[str, Any]) -> Layout:
-    """Return the layout with tensors that `config` ties to others and that were left out: the same bytes again.
+    """Return the layout with the tied tensors that were left out; they refer to the same bytes.
 
-    A model in training has both names in its state dict, and so has its checkpoint, which has recorded key paths.
+    A model in training has both names in its state dict. So has its checkpoint, if it has recorded key paths.
     """
     if layout.keys or not config:
         return layout
     tied = ties_of(layout, config, form_or_reason(layout.tensors.keys(), config))
-    left = {name: source for name, source in tied.items() if name not in layout.tensors and source in layout.tensors}
-    return replace(layout, tensors={**layout.tensors, **{name: layout.tensors[left[name]] for name in left}})
+    omitted = {name: source for name, source in tied.items() if name not in layout.tensors and source in layout.tensors}
+    return replace(layout, tensors={**layout.tensors, **{name: layout.tensors[omitted[name]] for name in omitted}})
 
 
 def check_names(layout: Layout, form: Form, found_in: str) -> None:
-    """Raise `Mismatch` if a tensor that the config calls for is missing or has another shape."""
+    """Raise `Mismatch` if a tensor that config.json describes is missing or has another shape."""
     needed = form.needed
     missing = [name for name in form.shapes if name in needed and name not in layout.tensors]
     if missing:
@@ -201,5 +203,5 @@ def check_names(layout: Layout, form: Form, found_in: str) -> None:
 
 
 def abridge(names: Sequence[str]) -> str:
-    """Return the first few of some names."""
+    """Return up to four names, separated by commas."""
     return ", ".join(names[:4]) + (", ..." if names[4:] else "")

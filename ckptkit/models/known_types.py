@@ -1,7 +1,7 @@
 """Compute names and shapes of the tensors of the model types that ckptkit knows, from config.json alone.
 
-Most types are Llama with another norm, bias or fused projection. Two have a mixture of experts, which lies in other
-tensors in memory than on disk. Names, shapes and order are those of transformers' own classes.
+Most types are Llama with another norm, bias or fused projection. Two types have a mixture of experts, with other
+tensors in memory than on disk. Names, shapes and order are equal to those in transformers' classes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_CAUSAL = "ForCausalLM"  # how the names of classes end that have such a head
+_CAUSAL = "ForCausalLM"  # suffix of class names with this head
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
-# in the order in which the classes make them; weights come before biases
+# in the order of the classes' constructors; weights come before biases
 _MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_norm", "k_norm"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 
-# ten times those of any model, and of all its experts; a config may be anybody's
-_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1 << 17
+# ten times more than any model has; limits the work for a malicious config
+_MAX_LAYERS, _MAX_EXPERTS = 10_000, 1 << 17
 
-# shapes in letters: hidden, intermediate, vocabulary, query and key width, width of one head
+# symbolic shapes: hidden, intermediate, vocabulary; query and key width; d, the width of one head
 _BLOCK = {
     "self_attn.q_proj.weight": "qh",
     "self_attn.k_proj.weight": "kh",
@@ -52,27 +52,27 @@ _BIASES = {"attention_bias": _ATTENTION_BIAS, "mlp_bias": _MLP_BIAS}
 class Mixture:
     """The experts of a model type.
 
-    `memory` are the parameters of a layer's mixture in memory, with their shapes in letters: e experts, m the width of
-    one, n twice that. `disk` are the same on disk, each with its shape and the name in memory that it comes from; `{}`
-    is the number of an expert.
+    `memory` are the parameters of a layer's mixture in memory, with symbolic shapes: e is the number of experts, m the
+    width of an expert, n twice that width. `disk` are the parameters on disk, each with its shape and the name in
+    memory that it comes from; `{}` is the number of an expert.
     """
 
     memory: Mapping[str, str]
     disk: Mapping[str, tuple[str, str]]
-    router: str  # on disk
+    router: str  # its name on disk
     width: str  # the key of config.json for the width of an expert
-    may_be_dense: bool  # `mlp_only_layers` and `decoder_sparse_step` say which layers are
+    may_be_dense: bool  # `mlp_only_layers` and `decoder_sparse_step` decide which layers are dense
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """The ways in which a model type differs from Llama."""
+    """The differences of a model type from Llama."""
 
     more: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     options: tuple[str, ...] = ()  # switches of the config that add biases
-    head_dim: int | None = None  # where the config gives none: None for hidden size over heads
-    is_tied: bool = False  # where the config says nothing
+    head_dim: int | None = None  # default; None: hidden size / heads
+    is_tied: bool = False  # default
     mixture: Mixture | None = None
 
 
@@ -133,7 +133,7 @@ _MIXTURES = {
     ),
 }
 _TYPES = _LLAMAS | _MIXTURES
-# numbers that the config of a model with experts must give: what it leaves open, its class fills in
+# numbers that the config of a mixture must contain; otherwise its class has a default that this table does not know
 _SIZES_OF_EXPERTS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
     *("vocab_size", "num_experts_per_tok", "max_position_embeddings"),
@@ -144,7 +144,7 @@ _SIZES_OF_EXPERTS = (
 class Table:
     """The tensors of a model of a known type: shapes by name, in memory in the order of its `parameters()`.
 
-    `blocks` are the tensors of each layer in memory, and `sizes` what the letters of their shapes stand for.
+    `blocks` are the tensors of each layer in memory, and `sizes` the values of the letters in their shapes.
     """
 
     blocks: tuple[Mapping[str, str], ...]
@@ -154,7 +154,7 @@ class Table:
 
     @cached_property
     def memory(self) -> dict[str, Shape]:
-        """Return the shapes of all tensors in memory, of the head too where that is the embedding."""
+        """Return the shapes of all tensors in memory, including the head if it is tied to the embedding."""
         names = {EMBEDDING: "vh"}
         for i, block in enumerate(self.blocks):
             names |= {f"model.layers.{i}.{name}": letters for name, letters in block.items()}
@@ -163,18 +163,18 @@ class Table:
 
     @cached_property
     def disk(self) -> dict[str, tuple[Shape, str]]:
-        """Return the shape of each tensor on disk, and the name in memory of the one that it comes from."""
-        found: dict[str, tuple[Shape, str]] = {}
+        """Return the shape of each tensor on disk, and the name in memory that it comes from."""
+        on_disk: dict[str, tuple[Shape, str]] = {}
         for name, shape in self.memory.items():
-            step, _, own = name.partition(".layers.")[2].partition(".")
+            layer, _, own = name.partition(".layers.")[2].partition(".")
             parts = self.parts(own) if self.mixture and own in self.mixture.memory else {}
-            found |= {f"model.layers.{step}.{part}": (self.shape(letters), name) for part, letters in parts.items()}
+            on_disk |= {f"model.layers.{layer}.{part}": (self.shape(letters), name) for part, letters in parts.items()}
             if not parts:
-                found[name] = shape, name
-        return found
+                on_disk[name] = shape, name
+        return on_disk
 
     def parts(self, memory: str) -> dict[str, str]:
-        """Return what a parameter of a mixture is on disk, with the shapes in letters."""
+        """Return the tensors on disk that a parameter of a mixture is split into, with symbolic shapes."""
         assert self.mixture is not None
         parts = {name: letters for name, (letters, origin) in self.mixture.disk.items() if origin == memory}
         experts = range(self.sizes["e"])
@@ -184,17 +184,17 @@ class Table:
         return tuple(self.sizes[letter] for letter in letters)
 
     def is_linear(self, name: str, shape: Shape) -> bool:
-        """Return whether a tensor, on disk or in memory, is the matrix of a linear layer, or those of experts."""
+        """Return whether a tensor, on disk or in memory, is the matrix of a linear layer or of experts."""
         if self.mixture is not None and name.endswith((self.mixture.router, _ROUTER)):
             return False
         return len(shape) > 1 and name != EMBEDDING
 
 
 def find_table(config: Mapping[str, Any]) -> Table | None:
-    """Return the tensors of the model that a config.json describes, None where the table has no such model.
+    """Return the tensors of the model that a config.json describes; None if the table does not have this type.
 
-    A class with another head has other tensors. Raises `Unsupported` for a dense model without its sizes; what a model
-    with experts does not say is its class's to know.
+    Returns None for a class with another head, because it has other tensors, and for a mixture whose config lacks a
+    size, because its class has a default. Raises `Unsupported` for a dense model whose config lacks a size.
     """
     named = config.get("architectures")
     if isinstance(named, list) and named and not str(named[0]).endswith(_CAUSAL):
@@ -208,15 +208,15 @@ def find_table(config: Mapping[str, Any]) -> Table | None:
     try:
         sizes, layers = letter_sizes(config), int(config["num_hidden_layers"])
     except (KeyError, TypeError, ValueError, ArithmeticError):
-        layers = _MOST_LAYERS + 1
-    if layers > _MOST_LAYERS:
+        layers = _MAX_LAYERS + 1
+    if layers > _MAX_LAYERS:
         raise Unsupported(f"the config of this `{model_type}` lacks a size, or gives a size that is not a number")
     block = in_order(variation, config)
     return Table((block,) * layers, sizes, is_tied(config), None)
 
 
 def mixture_table(config: Mapping[str, Any], variation: Variation, mixture: Mixture) -> Table | None:
-    """Return the tensors of a model with experts; None where its config leaves a size open, or quantizes it."""
+    """Return the tensors of a model with experts; None if its config lacks a size, or the model is quantized."""
     counts = [config[key] for key in ("num_experts", "num_local_experts") if key in config]
     heads = [config["head_dim"]] if config.get("head_dim") is not None else []
     every = config.get("decoder_sparse_step", 0) if mixture.may_be_dense else 1
@@ -226,7 +226,7 @@ def mixture_table(config: Mapping[str, Any], variation: Variation, mixture: Mixt
     if not are_numbers or len(set(counts)) != 1 or not isinstance(dense, list) or config.get("quantization_config"):
         return None
     experts, layers, width = counts[0], config["num_hidden_layers"], config[mixture.width]
-    if layers > _MOST_LAYERS or layers * experts > _MOST_EXPERTS:
+    if layers > _MAX_LAYERS or layers * experts > _MAX_EXPERTS:
         return None
     block = in_order(variation, config)
     sparse = with_experts(block, mixture)
@@ -236,7 +236,7 @@ def mixture_table(config: Mapping[str, Any], variation: Variation, mixture: Mixt
 
 
 def in_order(variation: Variation, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the shapes in letters of a dense block, in the order in which the model has them."""
+    """Return the symbolic shapes of a dense block, in the order of the model's parameters."""
     block = {name: letters for name, letters in {**_BLOCK, **variation.more}.items() if name not in variation.without}
     for option in variation.options:
         if config.get(option):
@@ -245,7 +245,7 @@ def in_order(variation: Variation, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def place_in_block(name: str) -> tuple[int, bool]:
-    """Return what the parameters of a block are sorted by, to be in the order in which the model has them."""
+    """Return the sort key that puts the parameters of a block in the model's order."""
     *_, module, kind = name.split(".")
     return _MODULES.index(module), kind == "bias"
 
@@ -258,10 +258,9 @@ def with_experts(block: Mapping[str, str], mixture: Mixture) -> dict[str, str]:
 
 
 def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers that the letters of the shapes stand for.
+    """Return the sizes that the letters in symbolic shapes stand for.
 
-    Raises KeyError, TypeError or ValueError without them, and ArithmeticError for heads that are none, or a size that
-    is infinite.
+    Raises KeyError, TypeError or ValueError if one is missing, and ArithmeticError for zero heads or an infinite size.
     """
     hidden, heads, inner = (int(config[key]) for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
     key_heads = int(config.get("num_key_value_heads") or heads)
@@ -280,17 +279,20 @@ def letter_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def default_head_width(model_type: str) -> int | None:
-    """Return the width of a head where a config gives none; None if it follows from the hidden size, or is unknown."""
+    """Return the default head width of a type; None if it follows from the hidden size, or the type is unknown."""
     return _TYPES.get(model_type, Variation()).head_dim
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Return whether the model's head is its embedding."""
+    """Return whether the model's head is tied to its embedding."""
     variation = _TYPES.get(str(config.get("model_type")), Variation())
     return bool(config.get("tie_word_embeddings", variation.is_tied))
 
 
 def find_embedding(names: Iterable[str]) -> str | None:
-    """Return the name of the input embedding that a head would be tied to, if it is plain which."""
-    found = [name for name in names if name.endswith(_EMBEDDINGS)]
-    return found[0] if len(found) == 1 else None
+    """Return the name of the input embedding that a head would be tied to.
+
+    Returns None if there is not exactly one candidate.
+    """
+    embeddings = [name for name in names if name.endswith(_EMBEDDINGS)]
+    return embeddings[0] if len(embeddings) == 1 else None

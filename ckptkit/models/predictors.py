@@ -1,8 +1,9 @@
 """Layers that predict further tokens (MTP): which ones config.json declares, and which tensors belong to them.
 
-transformers drops these tensors when it loads a model, so that no training saves them.
-Sources: `SpeculativeConfig.hf_config_override` of an engine, which reads the keys; transformers/models/*/modeling_*.py,
-`_keys_to_ignore_on_load_unexpected`, which has the names.
+transformers drops these tensors when it loads a model, so no training with it saves them.
+
+Sources: `SpeculativeConfig.hf_config_override` of an inference engine, which reads the keys;
+transformers/models/*/modeling_*.py, `_keys_to_ignore_on_load_unexpected`, which has the names.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any, NamedTuple
 from ckptkit.words import count
 
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
-_SECTIONS = ("text_config", "mtp_config")  # of config.json, and of its text_config
+_SECTIONS = ("text_config", "mtp_config")  # sections of config.json and of its text_config that may contain the keys
 _LAYERS = "num_hidden_layers"
-# lists with an item for each layer, to which some models add those of the MTP layers; a loader cuts them by the number
-# of these. Source: transformers/models/step3p7/configuration_step3p7.py
-_PADDED = (
+# lists with an item per layer; some models append items for MTP layers, and loaders cut the lists by their number
+# (source: transformers/models/step3p7/configuration_step3p7.py)
+_PER_LAYER_LISTS = (
     *("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"),
     *("rope_theta", "partial_rotary_factors"),
 )
@@ -28,7 +29,7 @@ _NUMBERED = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.([
 
 
 class Declared(NamedTuple):
-    """A key of config.json, below sections of it, that declares so many layers behind the first `behind`."""
+    """A key of config.json, inside `sections`, that declares a number of MTP layers after the first `behind` layers."""
 
     sections: tuple[str, ...]
     key: str
@@ -40,63 +41,72 @@ class Declared(NamedTuple):
         return _OWN_STEP.fullmatch(name) is not None or self.number(name) is not None
 
     def number(self, name: str) -> int | None:
-        """Return which of the layers a tensor belongs to where they are numbered behind the others; else None."""
-        found = _NUMBERED.fullmatch(name)
-        number = int(found[1]) - self.behind if found and self.behind is not None else -1
+        """Return the index of the MTP layer of a tensor, if MTP layers are numbered after the other layers.
+
+        Returns None for other tensors and numberings.
+        """
+        match = _NUMBERED.fullmatch(name)
+        number = int(match[1]) - self.behind if match and self.behind is not None else -1
         return number if 0 <= number < self.layers else None
 
 
 def declared(config: Mapping[str, Any]) -> Iterator[Declared]:
-    """Yield what declares layers that predict further tokens."""
+    """Yield the keys of config.json that declare MTP layers."""
     text = config.get("text_config")
     layers = (text if isinstance(text, Mapping) else config).get(_LAYERS, config.get(_LAYERS))
-    for sections, said in sections_of(config):
+    for sections, section in sections_of(config):
         for key in _KEYS:
-            count = said.get(key)
+            count = section.get(key)
             if type(count) is int and count > 0:
                 yield Declared(sections, key, count, layers if type(layers) is int else None)
 
 
-def sections_of(said: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield config.json and the sections of it that may declare layers, each with its path."""
-    yield above, said
+def sections_of(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield config.json and its sections that may declare layers, each with its path."""
+    yield above, config
     for name in _SECTIONS:
-        if isinstance(said.get(name), Mapping):
-            yield from sections_of(said[name], (*above, name))
+        if isinstance(config.get(name), Mapping):
+            yield from sections_of(config[name], (*above, name))
 
 
 def predictors_in(names: Iterable[str], config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of tensors that belong to layers which config.json declares."""
-    found = tuple(declared(config))
-    return frozenset(name for name in names if any(one.holds(name) for one in found))
+    """Return the names of tensors that belong to MTP layers that config.json declares."""
+    declarations = tuple(declared(config))
+    return frozenset(name for name in names if any(one.holds(name) for one in declarations))
 
 
-def count_there(one: Declared, names: Iterable[str]) -> int:
-    """Return how many of the declared layers have tensors. Layers that are numbered apart count as all or none."""
-    own = [name for name in names if one.holds(name)]
-    numbers = [one.number(name) for name in own]
-    return one.layers if None in numbers else len(set(numbers))
+def count_present(declaration: Declared, names: Iterable[str]) -> int:
+    """Return how many of the declared layers have tensors. MTP layers with their own numbering count as all or none."""
+    own = [name for name in names if declaration.holds(name)]
+    numbers = [declaration.number(name) for name in own]
+    return declaration.layers if None in numbers else len(set(numbers))
 
 
 def with_counts(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return a config.json that declares only the layers that have tensors, and words on each key that changed."""
+    """Return a config.json that declares only the layers that have tensors, and a note for each key that changed."""
     changed, words, names = deepcopy(dict(config)), [], list(names)
-    for one in declared(config):
-        there = count_there(one, names)
-        if there != one.layers:
-            said: dict[str, Any] = changed
-            for section in one.sections:
-                said = said[section]
-            said[one.key] = there
-            for key in _PADDED:
-                said |= without_padding(key, said.get(key), one, there)
-            path = ".".join((*one.sections, one.key))
-            layers = count(one.layers, "MTP layer")
-            words.append(f"config.json declares {layers} (`{path}`), and {there} have tensors; the output says {there}")
+    for declaration in declared(config):
+        present = count_present(declaration, names)
+        if present != declaration.layers:
+            section_values: dict[str, Any] = changed
+            for section in declaration.sections:
+                section_values = section_values[section]
+            section_values[declaration.key] = present
+            for key in _PER_LAYER_LISTS:
+                section_values |= without_padding(key, section_values.get(key), declaration, present)
+            path = ".".join((*declaration.sections, declaration.key))
+            layers = count(declaration.layers, "MTP layer")
+            words.append(
+                f"config.json declares {layers} (`{path}`), and {present} have tensors; the output says {present}"
+            )
     return changed, words
 
 
-def without_padding(key: str, value: Any, one: Declared, there: int) -> dict[str, Any]:
-    """Return a list of config.json without the items of declared layers that have no tensors; {} for any other."""
-    is_padded = isinstance(value, list) and one.behind is not None and len(value) == one.behind + one.layers
-    return {key: value[: len(value) - one.layers + there]} if is_padded else {}
+def without_padding(key: str, value: Any, declaration: Declared, present: int) -> dict[str, Any]:
+    """Return a list of config.json without the items of MTP layers that have no tensors; {} for any other value."""
+    is_padded = (
+        isinstance(value, list)
+        and declaration.behind is not None
+        and len(value) == declaration.behind + declaration.layers
+    )
+    return {key: value[: len(value) - declaration.layers + present]} if is_padded else {}

@@ -1,6 +1,6 @@
-"""Describe the text model inside a vision-language model: its config.json, and its names in memory.
+"""Extract the text model of a vision-language model: its config.json, and its tensor names in memory.
 
-transformers is asked for both: config.json of the larger model may have the sizes of the text model at its top.
+transformers is needed for both: the config.json of the larger model may have the text model's sizes at its top level.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ckptkit.errors import Unsupported, Usage
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.transformers_model import MetaModel, find_meta_model, kind_of, quiet, without_hints
 
-# text models without a class of their own, and what config.json says of the type that computes the same where there is
-# no image: without one the three positions of a token are equal.
+# text models without a class of their own, and the config keys of a type that computes the same for text: without an
+# image, the three positions of a token are equal.
 # Sources: transformers/models/qwen2_vl/modeling_qwen2_vl.py and qwen3_vl_moe/modeling_qwen3_vl_moe.py, whose router
 # always divides by the sum
 _SAME_AS: dict[str, dict[str, Any]] = {
@@ -23,36 +23,36 @@ _SAME_AS: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {"model_type": "qwen3"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
 }
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")  # in rope_parameters
-_FROM_ABOVE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
+_IMAGE_KEYS = ("mrope_section", "mrope_interleaved")  # keys in rope_parameters that only images need
+_FROM_OUTER_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version")
 
 
 class TextModel(NamedTuple):
-    """The config.json of a text model, and the name of each of its tensors in memory in that of the larger model."""
+    """The config.json of a text model, and for each of its tensors in memory the name in the larger model."""
 
     config: dict[str, Any]
     names: dict[str, str]
 
 
 def find_text_model(config: Mapping[str, Any]) -> TextModel:
-    """Return the text model in the model of a config.json.
+    """Return the text model inside the model of a config.json.
 
-    Raises `Usage` if that is one itself, `Unsupported` if transformers has no class for it alone.
+    Raises `Usage` if the model is a text model itself, `Unsupported` if transformers has no class for the text model.
     """
-    whole = find_meta_model(config)
-    text = text_config_of(config, whole)
-    return TextModel(text, names_in(whole, find_meta_model(text), str(config.get("model_type"))))
+    full_model = find_meta_model(config)
+    text = text_config_of(config, full_model)
+    return TextModel(text, names_in(full_model, find_meta_model(text), str(config.get("model_type"))))
 
 
 def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any]:
-    """Return the config.json of the text model in a model."""
+    """Return the config.json of the text model inside a multimodal model."""
     import transformers
 
     model_type = str(config.get("model_type"))
     with quiet():
         known = kind_of(transformers, model_type).from_dict(without_hints(dict(config)))
         inner = known.get_text_config()
-        said: dict[str, Any] = json.loads(inner.to_json_string(use_diff=True))
+        text_config: dict[str, Any] = json.loads(inner.to_json_string(use_diff=True))
     if inner is known:
         raise Usage(f"expected a vision-language model, found type `{model_type}`", hint="drop --text-only")
     classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -64,28 +64,32 @@ def text_config_of(config: Mapping[str, Any], whole: MetaModel) -> dict[str, Any
         )
         raise Unsupported(message, hint="drop --text-only")
     if inner.model_type in _SAME_AS:
-        said["rope_parameters"] = without_images(said.get("rope_parameters"))
-    said |= {key: config[key] for key in _FROM_ABOVE if said.get(key) is None and config.get(key) is not None}
-    said = {key: value for key, value in said.items() if not key.startswith("_")}
-    return said | same | {"architectures": [classes[kind].__name__], "tie_word_embeddings": HEAD in whole.tied}
+        text_config["rope_parameters"] = without_images(text_config.get("rope_parameters"))
+    text_config |= {
+        key: config[key] for key in _FROM_OUTER_CONFIG if text_config.get(key) is None and config.get(key) is not None
+    }
+    text_config = {key: value for key, value in text_config.items() if not key.startswith("_")}
+    return text_config | same | {"architectures": [classes[kind].__name__], "tie_word_embeddings": HEAD in whole.tied}
 
 
 def without_images(rope: Any) -> Any:
-    """Return the parameters of position embeddings without those of images."""
+    """Return rotary parameters without those for images."""
     if not isinstance(rope, dict):
         return rope
-    kept = {key: value for key, value in rope.items() if key not in _OF_IMAGES and value != "mrope"}
+    kept = {key: value for key, value in rope.items() if key not in _IMAGE_KEYS and value != "mrope"}
     return {"rope_type": "default", **kept}
 
 
 def names_in(whole: MetaModel, text: MetaModel, model_type: str) -> dict[str, str]:
-    """Return what the tensors of a text model are called in the larger one. Raises `Unsupported` if one is missing."""
-    own = f"{text.model.base_model_prefix}."
-    inside = [name.removeprefix(own) for name in text.shapes if name.startswith(own)]
+    """Return the name in the larger model of each tensor of the text model. Raises `Unsupported` if one is missing."""
+    base_prefix = f"{text.model.base_model_prefix}."
+    inside = [name.removeprefix(base_prefix) for name in text.shapes if name.startswith(base_prefix)]
     ends = [name.removesuffix(inside[0]) for name in whole.shapes if name.endswith(f".{inside[0]}")]
     fitting = [end for end in ends if all(end + name in whole.shapes for name in inside)]
-    prefix = fitting[0] if len(fitting) == 1 else own
-    names = {name: prefix + name.removeprefix(own) if name.startswith(own) else name for name in text.shapes}
+    prefix = fitting[0] if len(fitting) == 1 else base_prefix
+    names = {
+        name: prefix + name.removeprefix(base_prefix) if name.startswith(base_prefix) else name for name in text.shapes
+    }
     different = [name for name, old in names.items() if whole.shapes.get(old) != text.shapes[name]]
     if different:
         message = f"ckptkit does not know the names of the text model in `{model_type}`"

@@ -1,4 +1,4 @@
-"""Find the largest token id of a tokenizer, in any of its files. Runs no tokenizer."""
+"""Find the largest token id of a tokenizer, in any of its files. Does not run the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ckptkit.models.companions import Companions
 _SENTENCEPIECE = "tokenizer.model"
 _CONFIG = "tokenizer_config.json"
 _IN_JSON = ("tokenizer.json", _CONFIG, "vocab.json", "added_tokens.json")
-_KEY = re.compile(rb'"(\d{1,18})"\s*:')  # of `added_tokens_decoder`
-_PIECE = 0x0A  # the tag of one of sentencepiece's pieces: field 1, a message
-_NUMBER = re.compile(rb'"\s*:\s*(\d{1,18})')  # in JSON
-_UNIGRAM = re.compile(rb'"type"\s*:\s*"Unigram"')  # a vocabulary that is a list
+_KEY = re.compile(rb'"(\d{1,18})"\s*:')  # a key of `added_tokens_decoder`
+_PIECE = 0x0A  # protobuf tag of a sentencepiece piece: field 1, a message
+_NUMBER = re.compile(rb'"\s*:\s*(\d{1,18})')  # a number value in JSON
+_UNIGRAM = re.compile(rb'"type"\s*:\s*"Unigram"')  # its vocabulary is a list: the index is the id
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def check_tokens(companions: Companions, rows: int) -> list[str]:
-    """Return what there is to say of a vocabulary of so many rows.
+    """Return notes on a vocabulary of `rows` rows.
 
-    Raises `Mismatch` if the tokenizer has a token for which there would be none.
+    Raises `Mismatch` if the tokenizer has a token without a row.
     """
     largest = largest_token(companions.files, companions.config or {})
     if largest is None:
@@ -38,7 +38,8 @@ def check_tokens(companions: Companions, rows: int) -> list[str]:
 
 def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
     """Return a warning if the tokenizer has a token beyond the last row of an embedding of `rows` rows."""
-    likely = any(largest_number(name, content) >= rows for name, content in companions.files.items())
+    # a cheap upper bound first: parsing large tokenizer files is slow
+    likely = any(max_id_bound(name, content) >= rows for name, content in companions.files.items())
     number, file = largest_token(companions.files, {}) or (-1, "") if likely else (-1, "")
     if number < rows:
         return []
@@ -46,36 +47,36 @@ def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
     return [Caution(f"{words}; copy the tokenizer of this model, or run this again with --vocab-size {number + 1}")]
 
 
-def largest_number(name: str, content: bytes) -> int:
-    """Return an upper bound for the tokens in a file of a tokenizer, -1 for no tokens. Does not parse JSON."""
+def max_id_bound(name: str, content: bytes) -> int:
+    """Return an upper bound for the token ids in a tokenizer's file, -1 if it has none. Does not parse JSON."""
     if not name.endswith(".json"):
-        return max(numbers_in(name, content), default=-1)
+        return max(token_ids_in(name, content), default=-1)
     if name not in _IN_JSON:
         return -1
-    numbers = max((int(found[1]) for found in _NUMBER.finditer(content)), default=-1)
-    keys = max((int(found[1]) for found in _KEY.finditer(content)), default=-1) if name == _CONFIG else -1
+    numbers = max((int(match[1]) for match in _NUMBER.finditer(content)), default=-1)
+    keys = max((int(match[1]) for match in _KEY.finditer(content)), default=-1) if name == _CONFIG else -1
     return max(numbers, keys, content.count(b"[") if _UNIGRAM.search(content) else -1)
 
 
 def largest_token(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Return the largest number of a token, and the file that says it; None if none of the files does.
+    """Return the largest token id and the file that contains it; None if there are no tokenizer files.
 
-    `files` are those beside a model, by name, and `config` its config.json, which has numbers of a few tokens too.
+    `files` are the files beside a model, by name. `config` is its config.json, which contains some special token ids.
     """
-    found = [(number, name) for name, content in files.items() for number in numbers_in(name, content)]
-    found += [(number, "config.json") for number in special_tokens(config)] if found else []
-    return max(found, default=None)
+    ids = [(number, name) for name, content in files.items() for number in token_ids_in(name, content)]
+    ids += [(number, "config.json") for number in special_tokens(config)] if ids else []
+    return max(ids, default=None)
 
 
 def special_tokens(config: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the numbers of tokens in a config.json."""
+    """Yield the token ids in a config.json."""
     for key in _IDS:
         value = config.get(key)
         yield from (one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
 
 
-def numbers_in(name: str, content: bytes) -> Iterator[int]:
-    """Yield the largest number of a token in a file of a tokenizer, and maybe others; nothing for other files."""
+def token_ids_in(name: str, content: bytes) -> Iterator[int]:
+    """Yield token ids of a tokenizer's file, the largest among them; nothing for other files."""
     if name == _SENTENCEPIECE:
         count = count_pieces(content) or count_lines(content)
         yield from [count - 1] if count else []
@@ -87,11 +88,11 @@ def numbers_in(name: str, content: bytes) -> Iterator[int]:
         except (ValueError, RecursionError):
             return
         if isinstance(parsed, dict):
-            yield from numbers_of_json(name, parsed)
+            yield from token_ids_in_json(name, parsed)
 
 
-def numbers_of_json(name: str, parsed: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the numbers of tokens in a file of JSON."""
+def token_ids_in_json(name: str, parsed: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the token ids in a JSON file."""
     if name == "tokenizer.json":
         model = parsed.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -114,9 +115,9 @@ def is_number(value: object) -> bool:
 
 
 def count_pieces(content: bytes) -> int:
-    """Return how many pieces a model of sentencepiece has, 0 for any other file.
+    """Return the number of pieces in a sentencepiece model, 0 for any other file.
 
-    Source: sentencepiece_model.proto. Every field of it is a message or text, with its length before it.
+    Source: sentencepiece_model.proto. Each of its fields is a message or a string, with its length in front.
     """
     at = count = 0
     while at < len(content):
@@ -130,7 +131,7 @@ def count_pieces(content: bytes) -> int:
 
 
 def read_varint(content: bytes, at: int) -> tuple[int, int]:
-    """Return a number of protobuf's at a place, and where it ends; one beyond all lengths if it does not."""
+    """Return a protobuf varint and the offset after it; a value beyond all lengths if it is truncated."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(content):
@@ -144,7 +145,7 @@ def read_varint(content: bytes, at: int) -> tuple[int, int]:
 
 
 def count_lines(content: bytes) -> int:
-    """Return how many tokens a file of tiktoken has, a line with a number for each; 0 for any other file."""
+    """Return the number of tokens in a tiktoken file (one line with an id per token), 0 for any other file."""
     numbers = [line.rpartition(b" ")[2] for line in content.splitlines()]
     return (
         max((int(one) for one in numbers if one.isdigit()), default=-1) + 1 if all(map(bytes.isdigit, numbers)) else 0

@@ -1,7 +1,7 @@
-"""Find the class of transformers that has the tensors of a checkpoint, if config.json names one without its head.
+"""Find the class of transformers that has a checkpoint's tensors, if config.json names a class without its head.
 
-A training often begins with the config.json of a causal model and adds a head: the reward model that it saves has
-`score.weight`, and loads as a causal model without a word if config.json still says so.
+Training often starts with the config.json of a causal model and adds a head. The saved reward model has `score.weight`,
+and transformers silently loads it as a causal model if config.json still says so.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from ckptkit.models.transformers_model import classes_of
 from ckptkit.words import count
 
 Config = Mapping[str, Any]
-# heads of transformers' classes, and heads for values, which libraries of RLHF put beside a causal model: source of
-# `v_head` is trl/models/modeling_value_head.py, of `value_head` and others openrlhf/models/model.py
+# heads of transformers' classes, and value heads that RLHF libraries add to a causal model. Sources:
+# trl/models/modeling_value_head.py (`v_head`), openrlhf/models/model.py (`value_head` and others)
 _HEAD = re.compile(r"(?:.*\.)?(?:score|(?:pre_)?classifier|qa_outputs|pooler|classification_head)\..+")
 _VALUE_HEAD = re.compile(r"(?:.*\.)?(?:v_head|value_head|reward_head|regression_head)\..+")
 
 
 def is_trained_head(name: str) -> bool:
-    """Return whether a tensor belongs to a head that a training put on a model."""
+    """Return whether a tensor belongs to a head that was added for training."""
     return bool(_HEAD.fullmatch(name) or _VALUE_HEAD.fullmatch(name))
 
 
 def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) -> tuple[Config, list[str]]:
-    """Return config.json with the class that has the tensors, and remarks; as it is if its own class has the heads.
+    """Return config.json with the class that has the tensors, and notes; unchanged if its own class has them.
 
-    `form` is what config.json describes. Raises `Mismatch` for a head that no class of this type has, or several; if
-    the head of a language model is beside it, which the class drops; and if `id2label` has names for other labels.
+    `form` is the form that config.json describes. Raises `Mismatch` if no class of this type has the head, or several
+    do; if the head of a language model is present too, which the class drops; and if `id2label` has another number of
+    labels.
     """
     extra = sorted(shapes.keys() - form.shapes.keys())
     heads = [name for name in extra if is_trained_head(name)]
@@ -42,26 +43,26 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
     named = ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))
     fitting = list(candidates(shapes, config, heads))
     if len(fitting) == 1:
-        (found,) = fitting
-        made = str(found["architectures"][0])
-        check_second_head(shapes, config, heads[0], f"{named} and {made}")
-        words = f"config.json says {named}, the tensors have `{heads[0]}`: wrote {made}"
-        labels = len(found.get("id2label") or {})
-        is_resized = found.get("id2label") != config.get("id2label")
+        (fitting_config,) = fitting
+        class_name = str(fitting_config["architectures"][0])
+        check_second_head(shapes, config, heads[0], f"{named} and {class_name}")
+        words = f"config.json says {named}, the tensors have `{heads[0]}`: wrote {class_name}"
+        labels = len(fitting_config.get("id2label") or {})
+        is_resized = fitting_config.get("id2label") != config.get("id2label")
         if is_resized:
             check_labels(config, heads[0], labels)
-        return found, [f"{words} with {count(labels, 'label')}" if is_resized else words]
+        return fitting_config, [f"{words} with {count(labels, 'label')}" if is_resized else words]
     if not fitting and all(map(_VALUE_HEAD.fullmatch, heads)):
         words = f"`{heads[0]}`{and_more(len(heads) - 1)} is a value head, which {named} of config.json does not have"
         return config, [Caution(f"{words}: load the output with the library that trained it")]
-    classes = [str(made["architectures"][0]) for made in fitting]
+    classes = [str(class_name["architectures"][0]) for class_name in fitting]
     which = f"fits {' or '.join(classes)}" if classes else "fits no class of this type together with the other tensors"
     hint = "pass a --base whose config.json names the class that was trained, or --names keep"
     raise Mismatch(f"config.json says {named}, which does not have this tensor: it {which}", tensor=heads[0], hint=hint)
 
 
 def check_second_head(shapes: Mapping[str, Shape], config: Config, head: str, classes: str) -> None:
-    """Raise `Mismatch` if the head of a language model, which is no copy of the embedding, is beside another head."""
+    """Raise `Mismatch` if a language model's own (untied) head is present beside another head."""
     if HEAD in shapes and not is_tied(config):
         message = f"this head and `{HEAD}` are those of two classes, {classes}, and each class drops the other head"
         module = head.rpartition(".")[0]
@@ -69,7 +70,7 @@ def check_second_head(shapes: Mapping[str, Shape], config: Config, head: str, cl
 
 
 def check_labels(config: Config, head: str, labels: int) -> None:
-    """Raise `Mismatch` if config.json gives names to another number of labels than a head has."""
+    """Raise `Mismatch` if config.json names another number of labels than the head has."""
     names = (config.get("id2label") or {}).values()
     if any(not re.fullmatch(r"LABEL_[0-9]+", str(name)) for name in names):
         message = f"expected {len(names)} labels (id2label of config.json), found {labels}"
@@ -77,23 +78,23 @@ def check_labels(config: Config, head: str, labels: int) -> None:
 
 
 def candidates(shapes: Mapping[str, Shape], config: Config, heads: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yield config.json for each class of its type, and for each number of labels that a head may have."""
+    """Yield a config.json for each class of its type that fits, and for each number of labels that a head may have."""
     rows = {shapes[name][0] for name in heads if len(shapes[name]) == 2}
     known = {len(config["id2label"])} if config.get("id2label") else {int(config.get("num_labels") or 2)}
     for name in classes_of(config):
         for labels in sorted(known) + sorted(rows - known):
-            made = {**config, "architectures": [name]}
+            candidate = {**config, "architectures": [name]}
             if labels not in known:
-                made |= {"id2label": {str(i): f"LABEL_{i}" for i in range(labels)}}
-                made |= {"label2id": {f"LABEL_{i}": i for i in range(labels)}}
-                made.pop("num_labels", None)
-            if is_described(shapes, made):
-                yield made
+                candidate |= {"id2label": {str(i): f"LABEL_{i}" for i in range(labels)}}
+                candidate |= {"label2id": {f"LABEL_{i}": i for i in range(labels)}}
+                candidate.pop("num_labels", None)
+            if is_described(shapes, candidate):
+                yield candidate
                 break
 
 
 def is_described(shapes: Mapping[str, Shape], config: Config) -> bool:
-    """Return whether a config.json describes all tensors; a language model's head may lie beside them."""
+    """Return whether a config.json describes all tensors; an additional language model's head is allowed."""
     try:
         form = closest(forms_for(config), shapes.keys())
     except Unsupported:

@@ -1,7 +1,7 @@
-"""Build a model of transformers without memory, to learn about its tensors. Runs no model's code.
+"""Build a transformers model without memory (on the meta device), to get its tensors.
 
-Known are the classes of the installed transformers; code that lies beside a model's config.json is never run. Importing
-transformers takes seconds, so that it is asked only of types of models that ckptkit has no table for.
+Runs no code of the model's author. Only the classes of the installed transformers are used; code beside a config.json
+never runs. Importing transformers takes seconds, so it is used only for model types that ckptkit has no table for.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from typing import Any
 from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
 
-OLDEST = (5, 16)  # that the tests pass with; pyproject.toml has it too
-# what would be a hint to load code, or change the tensors in ways that no table of names tells
-_LEFT_OUT = re.compile(r"_.*|.*_implementation|.*kernel.*config.*|auto_map|torch_dtype|dtype")
-_FLOAT = "__float__"  # what transformers writes for numbers that JSON has not
+OLDEST = (5, 16)  # oldest version that passes the tests; keep equal to pyproject.toml
+# keys that could load code, or that change tensors in ways that no table of names describes
+_DROPPED_KEYS = re.compile(r"_.*|.*_implementation|.*kernel.*config.*|auto_map|torch_dtype|dtype")
+_FLOAT = "__float__"  # transformers' encoding of numbers that JSON lacks (infinity)
 _LAYERS = re.compile(r".*(layers?|blocks|depths?|stages)")
 _EXPERTS = re.compile(r".*experts.*")
-_MOST_LAYERS, _MOST = 2_000, 1 << 20  # ten times those of any model, and of all its experts; a config may be anybody's
-_MIXTURE = ".experts"  # how the names of modules with all experts of a layer end
+_MAX_LAYERS, _MAX_LAYERS_TIMES_EXPERTS = (
+    2_000,
+    1 << 20,
+)  # ten times more than any model has: limits a malicious config
+_MIXTURE = ".experts"  # suffix of module names with fused experts
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings"),
@@ -39,7 +42,7 @@ _MAPPINGS = (
 
 
 class UnknownType(Unsupported):
-    """A type of models, or a class, that transformers does not have: its code is its own, and so are its names."""
+    """A model type or class that transformers does not have: it has code, and perhaps names, of its own."""
 
 
 class NotInstalled(Unsupported):
@@ -54,10 +57,9 @@ class NotBuilt(Unsupported):
 class MetaModel:
     """A model on the meta device, and the shapes that its tensors have in memory.
 
-    `parameters` are the names of those that are parameters, and not tied to another, in the model's order.
-    `tied` gives the names of tensors that are not saved, and those of the ones that they are the same as; `unsaved`
-    are those that are never saved. `in_fp32` gives patterns of the names of tensors that loaders keep in fp32, by the
-    dtype in which they load the others.
+    `parameters` are the names of the parameters that are not tied to another, in the model's order. `tied` maps tensors
+    that are not saved to the tensors that they equal; `unsaved` are never saved. `in_fp32` are patterns of the names of
+    tensors that loaders keep in fp32, by the dtype of the other tensors.
     """
 
     model: Any
@@ -69,7 +71,7 @@ class MetaModel:
 
 
 def find_meta_model(config: Mapping[str, Any]) -> MetaModel:
-    """Return the model that a config.json describes. Raises `Unsupported` where transformers does not know it."""
+    """Return the model that a config.json describes. Raises `Unsupported` if transformers does not know it."""
     if config.get("quantization_config"):
         raise Unsupported("the tensors are quantized, so their names were not compared")
     try:
@@ -81,7 +83,6 @@ def find_meta_model(config: Mapping[str, Any]) -> MetaModel:
 
 @cache
 def build(text: str) -> MetaModel:
-    """Return the model of a config.json."""
     config = without_hints(json.loads(text))
     model_type = str(config.get("model_type"))
     try:
@@ -118,14 +119,14 @@ def build(text: str) -> MetaModel:
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a config.json with every key that transformers gives such a model, or None if transformers cannot tell."""
+    """Return a config.json with all defaults of transformers; None if transformers cannot load the config."""
     try:
         kind = kind_of(import_transformers(), str(config.get("model_type")))
         with quiet():
-            found = kind.from_dict(without_hints(dict(config))).to_dict()
+            full = kind.from_dict(without_hints(dict(config))).to_dict()
     except Exception:  # noqa: BLE001 - transformers' own code may raise anything, and then the keys are what they are
         return None
-    return {**found, "architectures": config.get("architectures")}
+    return {**full, "architectures": config.get("architectures")}
 
 
 def import_transformers() -> Any:
@@ -146,20 +147,23 @@ def import_transformers() -> Any:
 
 
 def kind_of(transformers: Any, model_type: str) -> Any:
-    """Return the class of the config of a type of models. Raises `UnknownType` if there is none."""
+    """Return the config class of a model type. Raises `UnknownType` if there is none."""
     if model_type not in transformers.CONFIG_MAPPING:
         raise UnknownType(f"models of type `{model_type}`")
     return transformers.CONFIG_MAPPING[model_type]
 
 
 def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
-    """Return the class that a config names, or else that of its type. Raises `UnknownType` if there is none."""
+    """Return the model class that a config names, or else the class of its type.
+
+    Raises `UnknownType` if there is none.
+    """
     named = [str(name).removeprefix("FSDP") for name in config.get("architectures") or ()]
-    if found := first_model(transformers, named, transformers):
-        return found
+    if model := first_model(transformers, named, transformers):
+        return model
     kind = kind_of(transformers, str(config.get("model_type")))
-    if found := first_model(transformers, named, modeling_of(kind)):
-        return found
+    if model := first_model(transformers, named, modeling_of(kind)):
+        return model
     mappings = [getattr(transformers, name) for name in _MAPPINGS]
     classes = [mapping[kind] for mapping in mappings if kind in mapping]
     if named or not classes:
@@ -168,40 +172,49 @@ def class_of(transformers: Any, config: Mapping[str, Any]) -> Any:
 
 
 def classes_of(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of all model classes for the type of a config.json; [] where transformers does not have it."""
+    """Return the names of all model classes for the type of a config.json.
+
+    Returns [] if transformers does not have the type.
+    """
     try:
         transformers = import_transformers()
         kind = kind_of(transformers, str(config.get("model_type")))
     except Unsupported:
         return []
     module = modeling_of(kind)
-    found = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__]
-    models = {name: first_model(transformers, [name], module) for name in found}
+    names = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__]
+    models = {name: first_model(transformers, [name], module) for name in names}
     return [name for name, model in models.items() if model is not None and model.config_class is kind]
 
 
 def first_model(transformers: Any, names: Iterable[str], module: Any) -> Any:
-    """Return the first model class of these names that a module has, None if it has none."""
-    found = (getattr(module, name, None) for name in names)
-    return next((one for one in found if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)), None)
+    """Return the first model class of these names in a module; None if there is none."""
+    members = (getattr(module, name, None) for name in names)
+    return next(
+        (member for member in members if isinstance(member, type) and issubclass(member, transformers.PreTrainedModel)),
+        None,
+    )
 
 
 def modeling_of(kind: Any) -> Any:
-    """Return the module with the models of a config class, None if it is missing. It has more than is exported."""
+    """Return the module that defines the models of a config class (with classes that are not exported).
+
+    Returns None if missing.
+    """
     try:
         return import_module(kind.__module__.replace(".configuration_", ".modeling_"))
-    except ImportError:  # of a library that a few models need
+    except ImportError:  # a few models need another library
         return None
 
 
 def ties_of(model: Any) -> dict[str, str]:
-    """Return the names of tensors that are the same as others, as the class declares them, with the names of these."""
+    """Return the tied tensors that the model's class declares, with the tensors that they equal."""
     tied = getattr(model, "all_tied_weights_keys", None)
     return dict(tied) if isinstance(tied, Mapping) else {}
 
 
 def pattern_of(globs: Collection[str]) -> re.Pattern[str] | None:
-    """Return the pattern of names that match one of the globs, None if there are none.
+    """Return a pattern that matches any of the globs; None if there are none.
 
     Source: transformers/core_model_loading.py, `build_glob_alternation`.
     """
@@ -228,51 +241,52 @@ def linear_modules(meta: MetaModel) -> dict[str, bool]:
 
 
 def llama_sizes(meta: MetaModel) -> dict[str, Any]:
-    """Return the sizes of a config of transformers by Llama's names; of experts, the ones that one token meets.
+    """Return the sizes of a model under Llama's names.
 
-    Raises `Unsupported` for a model with an encoder too.
+    For a mixture, the total width of the experts that one token uses. Raises `Unsupported` for a model that also has an
+    encoder.
     """
     known = meta.model.config
     if known.is_encoder_decoder:
         raise Unsupported(f"a `{known.model_type}` also has an encoder, whose activations ckptkit does not know")
     config = known.get_text_config()
-    found = {name: getattr(config, name, None) for name in _SIZES}
-    if found["intermediate_size"] is None:
-        found["intermediate_size"] = 4 * config.hidden_size  # what a config that leaves it open means, since GPT-2
+    sizes = {name: getattr(config, name, None) for name in _SIZES}
+    if sizes["intermediate_size"] is None:
+        sizes["intermediate_size"] = 4 * config.hidden_size  # the default since GPT-2
     experts = getattr(config, "num_experts_per_tok", None)
     if experts:
-        found["intermediate_size"] = experts * getattr(config, "moe_intermediate_size", found["intermediate_size"])
-    return found | {"model_type": known.model_type}
+        sizes["intermediate_size"] = experts * getattr(config, "moe_intermediate_size", sizes["intermediate_size"])
+    return sizes | {"model_type": known.model_type}
 
 
 def without_hints(config: Any) -> Any:
-    """Return a config without what might lead to code, and without dtypes, at any depth; infinite numbers as such."""
+    """Return a config without keys that could load code, and without dtypes, at any depth; decodes infinite numbers."""
     if isinstance(config, dict):
         if config.keys() == {_FLOAT}:
             return float(config[_FLOAT])
-        return {key: without_hints(value) for key, value in config.items() if not _LEFT_OUT.fullmatch(str(key))}
+        return {key: without_hints(value) for key, value in config.items() if not _DROPPED_KEYS.fullmatch(str(key))}
     return [without_hints(one) for one in config] if isinstance(config, list) else config
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Raise `Unsupported` for a config that calls for many more layers and experts than any model has."""
+    """Raise `Unsupported` for a config with many more layers or experts than any real model."""
     layers, experts = (max([1, *counts_in(config, pattern)]) for pattern in (_LAYERS, _EXPERTS))
-    if layers > _MOST_LAYERS or layers * experts > _MOST:
+    if layers > _MAX_LAYERS or layers * experts > _MAX_LAYERS_TIMES_EXPERTS:
         raise Unsupported(f"its config.json says {layers:.6g} layers, and {experts:.6g} experts")
 
 
 def counts_in(config: Any, pattern: re.Pattern[str]) -> Iterator[float]:
     """Yield the numbers in a config whose key matches a pattern, at any depth."""
     for key, value in config.items() if isinstance(config, dict) else ():
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, int | float) and pattern.fullmatch(str(key)):
-                yield one
-            yield from counts_in(one, pattern)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, int | float) and pattern.fullmatch(str(key)):
+                yield item
+            yield from counts_in(item, pattern)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from warning inside the block: what it has to say is of models in use."""
+    """Suppress warnings of transformers inside the block: they concern models that will run."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -286,5 +300,5 @@ def quiet() -> Iterator[None]:
 
 
 def missing_package() -> str | None:
-    """Return the name of the package that is missing to build models: transformers or torch."""
+    """Return the package that is missing for building models, "transformers" or "torch"; None if both are installed."""
     return next((package for package in ("transformers", "torch") if find_spec(package) is None), None)

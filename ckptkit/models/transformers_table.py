@@ -1,7 +1,7 @@
 """Convert a model's tensors between transformers' form in memory and its form on disk.
 
-The table is transformers' own, of the version that is installed: its transforms rename tensors, and move their
-elements by functions of torch. Source: transformers/core_model_loading.py, `revert_weight_conversion`, and
+The table belongs to the installed version of transformers: its transforms rename tensors, and move their elements with
+torch functions. Source: transformers/core_model_loading.py, `revert_weight_conversion`, and
 `convert_and_load_state_dict_in_model`.
 """
 
@@ -27,7 +27,7 @@ class TransformedTensors:
 
 @dataclass(slots=True)
 class TransformGroup:
-    """Tensors that one transform takes together: by the pattern that each matched, in order."""
+    """The tensors that one transform converts together, by the pattern that each matched, in order."""
 
     transform: Any
     found: dict[str, list[str]] = field(default_factory=dict)
@@ -40,21 +40,21 @@ class TransformGroup:
 def transforms_of(meta: MetaModel, hub_names: Collection[str] | None) -> list[Any]:
     """Return the transforms from disk to memory that saving reverts.
 
-    Of a model that was loaded from tensors with `hub_names` it is those that had something to do; of any other, all
-    but those for prefixes that a file may have.
+    For a model that was loaded from tensors with `hub_names`, these are the transforms that changed something. For any
+    other model, these are all transforms except those for optional prefixes.
     """
     from transformers.core_model_loading import PrefixChange
 
-    found = every_transform(meta, add_legacy=False)
+    transforms = every_transform(meta, add_legacy=False)
     if hub_names is None:
-        return [transform for transform in found if not isinstance(transform, PrefixChange)]
+        return [transform for transform in transforms if not isinstance(transform, PrefixChange)]
     for name in sorted(hub_names, key=natural):
-        rename(name, found)
-    return [transform for transform in found if transform.was_used()]
+        rename(name, transforms)
+    return [transform for transform in transforms if transform.was_used()]
 
 
 def every_transform(meta: MetaModel, *, add_legacy: bool) -> list[Any]:
-    """Return all transforms from disk to memory, with those for old names if wanted."""
+    """Return all transforms from disk to memory; with `add_legacy` also those for old names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     with quiet():
@@ -62,52 +62,52 @@ def every_transform(meta: MetaModel, *, add_legacy: bool) -> list[Any]:
 
 
 def to_disk(meta: MetaModel, transforms: Sequence[Any], tensors: Mapping[str, Any]) -> TransformedTensors:
-    """Return tensors that are in memory as `save_pretrained` would write them."""
+    """Return in-memory tensors as `save_pretrained` would write them."""
     reverse = [transform.reverse_transform() for transform in reversed(transforms)]
     converters, renamings = kinds_of(reverse)
-    made = TransformedTensors()
+    on_disk = TransformedTensors()
     groups: dict[str, TransformGroup] = {}
     for name in sorted(tensors, key=natural):
         key, pattern = convert_name(name, converters)
         if pattern is None:
             new, _ = rename(name, renamings)
-            put(made, new, tensors[name], (name,))
+            put(on_disk, new, tensors[name], (name,))
         else:
             collect(groups, converters, key, pattern, name)
     for key, group in groups.items():
         for new, tensor in convert(meta, key, group, tensors):
-            put(made, rename(new, renamings)[0], tensor, group.names)
-    return made
+            put(on_disk, rename(new, renamings)[0], tensor, group.names)
+    return on_disk
 
 
 def to_memory(meta: MetaModel, tensors: Mapping[str, Any]) -> TransformedTensors:
-    """Return tensors that are on disk as `from_pretrained` would have them in memory."""
+    """Return tensors from disk as `from_pretrained` would have them in memory."""
     converters, renamings = kinds_of(every_transform(meta, add_legacy=True))
-    made = TransformedTensors()
+    in_memory = TransformedTensors()
     groups: dict[str, TransformGroup] = {}
     for name in sorted(tensors, key=natural):
         key, pattern = convert_name(rename(name, renamings)[0], converters)
         if key not in meta.shapes and name in meta.shapes:
-            key, pattern = name, None  # it is as in memory already
+            key, pattern = name, None  # the tensor already has its in-memory name
         if pattern is None:
-            put(made, key, tensors[name], (name,))
+            put(in_memory, key, tensors[name], (name,))
         else:
             collect(groups, converters, key, pattern, name)
     for key, group in groups.items():
         for new, tensor in convert(meta, key, group, tensors):
-            put(made, new, tensor, group.names)
-    return made
+            put(in_memory, new, tensor, group.names)
+    return in_memory
 
 
 def kinds_of(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the transforms that change tensors, and those that change names only."""
+    """Return two lists: the transforms that change tensors, and the transforms that change only names."""
     every = list(transforms)
     converters = [transform for transform in every if hasattr(transform, "operations")]
     return converters, [transform for transform in every if not hasattr(transform, "operations")]
 
 
 def rename(name: str, transforms: Iterable[Any]) -> tuple[str, str | None]:
-    """Return a name as all transforms make it in turn, and the last pattern that it matched."""
+    """Return a name after all transforms, and the last pattern that matched."""
     matched = None
     for transform in transforms:
         name, pattern = transform.rename_source_key(name)
@@ -116,7 +116,10 @@ def rename(name: str, transforms: Iterable[Any]) -> tuple[str, str | None]:
 
 
 def convert_name(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
-    """Return a name as the first transform makes it that knows it, and the pattern that it matched; None if none."""
+    """Return a name after the first transform that matches, and the pattern that matched.
+
+    Returns the name itself and None if no transform matches.
+    """
     for converter in converters:
         new, pattern = converter.rename_source_key(name)
         if pattern is not None:
@@ -125,7 +128,7 @@ def convert_name(name: str, converters: Iterable[Any]) -> tuple[str, str | None]
 
 
 def collect(groups: dict[str, TransformGroup], converters: Iterable[Any], key: str, pattern: str, name: str) -> None:
-    """Add a tensor to those that become one, or several, of which the first is called `key`."""
+    """Add a tensor to its group; `key` is the name of the group's first result."""
     if key not in groups:
         own = [converter for converter in converters if pattern in converter.source_patterns]
         groups[key] = TransformGroup(deepcopy(own[-1]))
@@ -133,9 +136,9 @@ def collect(groups: dict[str, TransformGroup], converters: Iterable[Any], key: s
 
 
 def convert(meta: MetaModel, key: str, group: TransformGroup, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what a transform makes of the tensors that it takes together.
+    """Yield the tensors that a transform makes from a group.
 
-    Raises `Mismatch` if one is missing or has a shape that it cannot have, `Unsupported` for a step that is not known.
+    Raises `Mismatch` if a tensor is missing or has the wrong shape, `Unsupported` if the transform fails.
     """
     transform = group.transform
     missing = [pattern for pattern in transform.source_patterns if pattern not in group.found]
@@ -148,7 +151,7 @@ def convert(meta: MetaModel, key: str, group: TransformGroup, tensors: Mapping[s
         for name in names:
             transform.add_tensor(key, name, pattern, tensors[name])
     try:
-        made = transform.convert(key, model=meta.model, config=meta.model.config)
+        converted = transform.convert(key, model=meta.model, config=meta.model.config)
     except CkptError as error:
         raise error.blame(tensor=group.names[0]) from error.__cause__
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError, NotImplementedError) as error:
@@ -156,14 +159,14 @@ def convert(meta: MetaModel, key: str, group: TransformGroup, tensors: Mapping[s
         raise Unsupported(
             f"transformers' own {steps} cannot convert this tensor: {error}", tensor=group.names[0]
         ) from error
-    for name, value in made.items():
+    for name, value in converted.items():
         yield name, value[0] if isinstance(value, list) else value
 
 
-def put(made: TransformedTensors, name: str, tensor: Any, origins: tuple[str, ...]) -> None:
-    """Add a tensor under its new name. Raises `Mismatch` if another has it."""
-    if name in made.tensors:
-        clash = f"`{made.came_from[name][0]}` and `{origins[0]}` would both get this name"
+def put(transformed: TransformedTensors, name: str, tensor: Any, origins: tuple[str, ...]) -> None:
+    """Add a tensor under its new name. Raises `Mismatch` if the name is already in use."""
+    if name in transformed.tensors:
+        clash = f"`{transformed.came_from[name][0]}` and `{origins[0]}` would both get this name"
         raise Mismatch(clash, tensor=name)
-    made.tensors[name] = tensor
-    made.came_from[name] = origins
+    transformed.tensors[name] = tensor
+    transformed.came_from[name] = origins

@@ -1,7 +1,7 @@
-"""Give a model more or fewer rows for its vocabulary: embeddings, heads and biases are cropped, or padded with zeros.
+"""Change the number of rows of a model's vocabulary: embeddings, heads and biases are cropped, or padded with zeros.
 
-The shapes that config.json calls for decide which tensors follow the vocabulary; for names that it does not know, the
-names that families of models use do.
+The shapes that config.json describes decide which tensors follow the vocabulary. For tensors that it does not describe,
+well-known names decide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptkit.layout import Chunk, Spec, StoredTensor, axes
 from ckptkit.layout.box import Shape, whole
 from ckptkit.models.expected import AskBase, forms_for
 
-# every family's names of what has a row for each token
+# names, in all families, of tensors with a row per token
 _ROWS = re.compile(
     r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out|shared_head\.head)\.(weight|bias)"
     r"|(model\.)?shared\.weight|backbone\.embeddings\.weight|cls\.predictions\.(bias|decoder\.(weight|bias))"
@@ -27,7 +27,7 @@ _KEY = "vocab_size"
 
 
 def is_by_token(name: str) -> bool:
-    """Return whether a tensor called so has a row for each token of the vocabulary."""
+    """Return whether a tensor with this name has a row for each token of the vocabulary."""
     return _ROWS.fullmatch(name) is not None
 
 
@@ -37,7 +37,7 @@ def rows_of(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class TokenAxis:
-    """The axis of a tensor that has an element for each token, and `extra` ones."""
+    """The axis of a tensor that has one element per token, plus `extra` elements."""
 
     axis: int = 0
     extra: int = 0
@@ -45,9 +45,9 @@ class TokenAxis:
 
 @dataclass(frozen=True, slots=True)
 class NewVocabulary:
-    """A vocabulary of so many `rows`, and the axis of tokens of each tensor that config.json describes, None without.
+    """A vocabulary of `rows` rows, and the token axis of each tensor that config.json describes (None: it has none).
 
-    `described` is empty where nothing is known of the model.
+    `described` is empty if the model is unknown.
     """
 
     rows: int
@@ -57,8 +57,8 @@ class NewVocabulary:
     def of(cls, config: Mapping[str, Any] | None, rows: int, ask_base: AskBase = None) -> NewVocabulary:
         """Return the vocabulary for the model of a config.json.
 
-        Raises `Mismatch` if this config.json describes no model with so many rows, `Unsupported` for a tensor that has
-        several rows for each token.
+        Raises `Mismatch` if the model cannot have that many rows, `Unsupported` for a tensor with several rows per
+        token.
         """
         if config is None or not is_described(config, ask_base):
             return cls(rows, {})
@@ -69,30 +69,37 @@ class NewVocabulary:
         return cls(rows, {name: token_axis(name, rows, shape, longer[name]) for name, shape in shapes.items()})
 
     def axis_of(self, name: str) -> TokenAxis | None:
-        """Return the axis of tokens of a tensor called so, None if it has none."""
+        """Return the token axis of a tensor with this name; None if it has none."""
         return self.described[name] if name in self.described else TokenAxis() if is_by_token(name) else None
 
     def sizes(self, name: str, shape: Shape, other: Shape) -> tuple[int, int] | None:
-        """Return the rows of two shapes of a tensor; None if they differ in more than the vocabulary."""
-        found = self.axis_of(name)
-        if found is None or len(shape) != len(other):
+        """Return the rows of two shapes of a tensor; None if the shapes differ in more than the vocabulary."""
+        axis_found = self.axis_of(name)
+        if axis_found is None or len(shape) != len(other):
             return None
-        if any(pair[0] != pair[1] for axis, pair in enumerate(zip(shape, other, strict=True)) if axis != found.axis):
+        if any(
+            pair[0] != pair[1] for axis, pair in enumerate(zip(shape, other, strict=True)) if axis != axis_found.axis
+        ):
             return None
-        return shape[found.axis] - found.extra, other[found.axis] - found.extra
+        return shape[axis_found.axis] - axis_found.extra, other[axis_found.axis] - axis_found.extra
 
     def resize(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Return located tensors with so many rows in each that follows the vocabulary. New ones are zero."""
+        """Return located tensors with `rows` rows in each tensor that follows the vocabulary. New rows are zero."""
         return {name: self.resize_one(name, tensor) for name, tensor in tensors.items()}
 
     def resize_one(self, name: str, tensor: StoredTensor) -> StoredTensor:
-        found = self.axis_of(name)
-        return tensor if found is None else resize(tensor, found.axis, self.rows + found.extra)
+        token_axis = self.axis_of(name)
+        return tensor if token_axis is None else resize(tensor, token_axis.axis, self.rows + token_axis.extra)
 
     def require_one_size(self, tensors: Mapping[str, StoredTensor]) -> int:
-        """Return the rows that tensors have now. Raises `Mismatch` if none follows the vocabulary, or they differ."""
-        axes = {name: found for name in tensors if (found := self.axis_of(name)) is not None}
-        sizes = {name: tensors[name].spec.shape[found.axis] - found.extra for name, found in axes.items()}
+        """Return the current number of rows.
+
+        Raises `Mismatch` if no tensor follows the vocabulary, or their rows differ.
+        """
+        axes = {name: token_axis for name in tensors if (token_axis := self.axis_of(name)) is not None}
+        sizes = {
+            name: tensors[name].spec.shape[token_axis.axis] - token_axis.extra for name, token_axis in axes.items()
+        }
         if not sizes:
             raise Mismatch("there is no embedding that --vocab-size could change")
         first = next(iter(sizes))
@@ -104,7 +111,7 @@ class NewVocabulary:
 
 
 def vocabulary_in(config: Mapping[str, Any]) -> NewVocabulary:
-    """Return the vocabulary that a model has by its config.json, for what follows it."""
+    """Return the vocabulary that config.json describes."""
     size = vocabulary_of(config)
     try:
         return NewVocabulary(0, {}) if size is None else NewVocabulary.of(config, size)
@@ -120,12 +127,12 @@ def is_described(config: Mapping[str, Any], ask_base: AskBase) -> bool:
 
 
 def shapes_of(config: Mapping[str, Any], ask_base: AskBase) -> dict[str, Shape]:
-    """Return the shapes of all tensors that a config.json calls for, in all forms on disk."""
+    """Return the shapes of all tensors that a config.json describes, in all forms on disk."""
     return {name: shape for form in reversed(forms_for(config, ask_base)) for name, shape in form.shapes.items()}
 
 
 def token_axis(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis | None:
-    """Return the axis that is longer in a model with one token more than `rows`, None if there is none."""
+    """Return the axis that is longer in a model with one more token than `rows`; None if there is none."""
     grown = [axis for axis, (size, more) in enumerate(zip(shape, longer, strict=True)) if size != more]
     if not grown:
         return None
@@ -136,7 +143,7 @@ def token_axis(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis |
 
 
 def resize(tensor: StoredTensor, axis: int, size: int) -> StoredTensor:
-    """Return a tensor with so many elements along an axis: without its last ones, or with zeros behind them."""
+    """Return a tensor with `size` elements along an axis: cropped at the end, or padded with zeros."""
     dtype, shape = tensor.spec.dtype, tensor.spec.shape
     if size <= shape[axis]:
         return tensor if size == shape[axis] else axes.cut(tensor, axis, 0, size)
@@ -146,7 +153,7 @@ def resize(tensor: StoredTensor, axis: int, size: int) -> StoredTensor:
 
 
 def check_rows(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
-    """Raise `Mismatch` for an embedding or head with another number of rows than config.json has tokens."""
+    """Raise `Mismatch` for an embedding or head whose number of rows differs from vocab_size in config.json."""
     size = vocabulary_of(config)
     for name, rows in rows_of(tensors).items():
         if size not in (None, rows):
@@ -156,14 +163,14 @@ def check_rows(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Return the size of the vocabulary that a config.json says, of the text model if it has several; None if none."""
+    """Return the vocabulary size in a config.json (of its text model if it is multimodal); None if it is absent."""
     inner = config.get("text_config")
-    found = (inner if isinstance(inner, Mapping) else config).get(_KEY, config.get(_KEY))
-    return found if type(found) is int and found > 0 else None  # -1 is a size not known
+    size = (inner if isinstance(inner, Mapping) else config).get(_KEY, config.get(_KEY))
+    return size if type(size) is int and size > 0 else None  # -1 stands for an unknown size
 
 
 def with_vocabulary(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return a config.json with another size of the vocabulary wherever it says one."""
+    """Return a config.json with another vocabulary size, at every place where it has one."""
     fixed = dict(config)
     inner = fixed.get("text_config")
     if isinstance(inner, Mapping):

@@ -1,1 +1,1 @@
-"""What a checkpoint contains under the names that the user works with, and the steps that change it."""
+"""The steps of a conversion: which entries of a checkpoint are written, and how they change."""

@@ -1,4 +1,4 @@
-"""Compare the weights that a conversion writes with the weights of the base: names and shapes, both ways."""
+"""Compare the names and shapes of the weights to write with those of the base, in both directions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ from ckptkit.state.quantized.packed import plain_name
 from ckptkit.words import count
 
 Shapes = Mapping[str, Shape]
-_COMPUTED = (".inv_freq", ".position_ids", ".masked_bias", ".attn.bias", "_extra_state")  # of older files
-_MOST_GLOBS = 3
+_COMPUTED = (
+    ".inv_freq",
+    ".position_ids",
+    ".masked_bias",
+    ".attn.bias",
+    "_extra_state",
+)  # buffers in older files that loaders compute
+_MAX_GLOBS = 3
 
 
 class Differences(NamedTuple):
-    """Names that only one side has, and those whose shapes differ."""
+    """Names that only one side has, and names whose shapes differ."""
 
     only_base: tuple[str, ...]
     only_ours: tuple[str, ...]
@@ -34,38 +40,45 @@ class Differences(NamedTuple):
 
 
 def compare_with_base(model: Model, options: ConvertOptions) -> Model:
-    """Report tensors that only the base has or only the model has, and those of other shapes."""
-    base = origin_of(model, options)
+    """Add notes on tensors that only the base has or only the model has, and on shapes that differ."""
+    base = base_to_compare(model, options)
     if base is not None and base.problem is not None:
         return model.say(f"not compared with the weights of {base.base}: {base.problem.message}")
     if base is None or base.layout is None:
         return model
     ours = model.layout.shapes
     theirs = shapes_in(base, is_quantized=is_quantized(model))
-    found = differences(ours, theirs, forms_of(model))
-    return model.say(*words_on(found, ours, theirs, base.base))
+    differ = differences(ours, theirs, forms_of(model))
+    return model.say(*notes_on_differences(differ, ours, theirs, base.base))
 
 
-def origin_of(model: Model, options: ConvertOptions) -> BaseWeights | None:
-    """Return the base that you name, or else the local directory that config.json says the model was loaded from."""
+def base_to_compare(model: Model, options: ConvertOptions) -> BaseWeights | None:
+    """Return the base that the user named, or else the local directory in `_name_or_path` of config.json."""
     if options.base is not None:
         return model.ask_base if isinstance(model.ask_base, BaseWeights) else BaseWeights(options.base)
-    said = model.config.get("_name_or_path")
-    return BaseWeights(said) if isinstance(said, str) and Path(said).is_absolute() and Path(said).is_dir() else None
+    recorded = model.config.get("_name_or_path")
+    return (
+        BaseWeights(recorded)
+        if isinstance(recorded, str) and Path(recorded).is_absolute() and Path(recorded).is_dir()
+        else None
+    )
 
 
 def is_quantized(model: Model) -> bool:
-    """Return whether config.json says that the weights to be written are quantized."""
+    """Return whether config.json declares the weights to write as quantized."""
     return is_declared_quantized(model.config)
 
 
 def shapes_in(base: BaseWeights, *, is_quantized: bool) -> Shapes:
-    """Return the shapes of a base's weights by name; of quantized ones as plain ones unless ours are quantized too."""
+    """Return the shapes of a base's weights by name.
+
+    Quantized weights get their plain shapes, unless ours are quantized.
+    """
     assert base.layout is not None
     shapes = base.layout.shapes
     try:
         quantized = None if is_quantized else find_quantized(base.layout, base.open().companions.config)
-    except (Corrupt, Mismatch, Unsupported):  # a part of them is missing: their names can still be compared
+    except (Corrupt, Mismatch, Unsupported):  # some tensors are missing: compare the other names anyway
         quantized = None
     if quantized is None:
         return shapes
@@ -74,7 +87,7 @@ def shapes_in(base: BaseWeights, *, is_quantized: bool) -> Shapes:
 
 
 def forms_of(model: Model) -> tuple[Form, ...]:
-    """Return the forms that config.json describes, () where it is not known."""
+    """Return the forms that config.json describes; () if the model is unknown."""
     try:
         return forms_for(model.config, model.ask_base) if model.config else ()
     except Unsupported:
@@ -82,9 +95,9 @@ def forms_of(model: Model) -> tuple[Form, ...]:
 
 
 def differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Differences:
-    """Return how the names and shapes of a model and of its base differ.
+    """Return the differences in names and shapes between a model and its base.
 
-    Where the two lie in different forms of one model, the names of these forms do not count.
+    If they are in different forms of one model, the names of these forms are ignored.
     """
     form, other = (closest(forms, names) if forms else None for names in (ours, theirs))
     if form is None or other is None:
@@ -101,37 +114,37 @@ def differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Differ
 
 
 def only_in(names: Iterable[str], others: Collection[str], known: Collection[str]) -> list[str]:
-    """Return the names that others do not have, not behind another prefix either, and that no loader computes."""
+    """Return the names that are missing in `others`, also under another prefix, and that no loader computes."""
     ends = {end for other in others for end in (other, *ends_of(other))}
-    left = (name for name in names if not (name in known or name in ends or name.endswith(_COMPUTED)))
-    return sorted(name for name in left if not any(end in others for end in ends_of(name)))
+    candidates = (name for name in names if not (name in known or name in ends or name.endswith(_COMPUTED)))
+    return sorted(name for name in candidates if not any(end in others for end in ends_of(name)))
 
 
 def ends_of(name: str) -> list[str]:
-    """Return a name without its first step, or without its first two."""
+    """Return a name without its first step, and without its first two steps."""
     first, second = name.partition(".")[2], name.partition(".")[2].partition(".")[2]
     return [end for end in (first, second) if "." in end]
 
 
-def words_on(found: Differences, ours: Shapes, theirs: Shapes, base: str) -> list[str]:
+def notes_on_differences(differ: Differences, ours: Shapes, theirs: Shapes, base: str) -> list[str]:
     """Return a sentence for each kind of difference."""
-    if not ours.keys() & theirs.keys() and len(found.only_base) == len(theirs):
+    if not ours.keys() & theirs.keys() and len(differ.only_base) == len(theirs):
         return [f"not compared with the weights of {base}: they have no tensor name in common"] if theirs else []
-    words = []
-    if found.only_base:
-        globs = few_globs(found.only_base, theirs.keys() - set(found.only_base), _MOST_GLOBS) or ("GLOB",)
+    notes = []
+    if differ.only_base:
+        globs = few_globs(differ.only_base, theirs.keys() - set(differ.only_base), _MAX_GLOBS) or ("GLOB",)
         asked = " ".join(f"--from-base {quote(glob)}" for glob in globs)
-        lack = f"{base} has {count(len(found.only_base), 'tensor')} that the output lacks: {abridge(found.only_base)}"
-        words.append(f"{lack}; {asked} copies {them(found.only_base)}")
-    if found.only_ours:
-        words.append(
-            f"the output has {count(len(found.only_ours), 'tensor')} that {base} lacks: {abridge(found.only_ours)}"
+        lack = f"{base} has {count(len(differ.only_base), 'tensor')} that the output lacks: {abridge(differ.only_base)}"
+        notes.append(f"{lack}; {asked} copies {them(differ.only_base)}")
+    if differ.only_ours:
+        notes.append(
+            f"the output has {count(len(differ.only_ours), 'tensor')} that {base} lacks: {abridge(differ.only_ours)}"
         )
-    if found.shapes:
-        name = found.shapes[0]
+    if differ.shapes:
+        name = differ.shapes[0]
         shapes = f"expected {list(theirs[name])} as in {base}, found {list(ours[name])}"
-        words.append(f"{count(len(found.shapes), 'tensor', 'has')} another shape than in {base}: `{name}`: {shapes}")
-    return words
+        notes.append(f"{count(len(differ.shapes), 'tensor', 'has')} another shape than in {base}: `{name}`: {shapes}")
+    return notes
 
 
 def them(names: Collection[str]) -> str:

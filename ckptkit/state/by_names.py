@@ -1,4 +1,4 @@
-"""Draft a training for a format that wants model and optimizer by the names of parameters, each under one key."""
+"""Draft a training checkpoint for a format that stores model and optimizer by parameter names, each under one key."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ _HALVES = ("bfloat16", "float16")
 
 
 def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
-    """Draft the parts of a checkpoint as one: trained weights in fp32 under `model`, their states under `optimizer`."""
+    """Draft the components of a checkpoint as one: weights in fp32 under `model`, their states under `optimizer`."""
     if options.dtype:
         raise Usage("this format keeps the dtypes of master weights and moments", hint="drop --dtype")
     if options.changes_names:
         raise Usage("this format keeps names and shapes", hint="convert to another format first")
-    whole, remarks = with_names_for_numbers(checkpoint, options.order)
-    completed = Completed([whole])
+    named_layout, remarks = with_names_for_numbers(checkpoint, options.order)
+    completed = Completed([named_layout])
     if options.complete_optimizer:
-        completed = complete_optimizers(checkpoint, [whole], options.order)
-        (whole,) = completed.layouts
-    options.edits.check_globs([whole], checkpoint.path)
-    chosen = edits.select(whole, options.edits.admit)
+        completed = complete_optimizers(checkpoint, [named_layout], options.order)
+        (named_layout,) = completed.layouts
+    options.edits.check_globs([named_layout], checkpoint.path)
+    chosen = edits.select(named_layout, options.edits.admit)
     weights = frozenset(find_weights(chosen).came_from.values())
     options.edits.check_renames(parameters_in(chosen, weights), checkpoint.path)
     renamed, names = rename_parameters(chosen, weights, options.edits.renaming())
-    ways = ways_by_names(renamed, find_weights(renamed))
+    ways = key_paths_by_name(renamed, find_weights(renamed))
     layout = with_steps(with_names(renamed, ways), checkpoint.step)
-    world_size = whole.world_size or 1
-    no_place = {name: NO_PLACE for name in whole.names if names.get(name, name) not in ways}
-    written = [name for name in whole.names if name not in no_place]
+    world_size = named_layout.world_size or 1
+    no_place = {name: NO_PLACE for name in named_layout.names if names.get(name, name) not in ways}
+    written = [name for name in named_layout.names if name not in no_place]
     conversion = Conversion(
         origins=[Origin.of(checkpoint.path)],
         output=output,
         options=options,
         drafts=[Draft.of([layout], options, world_size, renamed=names)],
-        entries=[Entries.of(whole, written, no_place | options.edits.reasons_to_drop(whole.names))],
+        entries=[Entries.of(named_layout, written, no_place | options.edits.reasons_to_drop(named_layout.names))],
         notes=[*remarks, *completed.remarks],
         completed={name: form for name, form in completed.entries.items() if options.edits.admit(name)},
     )
@@ -77,9 +77,9 @@ def draft_by_names(checkpoint: Checkpoint, output: Path, options: ConvertOptions
 
 
 def with_names_for_numbers(checkpoint: Checkpoint, order: Order | None) -> tuple[Layout, list[str]]:
-    """Return the checkpoint with groups in each optimizer, and the names of parameters for numbers, and remarks on it.
+    """Return the checkpoint with parameter groups in each optimizer and names instead of indices, and remarks.
 
-    Raises `Unsupported` where they are not certain.
+    Raises `Unsupported` if the names are uncertain.
     """
     layout, remarks = nest_optimizers(checkpoint, checkpoint.layout, order)
     for optimizer in find_optimizers(layout):
@@ -90,18 +90,18 @@ def with_names_for_numbers(checkpoint: Checkpoint, order: Order | None) -> tuple
     return layout, remarks
 
 
-def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
-    """Return where each entry shall lie: weights, states and groups by the model's own names, the rest where it is.
+def key_paths_by_name(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
+    """Return the new key path of each entry: weights, states and groups by the model's own names, the rest unchanged.
 
-    What an optimizer has besides states and groups has no place. Raises `Unsupported` for groups by parameter.
+    Other entries of an optimizer are left out. Raises `Unsupported` for groups that are stored by parameter.
     """
-    own = {old: new for new, old in weights.came_from.items()}
+    own_names = {old: new for new, old in weights.came_from.items()}
     ways: dict[str, KeyPath] = {}
     for name in layout.names:
         key = layout.key(name)
         way = way_in_optimizer(key)
-        if name in own:
-            ways[name] = (MODEL, own[name])
+        if name in own_names:
+            ways[name] = (MODEL, own_names[name])
         elif way is None:
             if key[0] not in (MODEL, OPTIMIZER):
                 ways[name] = key
@@ -111,12 +111,12 @@ def ways_by_names(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
         elif isinstance(way[1], int):
             ways[name] = (OPTIMIZER, *way)
         else:
-            ways[name] = (OPTIMIZER, way[0], as_weight(way[1], weights, layout), *way[2:])
+            ways[name] = (OPTIMIZER, way[0], name_in_model(way[1], weights, layout), *way[2:])
     return ways
 
 
-def as_weight(name: str, weights: Weights, layout: Layout) -> str:
-    """Return what the model calls a parameter that an optimizer has under a name."""
+def name_in_model(name: str, weights: Weights, layout: Layout) -> str:
+    """Return the model's name for a parameter that an optimizer lists."""
     if name.isdecimal():
         message = f"expected an optimizer that lists its parameters by name, found numbers such as {name}"
         raise Unsupported(message, path=layout.path)
@@ -124,22 +124,22 @@ def as_weight(name: str, weights: Weights, layout: Layout) -> str:
 
 
 def with_names(layout: Layout, ways: Mapping[str, KeyPath]) -> Layout:
-    """Return what has a way, with lists of the model's own names in the optimizer's groups, and weights in fp32."""
+    """Return the entries in `ways`, with the model's own names in the optimizer's lists, and weights in fp32."""
     weights = find_weights(layout)
-    found = edits.rekey(edits.select(layout, ways.__contains__), ways)
+    rekeyed = edits.rekey(edits.select(layout, ways.__contains__), ways)
     lists = {
         name: blob
-        for name, blob in found.blobs.items()
-        if is_list_of_parameters(found.key(name)) or is_list_of_names(found.key(name))
+        for name, blob in rekeyed.blobs.items()
+        if is_list_of_parameters(rekeyed.key(name)) or is_list_of_names(rekeyed.key(name))
     }
     for name, blob in lists.items():
-        names = [as_weight(str(one), weights, layout) for one in load_value(layout.root, blob)]
+        names = [name_in_model(str(one), weights, layout) for one in load_value(layout.root, blob)]
         lists[name] = with_value(blob, names)
-    return in_fp32(replace(found, blobs={**found.blobs, **lists}))
+    return in_fp32(replace(rekeyed, blobs={**rekeyed.blobs, **lists}))
 
 
 def in_fp32(layout: Layout) -> Layout:
-    """Return the layout with the weights that have states, and what is tied to them, in fp32 at least."""
+    """Return the layout with at least fp32 for the weights that have states, and for the tensors tied to them."""
     trained = {(MODEL, key[2]) for key in map(layout.key, layout.tensors) if key[:2] == (OPTIMIZER, "state")}
     chunks = {layout.tensors[name].chunks for name in layout.tensors if layout.key(name) in trained}
 
@@ -151,7 +151,7 @@ def in_fp32(layout: Layout) -> Layout:
 
 
 def with_steps(layout: Layout, step: int | None) -> Layout:
-    """Return the layout with the number of steps made, if it has none and the checkpoint's name says it."""
+    """Return the layout with the number of steps, if it is missing and the checkpoint's name contains it."""
     if step is None or STEPS in layout.names:
         return layout
     path = next(place.path for _, place in layout.stored if place.path)

@@ -26,13 +26,13 @@ _HINT = "choose another destination"
 
 
 def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
-    """Raise `Occupied` if something is at a destination that may not be replaced."""
+    """Raise `Occupied` if the destination exists and may not be replaced."""
     if not is_remote(dst):
         try:
             check_destination(dst, overwrite, is_file=is_file)
         except Occupied as error:
             if not overwrite and states_only_at(dst):
-                error.hint = _HINT  # a wrong --overwrite could lose it
+                error.hint = _HINT  # do not suggest --overwrite: a mistake would delete training state
             raise
     elif not overwrite:
         if keeps_others(dst):
@@ -42,16 +42,16 @@ def check_free(dst: Path, *, overwrite: bool, is_file: bool) -> None:
 
 
 def require_directory_name(dst: Path, writer: FormatWriter) -> None:
-    """Raise `Usage` if the format writes a directory, and the destination is named like a file, as `model.pt`."""
+    """Raise `Usage` if the format writes a directory, and the destination is named like a file, such as `model.pt`."""
     if dst.suffix not in writer.suffixes and format_of_file(dst.name) is not None:
         hint = f"name a directory, such as `{dst.name.removesuffix(dst.suffix)}`"
         raise Usage(f"`{writer.name}` writes a directory, but this is the name of a file", path=dst, hint=hint)
 
 
 def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWriter) -> None:
-    """Raise `Unsafe` if making `dst` would take away what is being read, or change what the source is.
+    """Raise `Unsafe` if writing `dst` would replace files that are read, or change which files belong to the source.
 
-    A result may lie inside the source where nothing of that is touched, and where it is no part of it afterwards.
+    A destination inside the source is allowed if neither happens.
     """
     target = dst.resolve()
     for path in (source.path, *(part.path for part in source.components)):
@@ -65,27 +65,27 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
 
 
 def resolved(path: Path) -> list[Path]:
-    """Return where a path leads, without links: to one place, or to each directory that it means."""
+    """Return the real path without links; for a joined path, the real path of each directory."""
     return [place.resolve() for place in roots_of(path)] if isinstance(path, JoinedPath) else [path.resolve()]
 
 
-def contains(one: Path, other: Path) -> bool:
-    """Return whether a path is another, or the other lies in it."""
-    return one == other or one in other.parents
+def contains(outer: Path, inner: Path) -> bool:
+    """Return whether two paths are equal, or the first contains the second."""
+    return outer == inner or outer in inner.parents
 
 
 def check_beside_parts(source: Checkpoint, dst: Path) -> None:
-    """Raise `Unsafe` if a result directly in a checkpoint's directory would be taken for a part of it."""
+    """Raise `Unsafe` if a result directly in a checkpoint's directory would be read as a component of it."""
     if not source.is_direct or dst.name == TRAINING:
         raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
 
 
-def check_in_part(part: Component, dst: Path, writer: FormatWriter) -> None:
-    """Raise `Unsafe` if a result in the directory of a part is a file of that, or could be taken for one."""
-    if part.reader.owns(dst.name) or dst.resolve() in (file.resolve() for file in own_files(part.layout)):
+def check_in_part(component: Component, dst: Path, writer: FormatWriter) -> None:
+    """Raise `Unsafe` if a result in a component's directory is one of its files, or would be read as one."""
+    if component.reader.owns(dst.name) or dst.resolve() in (file.resolve() for file in own_files(component.layout)):
         raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)
     order = list(FORMATS)
-    if dst.suffix in writer.suffixes and order.index(writer.name) <= order.index(part.reader.name):
+    if dst.suffix in writer.suffixes and order.index(writer.name) <= order.index(component.reader.name):
         raise Unsafe(
             "the destination is beside the source's files and would be read as a part of the source",
             path=dst,
@@ -94,53 +94,53 @@ def check_in_part(part: Component, dst: Path, writer: FormatWriter) -> None:
 
 
 def entry_at(root: Path, dst: Path) -> Path | None:
-    """Return `dst` as it is called in directory `root`, None if it lies elsewhere."""
+    """Return `dst` as a path below `root`, as `root` is spelled; None if it is outside."""
     target = dst.resolve()
-    there = next((place for place in resolved(root) if place in target.parents), None)
-    return None if there is None else root / target.relative_to(there)
+    ancestor = next((place for place in resolved(root) if place in target.parents), None)
+    return None if ancestor is None else root / target.relative_to(ancestor)
 
 
 def files_beside(root: Path, taken: frozenset[Path]) -> tuple[dict[str, Path], list[str]]:
-    """Return the regular files anywhere in a checkpoint directory, by their names in it, and the names of all others.
+    """Return two results for a checkpoint directory: the regular files to copy, and the paths of all other entries.
 
-    What is in `taken`, files and directories, is not among them. Manifests and the marks that a save has ended are
-    not either: they are true of what they describe only. Hidden files are only if a trainer's checkpoint needs them, or
-    in a directory that goes along as it is.
+    Both are relative paths. Skips files and directories in `taken`. Skips manifests and the markers of a finished save:
+    they are valid only for the save that they describe. Hidden files are included only if a trainer needs them, or if
+    their directory is copied whole.
     """
-    found: dict[str, Path] = {}
-    left: list[str] = []
+    regular: dict[str, Path] = {}
+    skipped: list[str] = []
     with translate_os_errors(root):
         for path in walk(root, taken):
             if is_strange_link(path) or not path.is_file():
-                left.append(str(path.relative_to(root)))
+                skipped.append(str(path.relative_to(root)))
             else:
-                found[str(path.relative_to(root))] = path
-    return found, left
+                regular[str(path.relative_to(root))] = path
+    return regular, skipped
 
 
 def walk(folder: Path, taken: frozenset[Path], *, hidden: bool = False) -> Iterator[Path]:
-    """Yield all that is anywhere in a directory, but for directories and what is in `taken`; the deeper the later.
+    """Yield all entries below a directory that are not directories and not in `taken`; deeper ones last.
 
-    With `hidden` no hidden file is left out.
+    With `hidden`, hidden files are included.
     """
-    there = children(folder)
-    names = {path.name for path in there}
-    inside = [path for path in there if path not in taken and (hidden or not is_left(path.name, names))]
-    below = [path for path in inside if path.is_dir() and not path.is_symlink()]
-    yield from (path for path in inside if path not in below and not is_save_marker(path.name))
-    for path in below:
+    entries = children(folder)
+    names = {path.name for path in entries}
+    included = [path for path in entries if path not in taken and (hidden or not is_left(path.name, names))]
+    subdirectories = [path for path in included if path.is_dir() and not path.is_symlink()]
+    yield from (path for path in included if path not in subdirectories and not is_save_marker(path.name))
+    for path in subdirectories:
         yield from walk(path, taken, hidden=hidden or is_kept(path.name, names))
 
 
 def own_files(layout: Layout) -> list[Path]:
-    """Return the files that a part consists of, and others of its format, which an earlier save has left there."""
+    """Return the files of a component, and other files of its format that an earlier save left in its directory."""
     used, reader = {Path(name).parts[0] for name in layout.files}, get_format(layout.format)
     return [file for file in layout.root.iterdir() if file.name in used or reader.owns(file.name)]
 
 
-def files_taken(checkpoint: Checkpoint, made: Iterable[str], dst: Path) -> Iterator[Path]:
-    """Yield further files that a conversion uses: companions of the names `made`, and the output at `dst`."""
+def files_taken(checkpoint: Checkpoint, generated: Iterable[str], dst: Path) -> Iterator[Path]:
+    """Yield further paths that count as used: companions with `generated` names, and the output at `dst`."""
     places = [*places_of(checkpoint.path), *(part.path for part in checkpoint.components)]
-    yield from (place / name for name in made for place in places)
+    yield from (place / name for name in generated for place in places)
     result = entry_at(checkpoint.path, dst)
     yield from [result] if result else []

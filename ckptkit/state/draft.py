@@ -1,4 +1,4 @@
-"""A conversion that is planned but not yet written: everything that a dry run needs."""
+"""A conversion that is planned but not yet written. It contains everything that a dry run needs."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ DAMAGED = "damaged"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """The files to be made of one part of a checkpoint, or of the same part of several, with every byte found.
+    """The files to write for one component of a checkpoint, or for the same component of several checkpoints.
 
-    Where several processes share the work, each finds the bytes of its own share, when it comes to them.
-    They will lie in `place`, a directory in the output or, if it is empty, the output itself. `read` are the files that
-    the sources lie in, `made_of` is what their manifest says of them; `renamed` and `cast` are what becomes of names
-    and dtypes, `remarks` what the format has to say of itself. A tensor with one of the `recipes` is made by that, any
-    other is the first source's. `given` is the first source as it was given, before what is lost in it was left out.
+    If several processes share the work, each locates the byte ranges of its own share later. The files go into the
+    directory `place` of the output ("" is the output itself). `read` are the source files. `made_of` is the manifest's
+    description of the source. `renamed` and `cast` are changes of names and dtypes. `remarks` are notes of the format.
+    A tensor with a recipe in `recipes` is computed by it; every other tensor comes from the first source. `given` is
+    the first source before lost tensors were dropped.
     """
 
     place: str
@@ -70,34 +70,34 @@ class Draft:
         stem: str = "model",
         **more: Any,
     ) -> Self:
-        """Return the draft of what the first of `sources` has, in the format that `options` name.
+        """Return the draft for the first of `sources`, in the format that `options` name.
 
-        The files of a model are called by `stem`, or it is one `file`.
+        The names of a model's files start with `stem`, or the model is written as one `file`.
         """
         given = sources[0]
         if options.salvage:
             given = with_lost_operands(sources, more.get("recipes", {}))
             sources = [without_lost(source)[0] for source in (given, *sources[1:])]
         unpacked = tuple(map(unpack, sources))
-        asked = WriterOptions(options.max_shard_size, world_size, file, stem=stem)
-        files = options.writer.arrange(unpacked[0], asked)
+        layout_options = WriterOptions(options.max_shard_size, world_size, file, stem=stem)
+        files = options.writer.arrange(unpacked[0], layout_options)
         remarks = tuple(options.writer.remarks(unpacked[0]))
         read = tuple(layout.root / name for layout in sources for name in sorted(layout.files))
-        found, more_remarks = find_bytes(unpacked, options)
+        located, more_remarks = find_bytes(unpacked, options)
         remarks += (*more_remarks, *say_unwritten(given, options))
         more = {"place": "", "made_of": source_of(given), "remarks": remarks, "given": given, **more}
-        return cls(sources=found, read=read, writer=options.writer, files=files, **more)
+        return cls(sources=located, read=read, writer=options.writer, files=files, **more)
 
     @property
     def wanted(self) -> Layout:
-        """Return the layout whose names and dtypes the result has: that of the first source."""
+        """Return the layout with the names and dtypes of the result: the layout of the first source."""
         return self.sources[0]
 
 
 def find_bytes(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
-    """Return the sources with every byte found as far as it is needed now, and remarks on it.
+    """Return the sources with their byte ranges located as far as needed now, and remarks.
 
-    A share of the work finds its own bytes later. A dry run of a large checkpoint checks a sample.
+    A process with a share of the work locates its byte ranges later. A dry run of a large checkpoint locates a sample.
     """
     if options.part:
         return sources, ()
@@ -105,20 +105,23 @@ def find_bytes(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tu
         from ckptkit.state.sampling import locate_sample
 
         checked = [locate_sample(source) for source in sources]
-        remarks = [*say_widened(checked[0].part, checked[0].found), *(one.remark for one in checked if one.remark)]
-        return tuple(one.layout for one in checked), tuple(remarks)
+        remarks = [
+            *say_widened(checked[0].part, checked[0].found),
+            *(sample.remark for sample in checked if sample.remark),
+        ]
+        return tuple(sample.layout for sample in checked), tuple(remarks)
     located = tuple(map(locate, sources))
     return located, tuple(say_widened(sources[0], located[0]))
 
 
 def say_unwritten(given: Layout, options: ConvertOptions) -> Iterator[str]:
-    """Yield a remark on the metadata of safetensors that another format does not have a place for."""
+    """Yield a remark if the source has safetensors metadata that the output format cannot store."""
     if given.texts and not options.writer.is_model_only:
         yield f"not in the output: `__metadata__` of the safetensors ({abridge(sorted(given.texts))})"
 
 
 def say_widened(promised: Layout, located: Layout) -> Iterator[str]:
-    """Yield a remark if files hold floats of fewer bits than the metadata promise."""
+    """Yield a remark if files contain floats of fewer bits than the metadata declares."""
     pairs = zip(promised.tensors.items(), located.tensors.values(), strict=True)
     narrow = [name for (name, one), other in pairs if one.chunks and one.chunks[0].dtype != other.chunks[0].dtype]
     if narrow:
@@ -128,22 +131,22 @@ def say_widened(promised: Layout, located: Layout) -> Iterator[str]:
 
 
 def with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe]) -> Layout:
-    """Return the first source with the tensors lost whose recipes need something that is lost."""
+    """Return the first source, with tensors marked as lost if their recipe needs a lost tensor."""
     first, tensors = sources[0], dict(sources[0].tensors)
     for name in recipes.keys() & tensors.keys():
         operands = (sources[one.source].tensors[one.name] for one in recipes[name].operands)
-        gone = next((chunk for operand in operands for chunk in operand.chunks if chunk.is_lost), None)
-        if gone is not None:
+        lost_chunk = next((chunk for operand in operands for chunk in operand.chunks if chunk.is_lost), None)
+        if lost_chunk is not None:
             spec = tensors[name].spec
-            tensors[name] = StoredTensor(spec, (gone._replace(box=whole(spec.shape)),))
+            tensors[name] = StoredTensor(spec, (lost_chunk._replace(box=whole(spec.shape)),))
     return replace(first, tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What becomes of the entries of a layout: each is `written`, or `dropped` for a reason.
+    """The entries of a layout: each is `written`, or `dropped` for a reason.
 
-    The groups of dropped ones are counted from the key path `prefix` on.
+    Groups of dropped entries are counted below the key path `prefix`.
     """
 
     read: Layout
@@ -160,17 +163,20 @@ class Entries:
         prefix: KeyPath = (),
         used: Iterable[Layout] = (),
     ) -> Self:
-        """Return the balance of a layout: entries are written that `written` names, or whose bytes are `used`.
+        """Return the entries of a layout.
 
-        Raises `Unsupported` unless each entry is accounted for.
+        An entry is written if `written` names it, or if a layout in `used` has its bytes. Raises `Unsupported` if an
+        entry is neither written nor dropped.
         """
         names = frozenset(read.names).intersection(written)
-        rest = [name for name in read.names if name not in names and name not in dropped]
-        names |= with_bytes_in(read, rest, used) if rest else frozenset()
-        lost = [name for name in rest if name not in names]
-        if lost:
-            message = f"no rule or option drops it, but it would be lost{and_more(len(lost) - 1)}"
-            raise Unsupported(message, path=read.root, tensor=lost[0], hint=f"drop it with --exclude '{lost[0]}'")
+        unaccounted = [name for name in read.names if name not in names and name not in dropped]
+        names |= with_bytes_in(read, unaccounted, used) if unaccounted else frozenset()
+        forgotten = [name for name in unaccounted if name not in names]
+        if forgotten:
+            message = f"no rule or option drops it, but it would be lost{and_more(len(forgotten) - 1)}"
+            raise Unsupported(
+                message, path=read.root, tensor=forgotten[0], hint=f"drop it with --exclude '{forgotten[0]}'"
+            )
         return cls(read, names, {name: why for name, why in dropped.items() if name not in names}, prefix)
 
     @property
@@ -179,23 +185,23 @@ class Entries:
         return sum(why == UNKNOWN for why in self.dropped.values())
 
     def groups(self) -> tuple[LeftOut, ...]:
-        """Count what was dropped, by where it lies and why."""
+        """Count the dropped entries by location and reason."""
         return summarize(self.read, self.prefix, self.dropped, self.written)
 
 
 def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
-    """Return the tensors whose bytes other layouts use, under any name, whole or in part."""
+    """Return the tensors whose bytes are used by other layouts, under any name, in full or in part."""
     offsets: dict[Path, list[int]] = defaultdict(list)
     for layout in used:
         for tensor in layout.tensors.values():
             for chunk in tensor.chunks:
                 offsets[layout.root / chunk.path].append(chunk.offset)
-    places = {path: sorted(found) for path, found in offsets.items()}
+    sorted_offsets = {path: sorted(found) for path, found in offsets.items()}
 
     def is_used(chunk: Chunk) -> bool:
-        found = places.get(read.root / chunk.path, [])
-        at = bisect_left(found, chunk.offset)
-        return at < len(found) and found[at] < chunk.offset + max(chunk.length, 1)
+        starts = sorted_offsets.get(read.root / chunk.path, [])
+        at = bisect_left(starts, chunk.offset)
+        return at < len(starts) and starts[at] < chunk.offset + max(chunk.length, 1)
 
     tensors = (name for name in names if name in read.tensors)
     return frozenset(name for name in tensors if any(map(is_used, read.tensors[name].chunks)))
@@ -203,13 +209,13 @@ def with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """All that an output is made of: a draft for each part of a checkpoint, and other files, made or copied unchanged.
+    """Everything that an output is made of: a draft for each component, and other files that are generated or copied.
 
-    All of it comes from the `origins`, and some tensors from `also_read`, such as the base. `entries` are what became
-    of all that was read, `left_behind` the files of the sources that are neither read nor copied, `wrapper` the key
-    that a model is taken out of, `world_size` the ranks that a sharded output is for, `completed` the entries that are
-    zeros because the sources lack them, `notes` what else there is to say, `salvaged` the account of what was damaged,
-    if that was asked for. It `is_fitted` if config.json describes all tensors, and they have the shapes it calls for.
+    `origins` are the sources; `also_read` are further ones such as the base. `entries` say which entries are written.
+    `left_behind` are source files that are neither read nor copied. `wrapper` is the key above the model that is
+    removed. `world_size` is the number of ranks of a sharded output. `completed` are the entries written as zeros
+    because the source lacks them. `salvaged` is the account of the damage, for a salvage. `is_fitted` is True if
+    config.json describes all tensors and their shapes fit.
     """
 
     origins: Sequence[Origin]
@@ -234,26 +240,29 @@ class Conversion:
 
     @property
     def replaces_training(self) -> bool:
-        """Return whether it may replace a training's checkpoint: as a file with all states, which has no manifest."""
+        """Return whether the output is a file with training state.
+
+        It has no manifest, and may replace a training checkpoint.
+        """
         has_states = any(names_of_training(one.read) for one in self.entries)
         return self.is_file and has_states and not self.options.writer.is_model_only
 
     @property
     def files_used(self) -> set[Path]:
-        """Return the files of the sources that were read, or are copied unchanged."""
+        """Return the source files that are read or copied unchanged."""
         read = {path for draft in self.drafts for path in draft.read} | set(self.copied_files.values())
         return read | {one.read.root / name for one in self.entries for name in one.read.files}
 
     @property
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file, by its name in the output."""
+        """Return the size in bytes of each file, by its path in the output."""
         sizes = {str(Path(part.place, file.name)): file.nbytes for part in self.drafts for file in part.files}
         sizes |= {name: len(content) for name, content in self.made.items()}
         return sizes | {name: file_size(path) for name, path in self.copied_files.items()}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash of what goes where: by the options and the files as they are now, all else follows."""
+        """Return a hash of the plan. It depends on the options and on the current files of the sources."""
         digest = blake2b(__version__.encode(), digest_size=16)
         for draft in self.drafts:
             files = [(file.name, file.nbytes) for file in draft.files]
@@ -262,14 +271,14 @@ class Conversion:
         return digest.hexdigest()
 
     def key(self, count: int) -> bytes:
-        """Return what all processes have in common, if `count` of them make it, in words that another can follow."""
-        words = {
+        """Return the JSON text that `count` processes must agree on before they write one output together."""
+        agreed = {
             "sources": [[str(place.absolute()) for place in roots_of(origin.path)] for origin in self.origins],
             "options": self.options.to_json(),
             "parts": count,
             "plan": self.fingerprint,
         }
-        return json.dumps(words, indent=1, sort_keys=True).encode()
+        return json.dumps(agreed, indent=1, sort_keys=True).encode()
 
     def say(self, *notes: str) -> Conversion:
         """Return the conversion with more notes."""
@@ -281,7 +290,7 @@ class Conversion:
 
 
 def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conversion:
-    """Draft the files of one model, with config and tokenizer if the format is that of a model alone.
+    """Draft the files of one model, with config and tokenizer if the format is for models only.
 
     Raises `Unsafe` if the output would replace the base whose tensors are read.
     """
@@ -315,32 +324,32 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
 
 
 def entries_of(model: Model, draft: Draft) -> Entries:
-    """Return what became of the entries that a model was read from."""
+    """Return which entries of the source are written and dropped."""
     written = model.weights.origins_of(draft.wanted.tensors) | model.merged
     dropped = {**model.weights.left_out, **model.dropped, **lost_in(draft, model.weights)}
     return Entries.of(model.part.layout, written, dropped, model.weights.prefix, draft.sources)
 
 
 def lost_in(draft: Draft, weights: Weights) -> dict[str, str]:
-    """Return why entries of a damaged checkpoint are not written."""
+    """Return the reasons for entries that are not written because they are damaged."""
     lost = draft.given.tensors.keys() - draft.wanted.tensors if draft.given else ()
     return dict.fromkeys(weights.origins_of(lost), DAMAGED)
 
 
 def renamed_in(model: Model) -> dict[str, str]:
-    """Return the weights that get another name: the name in the checkpoint, and the new one.
+    """Return the weights that get another name: the new name by the name in the checkpoint.
 
-    Of several that one became it is the first, and how many more there are.
+    If several tensors come from one entry, the value is the first name and the number of others.
     """
-    became: dict[str, list[str]] = {}
+    new_names: dict[str, list[str]] = {}
     for new, old in model.weights.came_from.items():
         if new in model.layout.tensors and old != new:
-            became.setdefault(old, []).append(new)
-    return {old: news[0] + and_more(len(news) - 1) for old, news in became.items()}
+            new_names.setdefault(old, []).append(new)
+    return {old: news[0] + and_more(len(news) - 1) for old, news in new_names.items()}
 
 
 def stamp(path: Path) -> tuple[int, int, int]:
-    """Return a file's size in bytes, the time of its last change in nanoseconds, and a remote one's inode, else 0."""
+    """Return a file's size in bytes, its modification time in nanoseconds, and its inode if it is remote (else 0)."""
     with translate_os_errors(path):
         status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino if is_remote(path) else 0

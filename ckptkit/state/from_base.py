@@ -1,4 +1,4 @@
-"""Copy tensors that only the base has into the model that a conversion writes: MTP heads, a vision tower."""
+"""Copy tensors that only the base has into the model to write, such as MTP heads or a vision tower."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ckptkit.state.quantized.packed import plain_name
 from ckptkit.state.quantized.plain import dtype_of, recipe_of
 from ckptkit.words import count, format_bytes
 
-Added = dict[str, tuple[Spec, RecipeFor]]  # tensors that the output gets, by name
+Added = dict[str, tuple[Spec, RecipeFor]]  # new tensors of the output, by name
 
 
 def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     """Add the tensors of the base that match `--from-base` and that the checkpoint does not have.
 
-    The base becomes a further source. Quantized weights come with their scales if config.json says that the model is
-    quantized; else ckptkit computes plain weights. Raises `Usage` for a glob that matches nothing, or only tensors that
-    the checkpoint has.
+    The base becomes a further source. Quantized weights are copied with their scales if config.json declares the model
+    as quantized; otherwise ckptkit computes plain weights. Raises `Usage` for a glob that matches nothing, or only
+    tensors that the checkpoint has.
     """
     assert options.base is not None
     base = BaseWeights(options.base).open()
@@ -38,7 +38,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     quantized = find_quantized(layout, base.companions.config)
     if quantized is not None and quantized.members.isdisjoint(chosen):
         quantized = None
-    chosen = with_partners(chosen, quantized)
+    chosen = with_quantized_groups(chosen, quantized)
     stored_as: dict[str, str] = {}
     if quantized is None or is_quantized(model):
         added = copied(chosen, layout, model)
@@ -56,14 +56,14 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
 
 
 def copied(chosen: Sequence[str], layout: Layout, model: Model) -> Added:
-    """Return the chosen tensors of a base as they are."""
+    """Return the chosen tensors of a base, to be copied unchanged."""
     return {name: (layout.tensors[name].spec, taken(name, number_in(model))) for name in chosen}
 
 
 def dequantized(
     chosen: Sequence[str], quantized: Quantized, layout: Layout, model: Model
 ) -> tuple[Added, dict[str, str]]:
-    """Return the chosen tensors of a base with plain weights for quantized ones, and what these are stored as there."""
+    """Return the chosen tensors of a base, with plain weights for quantized ones, and the stored form of the latter."""
     quantized.require_known()
     packed = {plain_name(name): name for name in chosen if name in quantized.weights}
     plain = [name for name in chosen if name not in quantized.members]
@@ -73,7 +73,7 @@ def dequantized(
 
 
 def number_in(model: Model) -> int:
-    """Return the number that the base gets as a further source of the model."""
+    """Return the index that the base gets among the model's sources."""
     return len(model.others) + 1
 
 
@@ -83,29 +83,32 @@ def choose(layout: Layout, ours: Collection[str], options: ConvertOptions) -> li
     options.edits.check_matched("--from-base", options.from_base, names, layout.root)
     chosen = []
     for glob in options.from_base:
-        found = [name for name in names if fnmatchcase(name, glob)]
-        absent = [name for name in found if plain_name(name) not in ours and name not in ours]
-        if found and not absent:
+        matching = [name for name in names if fnmatchcase(name, glob)]
+        absent = [name for name in matching if plain_name(name) not in ours and name not in ours]
+        if matching and not absent:
             hint = "drop --from-base: it copies tensors that only the base has"
-            message = f"--from-base '{glob}' matches only tensors that the checkpoint has: {abridge(found)}"
+            message = f"--from-base '{glob}' matches only tensors that the checkpoint has: {abridge(matching)}"
             raise Usage(message, path=layout.path, hint=hint)
         chosen += absent
     return list(dict.fromkeys(chosen))
 
 
-def with_partners(chosen: Sequence[str], quantized: Quantized | None) -> list[str]:
-    """Return tensors, and with one of a quantized weight all others: numbers and scales mean nothing alone."""
+def with_quantized_groups(chosen: Sequence[str], quantized: Quantized | None) -> list[str]:
+    """Return the chosen tensors, with all tensors of each quantized weight.
+
+    Numbers are useless without their scales.
+    """
     groups = [(weight, *packed.beside) for weight, packed in quantized.weights.items()] if quantized else []
     group_of = {name: group for group in groups for name in group}
     return list(dict.fromkeys(one for name in chosen for one in group_of.get(name, (name,))))
 
 
 def taken(name: str, number: int) -> RecipeFor:
-    """Return the recipe of a tensor of the source of this number as it is, or cast to the dtype that is written."""
+    """Return the recipe that copies a tensor of the source with this index, cast to the dtype to write."""
     return lambda _, dtype: Taken(Operand(number, name, dtype))
 
 
 def made_plain(quantized: Quantized, name: str, model: Model) -> tuple[Spec, RecipeFor]:
-    """Return the spec of a plain weight, and the recipe that computes it from numbers and scales of a source."""
+    """Return the spec of a plain weight, and the recipe that computes it from the base's numbers and scales."""
     recipe = always(recipe_of(quantized, name, number_in(model)))
     return Spec(dtype_of(model.config), quantized.weights[name].shape), recipe

@@ -1,4 +1,4 @@
-"""Make the files of a conversion: create them, plan what fills them, and seal them when the data is there."""
+"""Create the files of a conversion, plan how to fill them, and finalize them when the data is complete."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.plan import Plan, Recipe, make_plan, needed, same
 from ckptkit.state.draft import Conversion, Draft
 
-_PART = 1 << 22  # bytes held of a file that is copied as it is
+_COPY_BYTES = 1 << 22  # bytes in memory for a file copy
 
 
 @collector_paused()
 def create(conversion: Conversion, room: Path, share: Share = WHOLE, *, is_sparse: bool = False) -> list[Plan]:
-    """Make every file in directory `room` with what is known of it, unless it is there.
+    """Create every file in directory `room` with the content that is known, unless it exists.
 
-    Returns what fills the holes, or the part of that which has the share in it. If `is_sparse`, holes take no room.
+    Returns the plans that fill the gaps, limited to the blocks of this share. If `is_sparse`, gaps occupy no disk
+    space.
     """
     plans = []
     for draft in conversion.drafts:
@@ -40,60 +41,62 @@ def create(conversion: Conversion, room: Path, share: Share = WHOLE, *, is_spars
 
 
 def plan(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
-    """Return what fills the files of a draft in directory `root`: the first source, or what recipes make of several.
+    """Return the plan that fills the files of a draft in directory `root`: copies from the first source, and recipes.
 
-    What lies inside an entry that is no tensor has been written with it. Of a plan that is shared only the part with
-    the share in it is made.
+    Tensors inside non-tensor entries are already written with these entries. For a shared plan, only the range of this
+    share is planned.
     """
     wanted = draft.wanted
-    made = read_made(draft.writer, root, wanted.tensors, wanted.blobs)
+    destination = read_made(draft.writer, root, wanted.tensors, wanted.blobs)
     if share.count == 1:
-        return join(draft.sources, made, draft.recipes)
-    made, before, behind = narrow(made, wanted, share)
-    planned = join(needed_by(draft, made), made, draft.recipes)
+        return join(draft.sources, destination, draft.recipes)
+    destination, before, behind = narrow(destination, wanted, share)
+    planned = join(sources_needed_by(draft, destination), destination, draft.recipes)
     return replace(planned, before=before, behind=behind)
 
 
-def needed_by(draft: Draft, made: Layout) -> list[Layout]:
-    """Return the part of each source of a draft that `made`, a part of the destination, is made of."""
-    computed = [(name, one) for name in made.tensors if name in draft.recipes for one in draft.recipes[name].operands]
+def sources_needed_by(draft: Draft, destination: Layout) -> list[Layout]:
+    """Return the section of each source that `destination`, a section of the output, is computed from."""
+    computed = [
+        (name, one) for name in destination.tensors if name in draft.recipes for one in draft.recipes[name].operands
+    ]
     apart = [one for name, one in computed if one.name != name or one.region is not same]
     return [
-        needed(layout, made, {one.name for one in apart if one.source == number})
+        needed(layout, destination, {one.name for one in apart if one.source == number})
         for number, layout in enumerate(draft.sources)
     ]
 
 
-def join(sources: Sequence[Layout], made: Layout, recipes: Mapping[str, Recipe]) -> Plan:
-    """Return what fills a layout from one source, or by recipes from several. Finds every byte."""
+def join(sources: Sequence[Layout], destination: Layout, recipes: Mapping[str, Recipe]) -> Plan:
+    """Return the plan that fills a layout from one source, or by recipes from several. Locates every byte."""
     src, *others = map(locate, sources)
-    planned = make_plan(src, locate(made), others, recipes)
+    planned = make_plan(src, locate(destination), others, recipes)
     if recipes:
         check_ties(planned)
     return planned
 
 
 def check_ties(plan: Plan) -> None:
-    """Raise `Mismatch` if tensors that share their bytes in the destination are made of others in a source."""
+    """Raise `Mismatch` if tensors that share bytes in the destination come from different bytes of a source."""
     made_of: dict[tuple[int, FileOffset], list[tuple[int, Box, Chunk]]] = {}
     for target in plan.targets:
         for number, source in enumerate(plan.sources):
-            found = [(copy.operand, copy.region, copy.src) for copy in target.copies if copy.source == number]
-            if made_of.setdefault((number, place_of(target.chunk)), found) != found:
+            copies = [(copy.operand, copy.region, copy.src) for copy in target.copies if copy.source == number]
+            if made_of.setdefault((number, place_of(target.chunk)), copies) != copies:
                 message = f"the tensor is tied to another one in {plan.src.root}, but not here"
                 hint = "pass `--to hf`, which writes each tensor"
                 raise Mismatch(message, path=source.root, tensor=target.name, hint=hint)
 
 
 def write_made(conversion: Conversion, room: Path) -> None:
-    """Write the files whose content was made by the conversion."""
+    """Write the files whose content the conversion generated."""
     for name, content in conversion.made.items():
         make_folder((room / name).parent)
         write_file(room / name, content, anew=False)
 
 
 def write_copied_files(conversion: Conversion, room: Path) -> None:
-    """Copy the files that go along as they are."""
+    """Copy the files that do not change."""
     for name, path in conversion.copied_files.items():
         copy_file(path, room / name)
 
@@ -101,17 +104,17 @@ def write_copied_files(conversion: Conversion, room: Path) -> None:
 def seal(
     conversion: Conversion, plans: Sequence[Plan], copied: Sequence[Copied], sums: Mapping[str, int] | None = None
 ) -> dict[str, FileSum]:
-    """Complete the files of each draft with checksums, and with a manifest unless the output is one file.
+    """Finalize the files of each draft: write checksums, and a manifest unless the output is one file.
 
-    `sums` has the CRC-32 of files that need not be read. Returns size and CRC-32 of each file, by its name in the
-    output.
+    `sums` are CRC-32 values of files that need not be read again. Returns size and CRC-32 of each file, by its path in
+    the output.
     """
-    found: dict[str, FileSum] = {}
+    file_sums: dict[str, FileSum] = {}
     for draft, plan, done in zip(conversion.drafts, plans, copied, strict=True):
         require_sums(draft, plan.dst, done.checksums)
         seal_files(draft.writer, plan.dst, done.checksums)
         own = [file.name for file in draft.files]
-        if conversion.is_file:
+        if conversion.is_file:  # a single file has no directory for a manifest
             return sum_files(plan.dst.root, own, extents_of(plan.dst, done.checksums))
         names = {*conversion.names_in(draft.place), *own}
         known = [
@@ -119,24 +122,23 @@ def seal(
             for name in names
             if (crc := (sums or {}).get(str(Path(draft.place, name)))) is not None
         ]
-        made = write_manifest(plan.dst, done.checksums, names, anew=False, entries=known, source=draft.made_of)
-        found |= {str(Path(draft.place, name)): one for name, one in made.files.items()}
-    return found
+        manifest = write_manifest(plan.dst, done.checksums, names, anew=False, entries=known, source=draft.made_of)
+        file_sums |= {str(Path(draft.place, name)): file_sum for name, file_sum in manifest.files.items()}
+    return file_sums
 
 
-def require_sums(draft: Draft, made: Layout, checksums: Mapping[FileOffset, int]) -> None:
-    """Raise `Corrupt` without a path if a tensor did not become what it was known to become."""
-    found = sums_of_tensors(made, checksums) if draft.sums else {}
-    for name, crc in found.items():
+def require_sums(draft: Draft, destination: Layout, checksums: Mapping[FileOffset, int]) -> None:
+    """Raise `Corrupt` without a path if a tensor's CRC-32 differs from the expected one."""
+    crc_by_tensor = sums_of_tensors(destination, checksums) if draft.sums else {}
+    for name, crc in crc_by_tensor.items():
         if (expected := draft.sums.get(name, crc)) != crc:
             message = f"expected CRC-32 {expected:08x} in the output, found {crc:08x}"
             raise Corrupt(message, tensor=name)
 
 
 def copy_file(src: Path, dst: Path) -> None:
-    """Copy a regular file as it is."""
     make_folder(dst.parent)
     with opening(src) as file:
         size = file.size
-        parts = ((start, read_at(file, min(_PART, size - start), start)) for start in range(0, size, _PART))
+        parts = ((start, read_at(file, min(_COPY_BYTES, size - start), start)) for start in range(0, size, _COPY_BYTES))
         create_file(dst, size, parts, anew=False)

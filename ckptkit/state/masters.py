@@ -1,6 +1,6 @@
-"""Take the fp32 masters of an optimizer in the place of the weights, or compute them of its remainders.
+"""Use an optimizer's fp32 master weights in place of the weights, or compute them from its remainders.
 
-Weights and masters get their names side by side, so that what is cut or joined for other names is so in both.
+Weights and master weights are renamed together, so every cut and join is applied to both.
 """
 
 from __future__ import annotations
@@ -22,25 +22,29 @@ _OPTION = f"--weights-from {MASTER}"
 
 
 def with_masters(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:
-    """Return the checkpoint with the masters of its weights beside these; as it is if the weights are the masters.
+    """Return the checkpoint with the fp32 master weights beside the weights; unchanged if the weights are the masters.
 
-    Raises `Mismatch` if there are none, `Usage` for options that do not go with masters of an optimizer.
+    Raises `Mismatch` if there are no master weights, `Usage` for options that do not work with them.
     """
     part, weights = checkpoint.model_component, checkpoint.weights
-    found = find_masters(checkpoint.layout, weights.layout.specs)
-    if not found:
+    masters_found = find_masters(checkpoint.layout, weights.layout.specs)
+    if not masters_found:
         require_wide(weights.layout)
         return checkpoint
     check_options(options)
-    here = part.in_whole
-    taken = {weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in found.items()}
-    masters = replace(here, tensors={**here.tensors, **taken}, twins={})
-    parts = (replace(one, masters=masters) if one is part else one for one in checkpoint.components)
+    layout = part.in_whole
+    master_tensors = {
+        weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in masters_found.items()
+    }
+    masters = replace(layout, tensors={**layout.tensors, **master_tensors}, twins={})
+    parts = (
+        replace(component, masters=masters) if component is part else component for component in checkpoint.components
+    )
     return replace(checkpoint, components=tuple(parts))
 
 
 def require_wide(layout: Layout) -> None:
-    """Raise `Mismatch` if most weights are in 16 bits: then they are not themselves the masters."""
+    """Raise `Mismatch` if most weights have 16 bits: then they are not the master weights."""
     floats = [spec for spec in layout.specs.values() if spec.dtype.kind == "float"]
     narrow = sum(spec.numel for spec in floats if spec.dtype.itemsize < _FLOAT32.itemsize)
     if 2 * narrow > sum(spec.numel for spec in floats):
@@ -50,7 +54,7 @@ def require_wide(layout: Layout) -> None:
 
 
 def check_options(options: ConvertOptions) -> None:
-    """Raise `Usage` for options that do not go with masters of an optimizer."""
+    """Raise `Usage` for options that do not work with an optimizer's master weights."""
     if not options.writer.is_model_only:
         hint = f"run `ckptkit consolidate SRC OUT {_OPTION}` instead"
         raise Usage(f"{_OPTION} needs an output that is a model without an optimizer", hint=hint)
@@ -60,9 +64,9 @@ def check_options(options: ConvertOptions) -> None:
 
 
 def join_masters(model: Model, masters: Model) -> Model:
-    """Return a model whose weights will be their masters, which another model has under the same names.
+    """Return a model whose weights will come from another model with the same names, made of the master weights.
 
-    Raises `Unsupported` where only a part of a weight has a master.
+    Raises `Unsupported` if only a part of a weight has master weights.
     """
     names = replaced(model.layout, masters.layout)
     stored = {name: describe(name, model.layout, masters.layout) for name in names}
@@ -77,8 +81,8 @@ def join_masters(model: Model, masters: Model) -> Model:
 
 
 def make_masters(model: Model) -> Model:
-    """Make each weight that has a master by a recipe."""
-    from ckptkit.engine.masters import Master, Remainder  # imports numpy, which no copy needs
+    """Add a recipe for each weight that has master weights."""
+    from ckptkit.engine.masters import Master, Remainder  # imports numpy, which plain copies do not need
 
     (masters,) = model.siblings
     number = len(model.others) + 1
@@ -95,17 +99,20 @@ def make_masters(model: Model) -> Model:
 
 
 def note_remainders(model: Model) -> Model:
-    """Say that an optimizer has remainders of the weights, which are not asked for."""
+    """Add a note if the optimizer has remainders of the weights that are not used."""
     layout = model.part.layout
-    left = remainders_in(layout, find_weights(layout).layout.specs)
-    if not left:
+    uncovered = remainders_in(layout, find_weights(layout).layout.specs)
+    if not uncovered:
         return model
-    which = f"{count(len(left), 'weight')} in {REMAINDERS}, such as `{left[0]}`"
+    which = f"{count(len(uncovered), 'weight')} in {REMAINDERS}, such as `{uncovered[0]}`"
     return model.say(f"the optimizer has remainders of the masters of {which}; {_OPTION} adds them")
 
 
 def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
-    """Raise `Unsupported` for a cast of weights whose remainders an optimizer would keep: they complete bfloat16."""
+    """Raise `Unsupported` for a cast of weights whose remainders the optimizer keeps.
+
+    Remainders complete bfloat16 weights to fp32 and are useless with another dtype.
+    """
     weights = find_weights(checkpoint.layout).layout
     tensors = checkpoint.layout.tensors
     kept = {
@@ -122,18 +129,18 @@ def require_completed(checkpoint: Checkpoint, options: ConvertOptions) -> None:
 
 
 def replaced(layout: Layout, masters: Layout) -> list[str]:
-    """Return the weights in whose place another layout has other data."""
-    return [name for name, one in layout.tensors.items() if masters.tensors[name].chunks != one.chunks]
+    """Return the weights whose data comes from another place in the second layout."""
+    return [name for name, tensor in layout.tensors.items() if masters.tensors[name].chunks != tensor.chunks]
 
 
 def describe(name: str, layout: Layout, masters: Layout) -> str:
-    """Return in words what a master is made of."""
+    """Return a phrase for the stored form of a master weight."""
     weight, master = dtype_of(layout, name), dtype_of(masters, name)
     return f"{weight} and remainders in {master}" if master == REMAINDERS else f"masters in {master}"
 
 
 def dtype_of(layout: Layout, name: str) -> DType:
-    """Return the dtype in which all of a tensor is stored. Raises `Unsupported` for several."""
+    """Return the dtype in which a tensor is stored. Raises `Unsupported` if its chunks have several."""
     stored = sorted({chunk.dtype.name for chunk in layout.tensors[name].chunks if not chunk.is_zeros})
     if len(stored) > 1:
         message = f"it is stored in {' and '.join(stored)}: only a part of the weight has a master"

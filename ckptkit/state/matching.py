@@ -1,4 +1,4 @@
-"""Match two checkpoints that are compared: parts with parts, and entries by names that both can have."""
+"""Match two checkpoints for a comparison: components with components, entries by common names."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ckptkit.state.optimizers import describe_names, names_in
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of two checkpoints that are compared, under the names by which its entries are found in the other.
+    """One of two compared checkpoints, with names under which the other one has the same entries.
 
-    `weights` are the model's own of these names, `wrapper` is what was taken off them, and `left_out` is what there is
-    beside them.
+    `weights` are the names of the model's tensors, `wrapper` is the removed key above the model, and `left_out` are the
+    entries outside the model.
     """
 
     layout: Layout
@@ -41,19 +41,19 @@ class Side:
     left_out: tuple[LeftOut, ...] = ()
 
     def select(self, keep: Callable[[str], bool]) -> Self:
-        """Return what of it has a name that `keep` accepts."""
+        """Return the entries whose names `keep` accepts."""
         return replace(self, layout=edits.select(self.layout, keep), weights=frozenset(filter(keep, self.weights)))
 
     def only_tensors(self) -> Self:
-        """Return it without the entries that are no tensor."""
+        """Return the side without non-tensor entries."""
         return replace(self, layout=replace(self.layout, blobs={}))
 
     def only_weights(self) -> Self:
-        """Return the model's weights alone."""
+        """Return the model's weights only."""
         return replace(self.select(self.weights.__contains__), left_out=())
 
     def renamed(self, new_name: NewName) -> Self:
-        """Return it with other names for parameters, wherever these occur."""
+        """Return the side with other names for parameters, in the optimizer too."""
         own = {str(self.layout.key(name)[-1]) for name in self.weights}
         keys = {
             name: rename_in(self.layout.key(name), new_name, name in self.weights, own) for name in self.layout.names
@@ -63,14 +63,14 @@ class Side:
 
 
 class Compared(NamedTuple):
-    """A directory or file that is compared, its layout, and remarks on how that was changed for the comparison."""
+    """A directory or file to compare, its layout, and remarks on how the layout was changed for the comparison."""
 
     path: Path
     layout: Layout
     remarks: tuple[str, ...] = ()
 
     def becomes(self, layout: Layout, *remarks: str) -> Compared:
-        """Return it with another layout, and more remarks."""
+        """Return this side with another layout, and more remarks."""
         return Compared(self.path, layout, (*self.remarks, *remarks))
 
 
@@ -78,19 +78,20 @@ Pair = tuple[Compared, Compared]
 
 
 def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> tuple[list[Pair], list[str]]:
-    """Return the parts to be compared: all of both if they have the same parts, or else those with the model.
+    """Return the pairs of components to compare.
 
-    Files beside a model are compared with it, where the other checkpoint has all in one. `order` is the order of a
-    numbered optimizer's parameters, as the user says. Return remarks, too, on what is not compared. Raises `Mismatch`
-    or `Unsupported` if that order does not fit.
+    These are all components if both checkpoints have the same ones, else those of the model. Files beside a model are
+    compared with it if the other checkpoint has everything in one component. `order` is the user's order of the
+    parameters, for an optimizer with parameter indices. Also returns remarks on components that are not compared.
+    Raises `Mismatch` or `Unsupported` if the order does not fit.
     """
     ours, theirs = ({part.place: part for part in checkpoint.components} for checkpoint in (one, two))
     if len(ours) > 1 and ours.keys() == theirs.keys():
         pairs = [((one, as_part(ours[place])), (two, as_part(theirs[place]))) for place in ours]
-        return [with_names_of_both(*pair, order) for pair in pairs], []
-    whole = join_files(one), join_files(two)
-    if whole[0] is not None and whole[1] is not None:
-        return [with_names_of_both((one, whole[0]), (two, whole[1]), order)], []
+        return [with_same_optimizer_keys(*pair, order) for pair in pairs], []
+    joined = join_files(one), join_files(two)
+    if joined[0] is not None and joined[1] is not None:
+        return [with_same_optimizer_keys((one, joined[0]), (two, joined[1]), order)], []
     remarks = []
     for checkpoint in (one, two):
         model = checkpoint.model_component
@@ -99,12 +100,12 @@ def pair_parts(one: Checkpoint, two: Checkpoint, order: Order | None = None) -> 
     return [(as_part(one.model_component), as_part(two.model_component))], remarks
 
 
-def as_part(part: Component) -> Compared:
-    return Compared(part.path, split_groups(part.layout))
+def as_part(component: Component) -> Compared:
+    return Compared(component.path, split_groups(component.layout))
 
 
 def join_files(checkpoint: Checkpoint) -> Compared | None:
-    """Return a checkpoint with the files beside its model; None where that has other parts."""
+    """Return a checkpoint with the files beside its model; None if it has other components."""
     model = checkpoint.model_component
     if any(part.under is None for part in checkpoint.components if part is not model):
         return None
@@ -112,15 +113,15 @@ def join_files(checkpoint: Checkpoint) -> Compared | None:
 
 
 def rename_sides(sides: Sequence[Compared], named: NameOptions) -> list[Compared]:
-    """Return the sides that are parts of one checkpoint with its parameters renamed as the user says."""
+    """Return the sides (components of one checkpoint) with parameters renamed as the user asks."""
     layouts = named.rename_in([side.layout for side in sides])
     return [side.becomes(layout) for side, layout in zip(sides, layouts, strict=True)]
 
 
 def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, named: NameOptions = AS_THEY_ARE) -> Pair:
-    """Return both sides by the names of the Hub, if they are of different families and a config.json describes one.
+    """Return both sides under the Hub's names, if their families differ and a config.json describes one of the models.
 
-    With a table of the user's, those with names of the table get the names of the Hub by it.
+    With the user's table, a side with names of the table gets the Hub's names by it.
     """
     config = named.config_of(one) or two.companions.config
     tables = [named.table_for(model.layout.tensors) if (model := find_model(side.layout)) else None for side in pair]
@@ -137,20 +138,20 @@ def with_names_of_hub(one: Checkpoint, two: Checkpoint, pair: Pair, named: NameO
 
 
 def may_differ(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | None) -> bool:
-    """Return whether names that tell no family may still be of two: of a type for which only its config says so."""
+    """Return whether names without a known family may still differ: the model has several forms on disk."""
     if config is None or one.family is not None:
         return False
     try:
         ours, theirs = (checkpoint.weights.layout.tensors.keys() for checkpoint in (one, two))
         return not (ours <= theirs or theirs <= ours) and len(forms_for(config)) > 1
-    except (Mismatch, Unsupported):  # no model, or several, or one of which nothing is known
+    except (Mismatch, Unsupported):  # no model, several models, or an unknown one
         return False
 
 
 def named_as_on_hub(
     checkpoint: Checkpoint, side: Compared, config: Mapping[str, Any] | None, table: Family | None
 ) -> Compared:
-    """Return a side by the names of the Hub, or as it is if that is not to be had without a table."""
+    """Return a side under the Hub's names; unchanged if that is impossible without a table."""
     if not has_weights(side.layout):
         return side
     try:
@@ -162,8 +163,10 @@ def named_as_on_hub(
     return side.becomes(layout, *remarks)
 
 
-def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], order: Order | None) -> Pair:
-    """Return both sides with optimizers by name, where one has names, and numbers in the other can get them."""
+def with_same_optimizer_keys(
+    one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, Compared], order: Order | None
+) -> Pair:
+    """Return both sides with parameter names in optimizers, if only one of them has parameter indices."""
     kinds = {kind_of_keys(side.layout) for _, side in (one, two)}
     if kinds != {NAMES, IDS}:
         return one[1], two[1]
@@ -171,31 +174,31 @@ def with_names_of_both(one: tuple[Checkpoint, Compared], two: tuple[Checkpoint, 
 
 
 def named(checkpoint: Checkpoint, side: Compared, order: Order | None) -> Compared:
-    """Return a side with names for the numbers of its optimizers, as far as they are certain or the user says them."""
+    """Return a side with names for parameter indices, where they are certain or the user gives their order."""
     for optimizer in find_optimizers(side.layout):
         if optimizer.is_named:
             continue
         try:
-            found = names_in(checkpoint, side.layout, optimizer, order)
+            certain_names = names_in(checkpoint, side.layout, optimizer, order)
         except (Mismatch, Unsupported) as error:
             if order is not None:
                 raise
             remark = f"`{optimizer.name}` in {side.path} lists its parameters by number: {error.message}; see {ORDER}"
             side = side.becomes(side.layout, remark)
         else:
-            renamed = rekeyed(side.layout, optimizer, found.names)
-            side = side.becomes(renamed, *([describe_names(optimizer, found)] if order else ()))
+            renamed = rekeyed(side.layout, optimizer, certain_names.names)
+            side = side.becomes(renamed, *([describe_names(optimizer, certain_names)] if order else ()))
     return side
 
 
 def match(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
-    """Return both sides by names that can be compared; of the model alone, if only one has anything else.
+    """Return both sides under comparable names, and remarks; only the model if only one side has other entries.
 
-    Where the names are the same already, they stay as they are. Return remarks, too, on what was done.
+    Names that are already equal do not change.
     """
     remarks: list[str] = []
     if a.tensors.keys() == b.tensors.keys() and not (has_more(a, b) or has_more(b, a)):
-        return as_it_is(a), as_it_is(b), remarks
+        return unchanged_side(a), unchanged_side(b), remarks
     one, two = by_own_names(a), by_own_names(b)
     if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
         remarks.append(f"compared only the model: {describe_rest(one if one.left_out else two)}")
@@ -210,77 +213,82 @@ def match(a: Layout, b: Layout) -> tuple[Side, Side, list[str]]:
 
 
 def has_more(layout: Layout, other: Layout) -> bool:
-    """Return whether a layout has entries that are no tensors, and the other one is of a format that has none."""
+    """Return whether a layout has non-tensor entries, and the other one has a format that cannot store them."""
     return bool(layout.blobs) and get_format(other.format).is_model_only
 
 
 def describe_rest(side: Side) -> str:
-    """Return in words what a side has beside the model."""
-    rest = ", ".join(f"{left.name} ({left.entries:,})" for left in side.left_out[:4])
+    """Return a phrase for the entries of a side outside the model."""
+    rest = ", ".join(f"{entry.name} ({entry.entries:,})" for entry in side.left_out[:4])
     more = ", ..." if side.left_out[4:] else ""
     return f"{side.layout.root} also has {rest}{more}"
 
 
 def find_model(layout: Layout) -> Weights | None:
-    """Return the model's tensors; None where there are none, or those of several models."""
+    """Return the model's tensors; None if there are none, or several models."""
     try:
         return find_weights(layout) if has_weights(layout) else None
     except (Mismatch, Unsupported):
         return None
 
 
-def as_it_is(layout: Layout) -> Side:
-    found = find_model(layout)
-    return Side(layout, frozenset(found.came_from.values()) if found else frozenset())
+def unchanged_side(layout: Layout) -> Side:
+    weights = find_model(layout)
+    return Side(layout, frozenset(weights.came_from.values()) if weights else frozenset())
 
 
 def by_own_names(layout: Layout) -> Side:
-    """Return the checkpoint with the model's own names for its parameters; as it is, where no model can be found."""
-    found = find_model(layout)
-    if found is None:
+    """Return the checkpoint with the model's own names for its parameters; unchanged if no model is found."""
+    weights = find_model(layout)
+    if weights is None:
         return Side(layout)
-    keys = own_keys(layout, found)
-    if len(set(keys.values())) < len(keys):
+    keys = own_keys(layout, weights)
+    if len(set(keys.values())) < len(keys):  # two entries would get one name
         return Side(layout)
-    return Side(with_keys(layout, keys, cleaner(found)), frozenset(found.came_from), found.wrapper, found.summarize())
+    return Side(
+        with_keys(layout, keys, own_name_function(weights)),
+        frozenset(weights.came_from),
+        weights.wrapper,
+        weights.summarize(),
+    )
 
 
-def own_keys(layout: Layout, found: Weights) -> dict[str, KeyPath]:
-    """Return the key path by which each entry is compared: the model's wrapper and torch's own are taken off."""
-    keys: dict[str, KeyPath] = {old: (new,) for new, old in found.came_from.items()}
-    above, clean = find_model_key(layout)[:-1], cleaner(found)
+def own_keys(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
+    """Return the key path for the comparison of each entry, without the key above the model and torch's prefixes."""
+    keys: dict[str, KeyPath] = {old: (new,) for new, old in weights.came_from.items()}
+    above, clean = find_model_key(layout)[:-1], own_name_function(weights)
     for name in layout.names:
         if name not in keys:
             key = layout.key(name)
             inner = key[len(above) :] if key[: len(above)] == above else key
-            keys[name] = rename_in(inner, clean, False, found.came_from)
+            keys[name] = rename_in(inner, clean, False, weights.came_from)
     return keys
 
 
-def cleaner(found: Weights) -> NewName:
-    """Return a function that gives a parameter, where it is named outside the model, the name that it has there."""
+def own_name_function(weights: Weights) -> NewName:
+    """Return the function that maps the name of a parameter in the optimizer to the model's own name."""
 
     def clean(name: str) -> str:
-        return own_name(name, found.came_from)
+        return own_name(name, weights.came_from)
 
     return clean
 
 
 def with_keys(layout: Layout, keys: Mapping[str, KeyPath], new_name: NewName) -> Layout:
-    """Return the layout with other key paths, and other names for the parameters in the optimizer's lists."""
+    """Return the layout with other key paths, and other names in the optimizer's lists."""
     return edits.rekey(rename_lists(layout, new_name), keys)
 
 
 def with_ties_of(side: Side, other: Side) -> Side:
-    """Return the side with tensors that the other has, and that were left out of this one because its config ties them.
+    """Return the side with the tied tensors that the other side has and this one left out.
 
-    Such as the head, where that is the embedding.
+    An example is a head that config.json ties to the embedding.
     """
     missing = other.weights - side.layout.tensors.keys()
     config = find_companions(side.layout.root, None).config if missing else None
     if config is None:
         return side
     restored = restore_tied(replace(side.layout, keys={}), config)
-    there = missing & restored.tensors.keys()
-    tensors = {**side.layout.tensors, **{name: restored.tensors[name] for name in sorted(there)}}
-    return replace(side, layout=replace(side.layout, tensors=tensors), weights=side.weights | there)
+    restorable = missing & restored.tensors.keys()
+    tensors = {**side.layout.tensors, **{name: restored.tensors[name] for name in sorted(restorable)}}
+    return replace(side, layout=replace(side.layout, tensors=tensors), weights=side.weights | restorable)

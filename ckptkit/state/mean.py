@@ -1,4 +1,4 @@
-"""Join the models of several checkpoints for their mean: the same names, shapes and kinds."""
+"""Average the models of several checkpoints, which must have the same names, shapes and kinds of dtypes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ckptkit.words import count
 
 
 def align(models: Sequence[Model]) -> Model:
-    """Return the first model, with the tensors of the others beside it: tied ones in all or in none.
+    """Return the first model, with the tensors of the others in `siblings`.
 
-    Raises `Mismatch` if they are not checkpoints of one model.
+    Restores tied tensors if not all models lack them. Raises `Mismatch` if the checkpoints are not of one model.
     """
     unknown = check_configs(models)
     names = {name for model in models for name in model.layout.tensors}
@@ -38,20 +38,20 @@ def align(models: Sequence[Model]) -> Model:
 
 
 def check_configs(models: Sequence[Model]) -> list[str]:
-    """Return remarks on sources without config.json, and on keys of which nobody knows whether they matter.
+    """Return notes on sources without config.json, and on config keys that may matter.
 
-    Raises `Mismatch` if two sources describe models that compute differently with equal shapes. If a base says which
-    config.json is right, that is a warning.
+    Raises `Mismatch` if two sources describe models that compute differently with equal shapes. With a base, whose
+    config.json is used for all, this is a warning.
     """
-    found = [find_companions(model.part.path, None) for model in models]
-    described = [one for one in found if one.config is not None]
+    all_companions = [find_companions(model.part.path, None) for model in models]
+    described = [companions for companions in all_companions if companions.config is not None]
     first, *others = described or [Companions()]
     remarks: list[str] = []
     for other in others:
         different = find_differences(first.config or {}, other.config or {})
         if different and different[0].is_certain and models[0].ask_base is None:
             key, here, there, _ = different[0]
-            more = and_more(sum(one.is_certain for one in different) - 1)
+            more = and_more(sum(companions.is_certain for companions in different) - 1)
             message = f"`{key}` in config.json: expected {here} as in {first.found_in}, found {there}{more}"
             hint = "average checkpoints of one model, or pass --base MODEL, whose config.json is right for all"
             raise Mismatch(message, path=other.found_in, hint=hint)
@@ -74,7 +74,7 @@ def with_tied(model: Model) -> Model:
 
 
 def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> None:
-    """Raise `Mismatch` for a tensor that only one model has, or that has another shape or kind in the other."""
+    """Raise `Mismatch` for a tensor that only one model has, or whose shape or kind of dtype differs."""
     for here, names, there, others in ((path, layout, other_path, other), (other_path, other, path, layout)):
         missing = sorted(names.tensors.keys() - others.tensors.keys())
         if missing:
@@ -82,14 +82,16 @@ def check_same(path: Path, layout: Layout, other_path: Path, other: Layout) -> N
             hint = "select the tensors that both have with --include and --exclude"
             raise Mismatch(message, path=there, tensor=missing[0], hint=hint)
     for name, spec in layout.specs.items():
-        found = other.tensors[name].spec
-        if found.shape != spec.shape or not (found.dtype == spec.dtype or found.dtype.can_become(spec.dtype)):
-            raise Mismatch(f"expected {spec} as in {path}, found {found}", path=other_path, tensor=name)
+        other_spec = other.tensors[name].spec
+        if other_spec.shape != spec.shape or not (
+            other_spec.dtype == spec.dtype or other_spec.dtype.can_become(spec.dtype)
+        ):
+            raise Mismatch(f"expected {spec} as in {path}, found {other_spec}", path=other_path, tensor=name)
 
 
 def average(model: Model, options: ConvertOptions) -> Model:
-    """Make each tensor the weighted mean of those in all sources. The first says which dtypes they have."""
-    from ckptkit.engine.mean import Mean  # imports numpy, which no copy needs
+    """Make each tensor the weighted mean of all sources. The dtypes are those of the first source."""
+    from ckptkit.engine.mean import Mean  # imports numpy, which plain copies do not need
 
     ask = options.edits.wanted_dtype
     kept = {name: spec for name, spec in model.layout.specs.items() if ask(name, is_weight=True) is None}
@@ -103,7 +105,7 @@ def average(model: Model, options: ConvertOptions) -> Model:
 
 
 def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
-    """Return the layout with the names and in the dtypes of `specs`."""
+    """Return the layout with the names and dtypes of `specs`."""
 
     def choose(name: str, _: Spec) -> DType:
         return specs[name].dtype
@@ -112,23 +114,26 @@ def cast_to(layout: Layout, specs: Mapping[str, Spec]) -> Layout:
 
 
 def describe_dtypes(first: Path, specs: Mapping[str, Spec], others: Sequence[Layout]) -> Iterator[str]:
-    """Yield, for each source with other dtypes than these of the first, how many tensors have those of the first."""
+    """Yield, for each source with other dtypes than the first, how many tensors get the first source's dtype."""
     for other in others:
-        there = other.specs
-        names = [name for name, spec in specs.items() if there[name].dtype != spec.dtype]
+        other_specs = other.specs
+        names = [name for name, spec in specs.items() if other_specs[name].dtype != spec.dtype]
         if names:
-            here, its = specs[names[0]].dtype, there[names[0]].dtype
+            dtype, its = specs[names[0]].dtype, other_specs[names[0]].dtype
             have = "has" if len(names) == 1 else "have"
-            example = f"`{names[0]}` is {here}, in {other.root} {its}"
+            example = f"`{names[0]}` is {dtype}, in {other.root} {its}"
             yield f"{count(len(names), 'tensor')} {have} the dtype of {first}: {example} (--dtype chooses another)"
 
 
 def describe(layouts: Sequence[Layout], weights: Sequence[float]) -> dict[str, str]:
-    """Return what a manifest says of the sources; of all but the first no path, so that none is pushed."""
+    """Return the manifest's description of the sources.
+
+    Paths of all but the first are left out, so that none is published.
+    """
     terms = [f"{weight:.6g} x {name_of(layout.root)}" for layout, weight in zip(layouts, weights, strict=True)]
     return source_of(layouts[0]) | {"mean": " + ".join(terms)}
 
 
 def name_of(root: Path) -> str:
-    """Return the name of a checkpoint: the one with its step, also where the model is a part of it."""
+    """Return the name of a checkpoint: the directory with the step, also if the model is a component of it."""
     return root.parent.name if step_of(root.parent) is not None else root.absolute().name

@@ -1,4 +1,4 @@
-"""The value that the steps of a conversion pass on: the model that will be written."""
+"""`Model`: the model that a conversion will write. Each step of the conversion returns a changed copy."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.expected import AskBase, Form
 from ckptkit.models.names.weights import Weights, find_weights
 
-RecipeFor = Callable[[str, DType], Recipe]  # by the name and the dtype that a tensor is written with
+RecipeFor = Callable[[str, DType], Recipe]  # called with the final name and dtype of the tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is about to be written, and all that is known of it. Steps return another one; nothing is changed in place.
+    """The model to write, and all that is known about it. Steps return a new one and change nothing in place.
 
-    `weights` are the tensors, under the names that they are to have; `part` is where they come from, `origins` are the
+    `weights` are the tensors under their final names. `part` is the component that they come from, `origins` are the
     paths of all sources, and `base` is the checkpoint of `--base` if its tensors are read. `companions` are config.json
-    and the files beside it, as they will be written. `expected` is what config.json describes, or the reason why that
-    is not known, or None without a config.json.
+    and the files beside it, as they will be written. `expected` is the form that config.json describes, or the error
+    that says why it is unknown, or None without a config.json.
 
-    `siblings` are the same tensors in further checkpoints, for the mean of all. Source N of a recipe is
-    `others[N - 1]`, source 0 the model itself. A recipe is made last, when the name and the dtype of its tensor are
-    final. `stored_as` says in words what computed tensors are stored as, `casts` what became of dtypes, `made_of` what
-    the manifest says of the source, `remarks` what the report will say. Of the entries of the source `dropped` are not
-    written, each for a reason; `merged` are the same as others, which are.
+    `siblings` are the same tensors in further checkpoints, for an average. Recipes are made last, when the names and
+    dtypes of their tensors are final; their source N is `others[N - 1]`, source 0 is the model itself. `stored_as`
+    describes how computed tensors are stored in the source, `casts` the changes of dtypes, `made_of` the source for the
+    manifest, `remarks` the notes for the user. `dropped` are source entries that are not written, with reasons;
+    `merged` are entries equal to others, which are written.
     """
 
     part: Component
@@ -55,13 +55,13 @@ class Model:
 
     @classmethod
     def of(cls, part: Component, companions_from: str | None) -> Model:
-        """Return the whole model in a part of a checkpoint, with the companions of another one if that is named."""
+        """Return the model in a component of a checkpoint, with the companions of `companions_from` if given."""
         companions = find_companions(part.path, companions_from)
         return cls(part=part, weights=find_weights(part.layout), origins=(part.path,), companions=companions)
 
     @property
     def layout(self) -> Layout:
-        """Return where the tensors lie now."""
+        """Return the layout of the tensors."""
         return self.weights.layout
 
     @property
@@ -70,7 +70,7 @@ class Model:
         return self.companions.config or {}
 
     def say(self, *remarks: str) -> Model:
-        """Return the model with more remarks. A remark that was made already is not repeated."""
+        """Return the model with more remarks. Repeated remarks are kept once."""
         return replace(self, remarks=tuple(dict.fromkeys((*self.remarks, *remarks))))
 
     def with_layout(self, layout: Layout) -> Model:
@@ -78,21 +78,20 @@ class Model:
         return replace(self, weights=replace(self.weights, layout=layout))
 
     def with_config(self, config: Mapping[str, Any]) -> Model:
-        """Return the model with another config.json."""
         return replace(self, companions=replace(self.companions, config=dict(config)))
 
     def select(self, names: Collection[str]) -> Model:
-        """Return the model without the tensors of other names, and without their recipes."""
+        """Return the model with only the tensors of these names, and their recipes."""
         recipes = {name: recipe for name, recipe in self.recipes.items() if name in names}
         return replace(self.with_layout(edits.select(self.layout, names.__contains__)), recipes=recipes)
 
     def note_dropped(self, reasons: Mapping[str, str]) -> Model:
-        """Return the model with reasons why the entries that became tensors of these names are not written."""
+        """Return the model with reasons why the source entries of these tensors are not written."""
         dropped = {old: why for name, why in reasons.items() for old in self.weights.origins_of([name])}
         return replace(self, dropped={**self.dropped, **dropped})
 
     def note_merged(self, names: Iterable[str]) -> Model:
-        """Return the model with the remark that tensors of these names are the same as others, which are written."""
+        """Return the model with the note that these tensors equal others, which are written."""
         return replace(self, merged=self.merged | self.weights.origins_of(names))
 
     def rename(self, new_name: Callable[[str], str]) -> Model:
@@ -110,7 +109,7 @@ class Model:
         )
 
     def made_recipes(self) -> dict[str, Recipe]:
-        """Return the recipe of each computed tensor. Raises `Unsupported` if a tensor with a recipe was lost."""
+        """Return the recipe of each computed tensor. Raises `Unsupported` if such a tensor is missing in the result."""
         if lost := min(self.recipes.keys() - self.layout.tensors.keys(), default=None):
             raise Unsupported("the tensor would be lost: it is not in the result", path=self.part.path, tensor=lost)
         specs = self.layout.specs
@@ -118,5 +117,5 @@ class Model:
 
 
 def always(recipe: Recipe) -> RecipeFor:
-    """Return a recipe that is the same under any name and for any dtype."""
+    """Return a function that returns the recipe for any name and dtype."""
     return lambda _name, _dtype: recipe

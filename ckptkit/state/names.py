@@ -1,4 +1,4 @@
-"""Say by which names the tensors of a checkpoint are wanted: the only place where a question of names is put."""
+"""Collect the arguments for a change of tensor names: the requested family, the config, and the user's rules."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def ask_names(
     rows: int | None = None,
     ask_base: AskBase = None,
 ) -> AskedNames:
-    """Return what `name_weights` and `name_training` need to know of a checkpoint whose tensors are wanted by `names`.
+    """Return the arguments of `name_weights` and `name_training` for a checkpoint.
 
-    `names` is a family's word, `HUB` or `KEEP`; for the others see `AskedNames`.
+    `names` is a family's name, `HUB` or `KEEP`. For the other parameters see `AskedNames`.
     """
     return AskedNames(
         names=names,
@@ -48,8 +48,8 @@ def ask_names(
 
 
 def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
-    """Raise `Unsupported` for quantized weights: other names or rows would tear them from their scales."""
-    from ckptkit.state.quantized.find import find_quantized  # only where names change
+    """Raise `Unsupported` for quantized weights: other names or rows would separate them from their scales."""
+    from ckptkit.state.quantized.find import find_quantized  # imported late: needed only if names change
 
     try:
         quantized = find_quantized(found.layout, config)
@@ -64,16 +64,19 @@ def require_plain(found: Weights, config: Mapping[str, Any] | None) -> None:
 
 
 def names_of_weights(layout: Layout) -> frozenset[str]:
-    """Return the entries that are the model's weights. Raises `Mismatch` where it cannot be told which is the model."""
+    """Return the entries that are the model's weights.
+
+    Raises `Mismatch` if it is ambiguous which entries are the model.
+    """
     return frozenset(find_weights(layout).came_from.values()) if has_weights(layout) else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class NameOptions:
-    """What users say of the names in one of two checkpoints that are brought together.
+    """The user's options on names for one of two checkpoints that are compared or combined.
 
-    `table` has rules for names that no family knows, `rename` has rules `REGEX=>TEXT` for the names of parameters, and
-    in `base` lies the config.json that describes the model. With `allow_unmatched` a rule may match nothing.
+    `table` has rules for names that no family knows. `rename` has rules `REGEX=>TEXT` for the names of parameters.
+    `base` contains the config.json of the model. With `allow_unmatched`, a rule may match nothing.
     """
 
     table: Family | None = None
@@ -90,14 +93,14 @@ class NameOptions:
         *,
         allow_unmatched: bool = False,
     ) -> NameOptions:
-        """Return what users give. Raises `Usage` for a table or a rule that is not understood."""
+        """Return the options. Raises `Usage` for an invalid table or rule."""
         table = None if map is None else read_table(Path(map))
         rules = (rename,) if isinstance(rename, str) else tuple(rename)
         Edits(rename=rules).check_rules()
         return cls(table, rules, None if base is None else os.fspath(base), allow_unmatched)
 
     def config_of(self, checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-        """Return the config.json that describes the model in a checkpoint; None if none is known."""
+        """Return the config.json that describes the model in a checkpoint; None if there is none."""
         if self.base is None:
             return checkpoint.companions.config
         return find_companions(checkpoint.model_component.path, self.base).config
@@ -105,18 +108,18 @@ class NameOptions:
     def rename_in(self, layouts: Sequence[Layout]) -> list[Layout]:
         """Return the layouts of a checkpoint with its parameters renamed, in the optimizer too.
 
-        Raises `Usage` if a rule matches none.
+        Raises `Usage` if a rule matches nothing.
         """
         if not self.rename:
             return list(layouts)
         weights = [names_of_weights(layout) for layout in layouts]
         names = {name for pair in zip(layouts, weights, strict=True) for name in parameters_in(*pair)}
-        asked = Edits(rename=self.rename, allow_unmatched=self.allow_unmatched)
-        asked.check_renames(names, layouts[0].path)
-        return [rename_parameters(*pair, asked.renaming())[0] for pair in zip(layouts, weights, strict=True)]
+        rules = Edits(rename=self.rename, allow_unmatched=self.allow_unmatched)
+        rules.check_renames(names, layouts[0].path)
+        return [rename_parameters(*pair, rules.renaming())[0] for pair in zip(layouts, weights, strict=True)]
 
     def table_for(self, names: Iterable[str]) -> Family | None:
-        """Return the table if any of a model's `names` is one of its own, and not one that it has for the Hub."""
+        """Return the table if any of a model's `names` occurs in it, and not as a name on the Hub; else None."""
         if self.table is None:
             return None
         rules = self.table.rules(Sizes({}))
@@ -127,4 +130,4 @@ class NameOptions:
         return self.table if any(outline_of(name)[0] in own - hub for name in names) else None
 
 
-AS_THEY_ARE = NameOptions()  # of a user who says nothing of names
+AS_THEY_ARE = NameOptions()  # without options on names

@@ -1,4 +1,4 @@
-"""Decide whether an optimizer is written with names or with numbers, and which they are, and complete it with zeros."""
+"""Optimizer keys and states: choose names or indices for the parameters, find the names, complete missing states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ckptkit.words import count
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The layouts of a checkpoint with a state of every parameter that an optimizer lists, and the new entries."""
+    """The layouts of a checkpoint with a state for every parameter that an optimizer lists, and the new entries."""
 
     layouts: Sequence[Layout]
     entries: Mapping[str, str] = field(default_factory=dict)
@@ -50,42 +50,43 @@ class Completed:
 
 
 def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], order: Order | None) -> Completed:
-    """Complete the optimizers in the layouts of a checkpoint; `order` is what the user says of a numbered one.
+    """Complete the optimizers in the layouts of a checkpoint. `order` is the user's order of parameter indices.
 
-    Raises `Unsupported` where there is no optimizer with groups, or nothing that tells for certain what a state is
-    like.
+    Raises `Unsupported` if there is no optimizer with groups, or if the form of a state is uncertain.
     """
-    found = [find_states(layout) for layout in layouts]
-    if not any(found):
+    states_by_layout = [find_states(layout) for layout in layouts]
+    if not any(states_by_layout):
         raise without_groups(checkpoint, layouts, "--complete-optimizer")
     completed: list[Layout] = []
-    made: dict[str, str] = {}
+    new_entries: dict[str, str] = {}
     remarks: list[str] = []
-    for before, optimizers in zip(layouts, found, strict=True):
+    for before, optimizers in zip(layouts, states_by_layout, strict=True):
         layout = before
         for states in optimizers:
             parameters = parameters_for(checkpoint, layout, states, order) if states.lacking else {}
             layout, more = complete_states(layout, states, parameters)
-            made |= {name: "0" if spec is None else str(spec) for name, spec in more.items()}
+            new_entries |= {name: "0" if spec is None else str(spec) for name, spec in more.items()}
             remarks += say(checkpoint, states, parameters)
         completed.append(layout)
-    return Completed(completed, made, remarks)
+    return Completed(completed, new_entries, remarks)
 
 
 def parameters_for(
     checkpoint: Checkpoint, layout: Layout, states: States, order: Order | None
 ) -> dict[str, StoredTensor]:
-    """Return the model's parameters by what an optimizer calls them; those that it has by name, or by its numbers.
+    """Return the model's parameters by the name or index that an optimizer uses.
 
-    Raises `Unsupported` where it is not certain which parameter a number is, `Mismatch` where there is no model.
+    Raises `Unsupported` if it is uncertain which parameter an index means, `Mismatch` if there is no model.
     """
     if states.optimizer is not None and not states.optimizer.is_named:
-        found = names_in(checkpoint, layout, states.optimizer, order)
-        tensors = own_tensors(found.model.layout)
-        return {str(number): tensors[name] for number, name in found.names.items()}
+        named = names_in(checkpoint, layout, states.optimizer, order)
+        tensors = own_tensors(named.model.layout)
+        return {str(number): tensors[name] for number, name in named.names.items()}
     names = {one for group in states.groups for one in group} | states.of.keys()
-    every = [parameters_called(names, find_weights(model.layout).layout) for model in models_of(checkpoint)]
-    fitting = [one for one in every if one.keys() == names and is_of(layout, states, one)] or every[:1]
+    candidates = [
+        parameters_by_optimizer_name(names, find_weights(model.layout).layout) for model in models_of(checkpoint)
+    ]
+    fitting = [one for one in candidates if one.keys() == names and is_of(layout, states, one)] or candidates[:1]
     for other in fitting[1:]:
         name = next((one for one in states.lacking if other[one].spec != fitting[0][one].spec), None)
         if name is not None:
@@ -94,23 +95,23 @@ def parameters_for(
     return fitting[0]
 
 
-def parameters_called(names: Iterable[str], model: Layout) -> dict[str, StoredTensor]:
-    """Return the tensors of a model by what an optimizer calls them, as far as the model has them."""
+def parameters_by_optimizer_name(names: Iterable[str], model: Layout) -> dict[str, StoredTensor]:
+    """Return the tensors of a model by the names that an optimizer uses, as far as the model has them."""
     own = {name: own_name(name, model.tensors) for name in names}
-    return {name: model.tensors[found] for name, found in own.items() if found in model.tensors}
+    return {name: model.tensors[known_name] for name, known_name in own.items() if known_name in model.tensors}
 
 
 def is_of(layout: Layout, states: States, parameters: Mapping[str, StoredTensor]) -> bool:
     """Return whether the states of an optimizer have the shapes of these parameters."""
-    for one, kinds in states.of.items():
+    for key, kinds in states.of.items():
         shapes = {layout.tensors[name].spec.shape for name in kinds.values() if name in layout.tensors} - {()}
-        if shapes and parameters[one].spec.shape not in shapes:
+        if shapes and parameters[key].spec.shape not in shapes:
             return False
     return True
 
 
 def say(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredTensor]) -> list[str]:
-    """Return in words whose states were completed, and what has none because it is in no group."""
+    """Return notes on the states that were completed, and on parameters that are in no group."""
     if not states.lacking:
         return [f"`{states.name}` has a state for every parameter in its groups: nothing to complete"]
     total = sum(map(len, states.groups))
@@ -129,9 +130,9 @@ def say(checkpoint: Checkpoint, states: States, parameters: Mapping[str, StoredT
 
 @dataclass(frozen=True, slots=True)
 class Rekeying:
-    """The other names or numbers that an optimizer's parameters get, and what there is to say of it.
+    """The new names or indices of an optimizer's parameters, and a remark.
 
-    `members` has the new one of each old. It is empty if the optimizer stays as it is.
+    `members` maps each old key to the new one. It is empty if the optimizer does not change.
     """
 
     optimizer: Optimizer
@@ -139,17 +140,17 @@ class Rekeying:
     remark: str = ""
 
     def edit(self, layout: Layout) -> Layout:
-        """Return a layout with the new ones, wherever the optimizer occurs in it."""
+        """Return a layout with the new keys, wherever the optimizer occurs in it."""
         return rekeyed(layout, self.optimizer, self.members) if self.members else layout
 
 
 def nest_optimizers(
     checkpoint: Checkpoint, layout: Layout, order: Order | None, *, is_numbered: bool = False
 ) -> tuple[Layout, list[str]]:
-    """Return a layout with groups for the optimizers that torch has flattened, and remarks on their order.
+    """Return a layout with parameter groups for the optimizers that torch has flattened, and remarks on their order.
 
-    If their parameters become numbers, their order in the groups counts, else the order of the groups alone. Raises
-    `Unsupported` where that is not certain, `Mismatch` if the order that the user says does not fit.
+    With `is_numbered`, the order of parameters within groups matters too, because they become indices. Raises
+    `Unsupported` if the order is uncertain, `Mismatch` if the user's order does not fit.
     """
     remarks = []
     layout = split_groups(layout)
@@ -163,14 +164,14 @@ def nest_optimizers(
             message = f"torch has flattened `{optimizer.name}` on several ranks: the order of its parameters is unknown"
             raise Unsupported(message, path=layout.path, hint=ORDER_HINT)
         listed = order.names or order_in_models(models_of(checkpoint), names, checkpoint.model_component.path)
-        called = {bare(name): name for name in names}
-        layout = nest(layout, optimizer, [called.get(bare(name), name) for name in listed])
+        by_bare_name = {bare(name): name for name in names}
+        layout = nest(layout, optimizer, [by_bare_name.get(bare(name), name) for name in listed])
         remarks.append(f"`{optimizer.name}` got groups, each in the order that {ORDER} {order.text} says: assumed")
     return layout, remarks
 
 
 def is_in_order(checkpoint: Checkpoint, layout: Layout) -> bool:
-    """Return whether the entries have the order in which torch wrote them: one process wrote, and nobody rewrote them.
+    """Return whether the entries are in torch's order: one process saved them, and no tool has written them again.
 
     Source: `create_default_global_save_plan` in torch/distributed/checkpoint/default_planner.py, which concatenates the
     entries of all ranks.
@@ -180,9 +181,9 @@ def is_in_order(checkpoint: Checkpoint, layout: Layout) -> bool:
 
 
 def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: ConvertOptions) -> list[list[Rekeying]]:
-    """Return, for each layout, what becomes of the keys of its optimizers.
+    """Return, for each layout, the new keys of its optimizers.
 
-    Raises `Unsupported` where names were asked for and are not certain, or numbers of an optimizer without groups.
+    Raises `Unsupported` if names were requested and are uncertain, or indices for an optimizer without groups.
     """
     wanted = options.wanted_keys
     if wanted is None:
@@ -190,18 +191,18 @@ def key_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], options: C
         wants = [NAMES if becomes_shards and not get_format(each.format).is_sharded else None for each in layouts]
     else:
         wants = [wanted] * len(layouts)
-    found = [find_optimizers(layout) if want else [] for layout, want in zip(layouts, wants, strict=True)]
+    by_layout = [find_optimizers(layout) if want else [] for layout, want in zip(layouts, wants, strict=True)]
     is_done = options.optimizer_keys == NAMES and any(kind_of_keys(layout) == NAMES for layout in layouts)
-    if wanted is not None and not any(found) and (options.order or not is_done):
+    if wanted is not None and not any(by_layout) and (options.order or not is_done):
         raise without_groups(checkpoint, layouts, "--optimizer-keys" if options.optimizer_keys else ORDER)
     return [
         [rekeying for optimizer in optimizers if (rekeying := rekey(checkpoint, layout, optimizer, options))]
-        for layout, optimizers in zip(layouts, found, strict=True)
+        for layout, optimizers in zip(layouts, by_layout, strict=True)
     ]
 
 
 def without_groups(checkpoint: Checkpoint, layouts: Sequence[Layout], option: str) -> Unsupported:
-    """Return the error for a checkpoint in which no group of an optimizer lists parameters, as `option` needs."""
+    """Return the error for a checkpoint without parameter groups, which `option` needs."""
     message = "found no optimizer with parameter groups, such as torch's own"
     kind = next(filter(None, map(kind_of_keys, layouts)), None)
     if kind is not None:
@@ -210,7 +211,7 @@ def without_groups(checkpoint: Checkpoint, layouts: Sequence[Layout], option: st
 
 
 def rekey(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options: ConvertOptions) -> Rekeying | None:
-    """Return what becomes of the keys of an optimizer; None if it has those that are wanted."""
+    """Return the new keys of an optimizer; None if it already has the requested ones."""
     if options.optimizer_keys == IDS:
         return None if optimizer.is_numbered else Rekeying(optimizer, numbers_of(layout, optimizer))
     if optimizer.is_named:
@@ -222,12 +223,12 @@ def rekey(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options:
 def by_name(
     checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None, *, must: bool
 ) -> Rekeying:
-    """Return an optimizer with names for its numbers; with its numbers if no names are certain.
+    """Return names for the indices of an optimizer; no change if they are uncertain.
 
-    Raises `Unsupported` or `Mismatch` for names that are not certain and `must` be.
+    Raises `Unsupported` or `Mismatch` for uncertain names if they are required (`must`).
     """
     try:
-        found = names_in(checkpoint, layout, optimizer, order)
+        certain = names_in(checkpoint, layout, optimizer, order)
     except (Mismatch, Unsupported) as error:
         if must:
             raise
@@ -236,25 +237,25 @@ def by_name(
             f"`{optimizer.name}` keeps its parameter numbers, because the names are not certain ({why}); see {ORDER}"
         )
         return Rekeying(optimizer, {}, keeps)
-    return Rekeying(optimizer, {**found.names}, describe_names(optimizer, found))
+    return Rekeying(optimizer, {**certain.names}, describe_names(optimizer, certain))
 
 
-def describe_names(optimizer: Optimizer, found: NamedNumbers) -> str:
-    """Return in words that an optimizer got names, and what proves them."""
-    return f"`{optimizer.name}` got names for its {count(len(found.names), 'parameter')}: {found.proof}"
+def describe_names(optimizer: Optimizer, named: NamedNumbers) -> str:
+    """Return a note that an optimizer got names, and the proof for them."""
+    return f"`{optimizer.name}` got names for its {count(len(named.names), 'parameter')}: {named.proof}"
 
 
 def names_in(checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None = None) -> NamedNumbers:
-    """Return the names for the numbers of an optimizer in a layout, by the models of the checkpoint.
+    """Return the names for the parameter indices of an optimizer, from the models of the checkpoint.
 
-    Raises `Unsupported` or `Mismatch` if they are not certain, or not in the `order` that the user says.
+    Raises `Unsupported` or `Mismatch` if they are uncertain, or if the user's `order` does not fit.
     """
     path = checkpoint.model_component.path
     return find_names(layout, optimizer, models_of(checkpoint), path, order)
 
 
 def models_of(checkpoint: Checkpoint) -> list[OneModel]:
-    """Return the models in a checkpoint, first those of its model part. Raises `Mismatch` if it has no model."""
+    """Return the models in a checkpoint, those of its model component first. Raises `Mismatch` if it has no model."""
     main = checkpoint.model_component
     parts = [main, *(part for part in checkpoint.components if part is not main and not is_other_part(part.place))]
     models = [model for part in parts for model in find_models(part.layout)]

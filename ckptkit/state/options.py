@@ -28,15 +28,19 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
-MASTER, MODULE = "master", "module"  # the weights that an optimizer updates, and their rounded copy
-PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # of lora_B of fused experts, see `adapters.experts`
-FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = ("flat", "per-expert", "3d")  # of adapters, see `adapters.expert_pairs`
-ADAPTER = "adapter"  # what to write: the adapter in the checkpoint, as Hugging Face files
-RANK = "rank"  # the part of a process that torchrun started
+MASTER, MODULE = "master", "module"  # fp32 weights that the optimizer updates, and their 16-bit copy
+PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # layouts of lora_B for fused experts, see `adapters.experts`
+FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = (
+    "flat",
+    "per-expert",
+    "3d",
+)  # forms of experts in adapters, see `adapters.expert_pairs`
+ADAPTER = "adapter"  # output: the checkpoint's adapter as Hugging Face files
+RANK = "rank"  # `--part rank`: one part per process of torchrun
 
 
 class KnownQuantizer(NamedTuple):
-    """A way to quantize: the `module:function` that returns a `Model` quantized as `ConvertOptions` say."""
+    """A quantization method: the `module:function` that returns a `Model` quantized according to `ConvertOptions`."""
 
     quantize: str
 
@@ -51,17 +55,17 @@ QUANTIZERS = PluginTable(
     },
 )
 
-_OF_THIS_PROCESS = {"of_this_process": True}  # of no concern to other processes that make the same
+_OF_THIS_PROCESS = {"of_this_process": True}  # not compared between processes that share the work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """The options of a conversion. `of` makes one of what users give, and checks it.
+    """The options of a conversion. Create them with `of`, which checks them.
 
-    Without `optimizer_keys` an optimizer stays as it is, but for one in a file that becomes shards: it is named where
-    that is certain. `weights` are those of the mean of several checkpoints, one for each, `scales` those by which
-    adapters count that are merged into the first of several; with `only_sharded`, parts of a checkpoint that are the
-    same for any number of ranks stay as they are, if it has others.
+    Without `optimizer_keys`, an optimizer does not change, except in a file that is converted to shards: then it gets
+    names if they are certain. `weights` are the factors of an average, one for each checkpoint. `scales` are the
+    factors of adapters that are merged into the first of several. With `only_sharded`, components that are equal for
+    any number of ranks are copied unchanged, if there are others.
     """
 
     to: str
@@ -178,9 +182,10 @@ class ConvertOptions:
 
     @classmethod
     def of(cls, given: Keywords, **more: Any) -> Self:
-        """Return the options that users have `given`, and `more`: one word for several, lists for tuples.
+        """Return the options that users have `given`, and `more`.
 
-        Raises TypeError for an option that there is not, `Usage` for options that contradict each other or the format.
+        A single string may stand for several, lists for tuples. Raises TypeError for an unknown option, `Usage` for
+        options that contradict each other or the format.
         """
         if unknown := given.keys() - Keywords.__annotations__.keys():
             raise TypeError(f"unknown option `{min(unknown)}`")
@@ -189,7 +194,7 @@ class ConvertOptions:
         return options
 
     def check(self) -> None:
-        """Raise `Usage` for what is not understood, and for options that contradict each other or the format."""
+        """Raise `Usage` for invalid values, and for options that contradict each other or the format."""
         require_least(self)
         if self.to not in (*FORMATS, ADAPTER):
             raise Usage(f"unknown format `{self.to}`", hint=f"use one of {', '.join((*writable_formats(), ADAPTER))}")
@@ -214,18 +219,18 @@ class ConvertOptions:
 
     @property
     def wanted_names(self) -> str:
-        """Return the family of names that the tensors are to have: the Hub's for a model alone, else their own."""
+        """Return the family of names for the output: the Hub's for model formats, else the present names."""
         return self.names or (HUB if self.writer.is_model_only or self.map else KEEP)
 
     @property
     def family(self) -> Family | None:
-        """Return the family of names that the output gets; None for the Hub's, those of a table, or the model's own."""
+        """Return the family of names for the output; None for the Hub's names, a table's, or the model's own."""
         names = self.names or HUB
         return get_family(names) if names in FAMILIES else None
 
     @property
     def changes_names(self) -> bool:
-        """Return whether the model is asked for under a family's names, or with another vocabulary."""
+        """Return whether the model gets a family's names, or another vocabulary."""
         return bool(self.names not in (None, KEEP) or self.map or self.vocab_size)
 
     @property
@@ -235,32 +240,32 @@ class ConvertOptions:
 
     @property
     def wanted_keys(self) -> str | None:
-        """Return whether optimizers are to have names or numbers; None if they stay as they are, or as shards need."""
+        """Return whether optimizers must get names or indices; None if they keep theirs, or the format decides."""
         needs_names = self.optimizer_order is not None and not self.complete_optimizer
         return self.optimizer_keys or (NAMES if needs_names else None)
 
     @property
     def keeps_groups(self) -> bool:
-        """Return whether the groups of an optimizer are copied unchanged, as the torch that saved them reads them."""
+        """Return whether the parameter groups are copied unchanged, in the form of the torch that saved them."""
         return self.to == "dcp" and not (self.rename or self.changes_names or self.wanted_keys)
 
     @property
     def order(self) -> Order | None:
-        """Return the order of the optimizer's parameters that the user says. Raises `Usage` for an unknown one."""
+        """Return the user's order of the optimizer's parameters. Raises `Usage` for an invalid one."""
         return None if self.optimizer_order is None else read_order(self.optimizer_order)
 
     @property
     def table(self) -> Family | None:
-        """Return the table of names that was given, None if none was. Raises `Usage` for one that is not understood."""
+        """Return the user's table of names, None without one. Raises `Usage` for an invalid table."""
         return None if self.map is None else read_table(Path(self.map))
 
     @property
     def edits(self) -> Edits:
-        """Return what is to be changed of names and dtypes."""
+        """Return the changes of names and dtypes."""
         return Edits(self.include, self.exclude, self.rename, self.dtype, self.allow_unmatched)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what all processes that make the same thing have in common."""
+        """Return the options that all processes must share that write one output together."""
         common = [field.name for field in fields(self) if not field.metadata]
         return {name: anywhere(name, getattr(self, name)) for name in common}
 
@@ -275,7 +280,7 @@ CHOICES: dict[str, Collection[str]] = {
 
 
 class Contradiction(NamedTuple):
-    """Options that contradict each other, or the format `{to}`."""
+    """Options that contradict each other or the format, which the message calls `{to}`."""
 
     holds: Callable[[ConvertOptions], object]
     message: str
@@ -422,7 +427,7 @@ CONTRADICTIONS = (
 
 
 class Keywords(TypedDict, total=False):
-    """The options that every function takes that writes a checkpoint; for their meaning see `ConvertOptions`."""
+    """The options of every function that writes a checkpoint. `ConvertOptions` explains them."""
 
     dtype: str | torch.dtype | Sequence[str | torch.dtype]
     quantize: str | None
@@ -455,15 +460,15 @@ class Keywords(TypedDict, total=False):
 
 
 def spell_out(function: Function) -> Function:
-    """Give a function that takes `**options` the signature with each of them, for `help`, notebooks and the docs."""
+    """Give a function that takes `**options` a signature with every option, for `help()`, notebooks and the docs."""
     signature = inspect.signature(function)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    explicit = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     defaults = {field.name: field.default for field in fields(ConvertOptions)}
-    each = [
+    options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=written(hint))
         for name, hint in Keywords.__annotations__.items()
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *each])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*explicit, *options])  # type: ignore[attr-defined]
     return function
 
 
@@ -471,25 +476,25 @@ def written(hint: Any) -> Any:
     return getattr(hint, "__forward_arg__", hint)
 
 
-_SEVERAL = ("include", "exclude", "from_base", "exclude_quantize", "rename", "weights", "scales")
+_LISTS = ("include", "exclude", "from_base", "exclude_quantize", "rename", "weights", "scales")
 
 
 def normalize(name: str, value: Any) -> Any:
-    """Return an option as `ConvertOptions` holds it."""
+    """Return an option in the form that `ConvertOptions` stores."""
     if name == "dtype":
         rules = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
         return tuple(map(str, rules))
     if name == "max_shard_size":
         return parse_bytes(value)
-    if name in _SEVERAL:
+    if name in _LISTS:
         return (value,) if isinstance(value, str) else tuple(value)
     return str(value) if isinstance(value, os.PathLike) else value
 
 
 def anywhere(name: str, value: Any) -> Any:
-    """Return an option with its paths as processes with other working directories need them."""
+    """Return an option with absolute paths, for processes with other working directories."""
     if name == "dtype":
-        return tuple(map(like_anywhere, value))
+        return tuple(map(absolute_like_rule, value))
     if name in ("map", "adapter_config", "optimizer_order") and value not in (None, OF_MODEL):
         return str(Path(value).absolute())
     if name in ("base", "fill_from") and value is not None and Path(value).exists():
@@ -497,13 +502,13 @@ def anywhere(name: str, value: Any) -> Any:
     return value
 
 
-def like_anywhere(rule: str) -> str:
+def absolute_like_rule(rule: str) -> str:
     before, like, model = rule.partition(LIKE)
     return f"{before}{like}{Path(model).absolute()}" if like and Path(model).is_dir() else rule
 
 
 def require_least(options: ConvertOptions) -> None:
-    """Raise `Usage` for a number that is less than 1."""
+    """Raise `Usage` for a number below its minimum."""
     for name, setting in settings_of(ConvertOptions).items():
         value = getattr(options, name)
         if setting.least is not None and value is not None and value < setting.least:

@@ -1,4 +1,4 @@
-"""Draft a checkpoint with all its parts, the optimizer and the other files, in another format."""
+"""Draft the conversion of a whole checkpoint: all components, the optimizer, and the other files."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from ckptkit.trainers import say_opaque
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The parts of a checkpoint that become one: a directory or file, and the files beside it that belong to it.
+    """The components of a checkpoint that are written as one: a directory or file, and the files that belong to it.
 
-    `restored` is the head that was left out because config.json ties it, if it is there again.
+    `restored` are the tied tensors (the head) that the source left out and that were added again.
     """
 
     parts: tuple[Component, ...]
@@ -47,24 +47,27 @@ class Piece:
 
     @classmethod
     def of(cls, parts: Sequence[Component]) -> Self:
-        """Join the parts."""
+        """Join the components."""
         first, *others = parts
         complete = restore_tied(first.layout, find_companions(first.path, None).config or {})
         restored = frozenset(complete.tensors.keys() - first.layout.tensors)
         if not others:
             return cls((first,), complete, restored)
         layouts = [complete, *(part.layout for part in others)]
-        if any(part.folder != first.folder for part in others):  # all are named as seen from the checkpoint's directory
+        if any(part.folder != first.folder for part in others):  # then use paths relative to the checkpoint's directory
             layouts = [edits.in_folder(layout, part.folder) for layout, part in zip(layouts, parts, strict=True)]
         return cls(tuple(parts), join_layouts(layouts[0].root, parts, layouts), restored)
 
     @property
     def place(self) -> str:
-        """Return where in the output it belongs."""
+        """Return its path in the output."""
         return self.parts[0].place
 
     def entries(self, chosen: Layout, sources: Sequence[Layout], options: ConvertOptions) -> Entries:
-        """Return what becomes of its entries if `chosen` become `sources`. Those with new names are found by bytes."""
+        """Return which entries are written if `chosen` become `sources`.
+
+        Renamed entries are identified by their bytes.
+        """
         layout = edits.select(self.layout, lambda name: name not in self.restored)
         lost = [name for name in chosen.tensors if chosen.tensors[name].is_lost] if options.salvage else []
         dropped = reasons_of_ranks(layout) | options.edits.reasons_to_drop(layout.names) | dict.fromkeys(lost, DAMAGED)
@@ -77,7 +80,7 @@ class Piece:
 
 
 def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> Conversion:
-    """Draft all parts of a checkpoint, each to lie where it lies now, and the files beside them."""
+    """Draft all components of a checkpoint, each at its present path, and the files beside them."""
     pieces, completed = open_pieces(checkpoint, options)
     layouts = completed.layouts
     world_size = options.world_size or max((layout.world_size or 1 for layout in layouts), default=1)
@@ -89,15 +92,15 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
     drafts: list[Draft] = []
     entries: list[Entries] = []
     notes = [*completed.remarks, *chain(*remarks)]
-    notes += [rekeying.remark for one in rekeyings for rekeying in one if rekeying.remark]
-    for piece, one, optimizers in zip(pieces, chosen, rekeyings, strict=True):
+    notes += [rekeying.remark for chosen_layout in rekeyings for rekeying in chosen_layout if rekeying.remark]
+    for piece, chosen_layout, optimizers in zip(pieces, chosen, rekeyings, strict=True):
         sources: Sequence[Layout] = ()
-        if one.names or not piece.layout.names:
-            draft, more = draft_piece(piece, one, options, world_size, optimizers, is_late=is_late)
+        if chosen_layout.names or not piece.layout.names:
+            draft, more = draft_piece(piece, chosen_layout, options, world_size, optimizers, is_late=is_late)
             sources = draft.sources
             drafts.append(draft)
             notes += more
-        entries.append(piece.entries(one, sources, options))
+        entries.append(piece.entries(chosen_layout, sources, options))
     if is_late:
         options.edits.check_dtypes([draft.wanted for draft in drafts], checkpoint.path)
         notes.append("--dtype matches names in the output, but not all of its globs match names in the source")
@@ -133,13 +136,13 @@ def draft_parts(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -
 
 
 def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[Piece], Completed]:
-    """Return the pieces of a checkpoint with the groups and states of optimizers that the output is to have."""
+    """Return the pieces of a checkpoint, with the parameter groups and states of the output's optimizers."""
     pieces = [Piece.of(parts) for parts in choose_parts(checkpoint, options)]
     layouts = [piece.layout if options.keeps_groups else split_groups(piece.layout) for piece in pieces]
     remarks: list[str] = []
     if options.optimizer_keys == IDS:
-        found = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]
-        layouts, remarks = [layout for layout, _ in found], [remark for _, more in found for remark in more]
+        nested = [nest_optimizers(checkpoint, layout, options.order, is_numbered=True) for layout in layouts]
+        layouts, remarks = [layout for layout, _ in nested], [remark for _, more in nested for remark in more]
     completed = Completed(layouts)
     if options.complete_optimizer:
         completed = complete_optimizers(checkpoint, layouts, options.order)
@@ -148,7 +151,10 @@ def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[P
 
 
 def check_edits(chosen: Sequence[Layout], options: ConvertOptions, path: Path, *, is_late: bool) -> None:
-    """Raise `Usage` for a rule of `--rename` that matches nothing in any piece, or of `--dtype` unless it is late."""
+    """Raise `Usage` for a rule of `--rename` that matches nothing.
+
+    Likewise for `--dtype`, unless it is applied late.
+    """
     if not is_late:
         options.edits.check_dtypes(chosen, path)
     if options.rename:
@@ -157,7 +163,7 @@ def check_edits(chosen: Sequence[Layout], options: ConvertOptions, path: Path, *
 
 
 def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: ConvertOptions) -> Iterator[str]:
-    """Yield a remark on each file beside the model that is copied as it is, with names that a rename would replace."""
+    """Yield a remark on each file beside the model that is copied with names that `--rename` would change."""
     written = [part for piece in pieces for part in piece.parts]
     for part in checkpoint.components:
         if part.under is not None and part not in written:
@@ -170,7 +176,7 @@ def say_unrenamed(checkpoint: Checkpoint, pieces: Sequence[Piece], options: Conv
 
 
 def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[str, bytes]:
-    """Return the files that the family of the output's names needs beside a model in DCP."""
+    """Return the files that the output's family of names needs beside a model in DCP."""
     family = options.family if options.to == WITH_FILES else None
     if family is None:
         return {}
@@ -179,9 +185,9 @@ def files_of_family(checkpoint: Checkpoint, options: ConvertOptions) -> Mapping[
 
 
 def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Component]]:
-    """Return the parts of a checkpoint that are to be written anew, those together that become one.
+    """Return the components to write, grouped by output component.
 
-    Files beside a model that is in the wanted format already stay files, as its trainer looks for them.
+    Files beside a model that has the requested format already stay files, because its trainer looks for them.
     """
     sharded = [part for part in checkpoint.components if get_format(part.layout.format).is_sharded]
     parts = sharded if options.only_sharded and sharded else list(checkpoint.components)
@@ -193,7 +199,7 @@ def choose_parts(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[C
 
 
 def choose(piece: Piece, options: ConvertOptions, world_size: int) -> tuple[Layout, list[str]]:
-    """Return the entries of a piece that are to be written, and remarks on them."""
+    """Return the entries of a piece to write, and remarks on them."""
     chosen = edits.select(piece.layout, options.edits.admit)
     opaque = say_opaque(chosen.tensors)
     remarks = [opaque] if opaque else []
@@ -214,18 +220,18 @@ def draft_piece(
     *,
     is_late: bool,
 ) -> tuple[Draft, list[str]]:
-    """Draft a piece as it shall be: cast, its optimizer by name or number, renamed and put under a key.
+    """Draft a piece: cast it, change the keys of its optimizer, rename it, and put it under a key.
 
-    If `is_late`, it is cast at the end, because globs of dtypes are for the names that it then has. Return remarks on
-    its names, too.
+    Also returns remarks. If `is_late`, the cast is the last step, because the globs of `--dtype` match the output's
+    names.
     """
     remarks: list[str] = []
     asked = options.edits
-    early = replace(asked, dtype=()) if is_late else asked
+    first_edits = replace(asked, dtype=()) if is_late else asked
     names = options.names or (HUB if options.map else KEEP)
     is_named = options.changes_names
     weights = names_of_weights(chosen) if asked.are_of_weights or is_named else frozenset()
-    layout, casts = early.cast(chosen, weights.__contains__)
+    layout, casts = first_edits.cast(chosen, weights.__contains__)
     for rekeying in optimizers:
         layout = rekeying.edit(layout)
     if asked.rename:
@@ -244,16 +250,16 @@ def draft_piece(
     return Draft.of([nested], options, world_size, place=piece.place, renamed=renamed, cast=casts), remarks
 
 
-def refuse_separated(part: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
-    """Raise an error if casts would tear quantized weights from their scales."""
-    if casts and may_be_quantized(part.layout.specs):
+def refuse_separated(component: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
+    """Raise an error if a cast would separate quantized weights from their scales."""
+    if casts and may_be_quantized(component.layout.specs):
         from ckptkit.state.quantized import plain
 
-        plain.refuse_separated(part, casts, came_from)
+        plain.refuse_separated(component, casts, came_from)
 
 
 def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:
-    """Return a piece under the names of the family that is asked for, and with the rows, and words on it."""
+    """Return a piece with the requested names and rows, and notes."""
     path = piece.parts[0].path
     companions, rows = find_companions(path, options.base), options.vocab_size
     require_files(companions, options)
@@ -264,31 +270,34 @@ def name_piece(piece: Piece, layout: Layout, names: str, options: ConvertOptions
 
 
 def with_other_files(conversion: Conversion, root: Path, layouts: Iterable[Layout], world_size: int) -> Conversion:
-    """Return the conversion with the other files in directory `root` that go along, and words on those that do not."""
-    taken = frozenset(file for layout in layouts for file in own_files(layout))
+    """Return the conversion with the other files in directory `root` to copy, and notes on the files to skip."""
+    used = frozenset(file for layout in layouts for file in own_files(layout))
     result = entry_at(root, conversion.output)
-    found, left = files_beside(root, taken | ({result} if result else set()))
-    notes = [*conversion.notes, *(f"skipped `{name}`: not a regular file" for name in left)]
+    other_files, irregular = files_beside(root, used | ({result} if result else set()))
+    notes = [*conversion.notes, *(f"skipped `{name}`: not a regular file" for name in irregular)]
     if conversion.options.writer.is_sharded:
-        dropped, remarks = drop_files_of_ranks(found, world_size)
+        dropped, remarks = drop_files_of_ranks(other_files, world_size)
         notes += remarks
-        found = {name: path for name, path in found.items() if name not in dropped}
-    return replace(conversion, copied_files=found, notes=notes)
+        other_files = {name: path for name, path in other_files.items() if name not in dropped}
+    return replace(conversion, copied_files=other_files, notes=notes)
 
 
 def with_config_of(conversion: Conversion, rows: int) -> Conversion:
-    """Return the conversion with each config.json that goes along made anew, for a vocabulary of so many rows."""
-    made = dict(conversion.made)
+    """Return the conversion with each copied config.json rewritten for a vocabulary of `rows` rows."""
+    generated = dict(conversion.made)
     for name, path in conversion.copied_files.items():
         config = read_config(path) if Path(name).name == CONFIG else None
         if config is not None and vocabulary_of(config) is not None:
-            made[name] = dump_config(with_vocabulary(config, rows))
-    copied_files = {name: path for name, path in conversion.copied_files.items() if name not in made}
-    return replace(conversion, made=made, copied_files=copied_files)
+            generated[name] = dump_config(with_vocabulary(config, rows))
+    copied_files = {name: path for name, path in conversion.copied_files.items() if name not in generated}
+    return replace(conversion, made=generated, copied_files=copied_files)
 
 
 def without_copy(conversion: Conversion, root: Path) -> Conversion:
-    """Return the conversion without a model that lies beside the parts, and would be taken for all there is."""
+    """Return the conversion without a second copy of the model beside the components.
+
+    Loaders would read only that copy.
+    """
     reader = detect_format(root)
     copies = sorted(name for name in conversion.copied_files if reader and reader.owns(name))
     if not copies:

@@ -1,6 +1,6 @@
 """Write a drafted conversion: stage -> create -> plan -> copy -> check -> seal -> manifest -> commit.
 
-Several processes may share the work. Each does the steps up to `copy`; one of them does the rest.
+Several processes can share the work. Each performs the steps up to `copy`; one of them performs the rest.
 """
 
 from __future__ import annotations
@@ -36,43 +36,41 @@ from ckptkit.state.made_files import create, seal, write_copied_files, write_mad
 from ckptkit.state.options import RANK, parse_part
 from ckptkit.state.report import Written
 
-# Let the ranks of one `torchrun` tell the first of them that they are done, by the store that they all have.
-#
-# What lies on the disk could not tell it: that may be of an earlier job, which died.
+# Ranks of one `torchrun` signal rank 0 through torch's store that they are done. Files on disk cannot be the signal:
+# they may be left from an earlier job that died.
 _ARRIVED = "ckptkit/arrived"
-_PAUSE = 0.1  # seconds between two looks at how many have arrived
-_LONGEST = timedelta(days=30)  # that a rank works longer than another
+_POLL_SECONDS = 0.1  # between two polls of the number of finished ranks
+_MAX_WAIT = timedelta(days=30)  # longest difference between the work of two ranks
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """Return the rank that the environment says this process is, and how many there are."""
+    """Return this process's rank and the world size, from the environment."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def wait_for_ranks() -> None:
-    """Arrive as the rank that the environment says this is; as rank 0, also wait until all have arrived.
+    """Signal that this rank is done; as rank 0, also wait until all ranks are done.
 
     See https://docs.pytorch.org/docs/stable/distributed.html#environment-variable-initialization.
     """
     from torch.distributed import DistError, rendezvous
 
     try:
-        store, rank, ranks = next(rendezvous("env://", timeout=_LONGEST))
+        store, rank, ranks = next(rendezvous("env://", timeout=_MAX_WAIT))
         store.add(_ARRIVED, 1)
         while rank == 0 and store.add(_ARRIVED, 0) < ranks:
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
     except DistError as error:
         raise IOFailure(
             f"the ranks cannot reach each other: {error}", hint="run single parts with --part instead"
         ) from error
 
 
-def require_one_save(layout: Layout) -> None:
-    """Compare each file of archives with the CRC-32 in its manifest. Reads the ends of the archives, and no tensors.
+def require_archives_of_one_save(layout: Layout) -> None:
+    """Compare each archive file with the CRC-32 in its manifest. Reads only the ends of the archives, no tensors.
 
-    An archive that is damaged is not compared here: what a conversion reads of it is compared with its own CRC-32.
-
-    Raises `Corrupt` for a file that another save, or another rank, wrote.
+    Does not check damaged archives: the conversion verifies the checksum of the data that it reads. Raises `Corrupt`
+    for a file that another save, or another rank, wrote.
     """
     archives = {
         name: tensor
@@ -90,16 +88,16 @@ Finish = Callable[[Conversion, int], Written]
 
 
 def write(conversion: Conversion) -> Written:
-    """Make the files and fill them, or a part of that. The destination appears whole or not at all.
+    """Create and fill the output, or this process's share of it. The output appears atomically, and only when complete.
 
-    Goes on with what an interrupted call for the same has done.
+    Continues the work of an interrupted call with the same arguments.
     """
-    alone, in_part, finish = ways_to_write(conversion)
+    alone, in_part, finish = writers_for(conversion)
     part = conversion.options.part
     share = share_of(part)
-    if share.number == 0:
+    if share.number == 0:  # once is enough for all processes that share the work
         for one in conversion.entries:
-            require_one_save(one.read)
+            require_archives_of_one_save(one.read)
     if share.count == 1:
         return alone(conversion)
     written = in_part(conversion, share)
@@ -110,12 +108,12 @@ def write(conversion: Conversion) -> Written:
 
 
 def write_rest(conversion: Conversion, count: int) -> Written:
-    """Let the destination appear, of which `count` processes have each made a part."""
-    return ways_to_write(conversion)[2](conversion, count)
+    """Finish an output of which `count` processes have each written a share."""
+    return writers_for(conversion)[2](conversion, count)
 
 
-def ways_to_write(conversion: Conversion) -> tuple[Alone, InPart, Finish]:
-    """Return how all of an output is made, how a share is, and how the shares become one."""
+def writers_for(conversion: Conversion) -> tuple[Alone, InPart, Finish]:
+    """Return the functions that write a whole output, write a share, and combine the shares."""
     if is_remote(conversion.output):
         from ckptkit.state import to_store
 
@@ -124,7 +122,7 @@ def ways_to_write(conversion: Conversion) -> tuple[Alone, InPart, Finish]:
 
 
 def share_of(part: str | None) -> Share:
-    """Return the share of the work that is this process's."""
+    """Return this process's share of the work."""
     if part is None:
         return WHOLE
     if part == RANK:
@@ -134,7 +132,7 @@ def share_of(part: str | None) -> Share:
 
 
 def write_alone(conversion: Conversion) -> Written:
-    """Do all of the work."""
+    """Write the whole output in this process."""
     with opened(conversion, WHOLE.count) as stage:
         plans = create(conversion, stage.path)
         ledgers = copy_share(conversion, plans, open_journals(stage.work, conversion, 0), WHOLE)
@@ -142,7 +140,7 @@ def write_alone(conversion: Conversion) -> Written:
 
 
 def write_share(conversion: Conversion, share: Share) -> Written:
-    """Do one share of the work, and leave the rest to others."""
+    """Write one share, and leave the stage to the other processes."""
     sync = conversion.options.sync
     with opened(conversion, share.count, is_part=True) as stage:
         plans = create(conversion, stage.path, share)
@@ -158,7 +156,7 @@ def write_share(conversion: Conversion, share: Share) -> Written:
 
 
 def finish_shares(conversion: Conversion, count: int) -> Written:
-    """Check that every one of `count` shares has been done and all fits together, and let the destination appear."""
+    """Check that all `count` shares are done and consistent, then commit the output."""
     with opened(conversion, count) as stage:
         require_all_done(conversion, stage.work, count)
         require_whole(conversion, stage.path)
@@ -182,13 +180,16 @@ def require_all_done(conversion: Conversion, work: Path, count: int) -> None:
 
 
 def require_whole(conversion: Conversion, room: Path) -> None:
-    """Raise `Corrupt` if a file is gone that the shares have filled, or cut: what was noted of it would be believed."""
+    """Raise `Corrupt` if a file that the shares have filled is missing or truncated.
+
+    The journals still count the bytes of that file as written.
+    """
     for draft in conversion.drafts:
         for file in draft.files:
             path = room / draft.place / file.name
-            there = file_size(path) if is_there(path) else 0
-            if there != file.nbytes:
-                message = f"expected {file.nbytes} bytes, as written before, found {there}"
+            size = file_size(path) if is_there(path) else 0
+            if size != file.nbytes:
+                message = f"expected {file.nbytes} bytes, as written before, found {size}"
                 raise Corrupt(message, path=path, hint=f"delete {room}, and run all parts again")
 
 
@@ -198,10 +199,10 @@ def open_journals(work: Path, conversion: Conversion, number: int) -> list[Journ
 
 @contextmanager
 def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iterator[Stage]:
-    """Open the stage on which `count` processes make the output, with room for all files.
+    """Open the stage in which `count` processes write the output. Checks for disk space.
 
-    It is cleared away after an error, but kept after an interruption, if there is something to go on with; and always
-    if others have a part in it.
+    After an error the stage is deleted. It is kept if other processes use it, or after an interruption with work to
+    continue.
     """
     options = conversion.options
     stage = Stage(
@@ -218,7 +219,7 @@ def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iter
         check_room(conversion.output, missing_bytes(stage.path, conversion.file_sizes))
         yield stage
     except BaseException as error:
-        if count > 1:
+        if count > 1:  # other processes may still use the stage
             stage.leave()
         elif not isinstance(error, Exception) and any(stage.work.glob("*.jsonl")):
             stage.leave()
@@ -229,28 +230,28 @@ def opened(conversion: Conversion, count: int, *, is_part: bool = False) -> Iter
 
 
 def require_same_options(conversion: Conversion, count: int, begun: bytes, work: Path) -> None:
-    """Raise `Occupied` if parts of the output were made from other sources, or with other options.
+    """Raise `Occupied` if existing shares of the output have other sources or options.
 
-    Parts of a source that changed since are worth nothing: those are made again. `begun` is the key of the parts.
+    `begun` is the key of these shares. If a source has changed since, its shares are simply written again.
     """
-    theirs, ours = read_words(begun), read_words(conversion.key(count))
-    made = sorted({int(path.stem.rpartition("-")[2]) + 1 for path in work.glob("plan-*-share-*.jsonl")})
+    theirs, ours = options_in_key(begun), options_in_key(conversion.key(count))
+    parts_done = sorted({int(path.stem.rpartition("-")[2]) + 1 for path in work.glob("plan-*-share-*.jsonl")})
     different = [name for name in ours if ours[name] != theirs.get(name)]
-    if theirs.get("--part", 1) == 1 or not made or not different:
+    if theirs.get("--part", 1) == 1 or not parts_done or not different:
         return
-    parts = ", ".join(f"{number}/{theirs['--part']}" for number in made[:8])
+    parts = ", ".join(f"{number}/{theirs['--part']}" for number in parts_done[:8])
     name = different[0]
     message = f"parts {parts} were made with other options: {name}: expected {theirs.get(name)}, found {ours[name]}"
     hint = f"pass the same sources and options; to start over, delete {work.parent}"
     raise Occupied(message, path=conversion.output, hint=hint)
 
 
-def read_words(key: bytes) -> dict[str, Any]:
-    """Return what a key says by the names that you pass; nothing of a key that no version like this one has written."""
+def options_in_key(key: bytes) -> dict[str, Any]:
+    """Return the options in a key, by the names that users pass; {} for a key that this version did not write."""
     try:
-        words = json.loads(key)
-        options = {f"--{name.replace('_', '-')}": value for name, value in words["options"].items()}
-        return {"source": words["sources"], "--part": int(words["parts"]), **options}
+        agreed = json.loads(key)
+        options = {f"--{name.replace('_', '-')}": value for name, value in agreed["options"].items()}
+        return {"source": agreed["sources"], "--part": int(agreed["parts"]), **options}
     except (AttributeError, KeyError, TypeError, ValueError):
         return {}
 
@@ -258,7 +259,6 @@ def read_words(key: bytes) -> dict[str, Any]:
 def copy_share(
     conversion: Conversion, plans: Sequence[Plan], journals: Sequence[Journal], share: Share
 ) -> list[Ledger]:
-    """Copy a share of each plan."""
     options = conversion.options
     total = sum(plan.whole_nbytes for plan in plans) // share.count
     progress = report_progress(options.progress, total) if options.progress else None
@@ -269,7 +269,7 @@ def copy_share(
 
 
 def finish(conversion: Conversion, plans: Sequence[Plan], ledgers: Sequence[Ledger], stage: Stage) -> Written:
-    """Check that all was done, write what had to wait for the data, and let the destination appear."""
+    """Verify that everything is copied, write manifests and other files, and commit the output."""
     jobs = conversion.options.jobs
     copied = [check_complete(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
     write_made(conversion, stage.path)

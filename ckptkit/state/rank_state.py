@@ -1,7 +1,7 @@
-"""Drop state that belongs to one rank of the job that saved it where a job of another size has no use for it.
+"""Drop per-rank state if the output is for another number of ranks than the source.
 
-Kept for as many ranks as there were, dropped for any other number: a generator or a loader of one rank cannot be shared
-out, and whoever loads the checkpoint learns that it is missing instead of taking another's.
+A random generator or data loader of one rank cannot be divided among others. If it is dropped, the user learns that it
+is missing instead of loading another rank's state.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from ckptkit.layout import OWN, Layout, edits
 from ckptkit.trainers import owner_of_file, owner_of_key
 from ckptkit.words import count
 
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 OF_RANKS = "state of single ranks; another number of ranks cannot use it"
 
 
 def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
-    """Return the checkpoint without the state of single ranks if they were not `world_size`, and words on that."""
+    """Return the checkpoint without the per-rank state of another number of ranks than `world_size`, and notes."""
     owners = {name: owner for name in layout.names if (owner := owner_of_key(layout.key(name))) is not None}
     groups = sorted({str(layout.key(name)[0]) for name in owners})
     dropped: set[str] = set()
@@ -26,7 +26,10 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
     for group in groups:
         members = [name for name in owners if str(layout.key(name)[0]) == group]
         ranks = 1 + max(owners[name] for name in members)
-        if world_size not in (ranks, layout.world_size):  # TP leaves fewer loaders than ranks
+        if world_size not in (
+            ranks,
+            layout.world_size,
+        ):  # with tensor parallelism there are fewer data loaders than ranks
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
             words = f"state of {count(ranks, 'rank')}, which {world_size} cannot use"
             notes.append(f"dropped `{group}`{name_inner(layout, members)}: {words}")
@@ -38,19 +41,19 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
 
 
 def reasons_of_ranks(layout: Layout) -> dict[str, str]:
-    """Return the entries below the keys with the state of single ranks, and why a job of another size drops them."""
+    """Return the entries under keys with per-rank state, each with the reason why a job of another size drops it."""
     groups = {layout.key(name)[0] for name in layout.names if owner_of_key(layout.key(name)) is not None}
     return {name: OF_RANKS for name in layout.names if layout.key(name)[0] in groups}
 
 
 def name_inner(layout: Layout, members: Iterable[str]) -> str:
-    """Return the keys below which ranks have entries, in brackets; "" if there are none."""
-    found = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
-    return f" ({', '.join(found[:_MOST_NAMED])}{and_more(len(found) - _MOST_NAMED)})" if found else ""
+    """Return the keys below which ranks have entries, in parentheses; "" if there are none."""
+    inner_keys = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
+    return f" ({', '.join(inner_keys[:_MAX_NAMED])}{and_more(len(inner_keys) - _MAX_NAMED)})" if inner_keys else ""
 
 
 def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
-    """Return the files with the state of single ranks, by name, if they were not `world_size`; and words on them."""
+    """Return the names of the files with per-rank state, if their number differs from `world_size`; and notes."""
     owners = {name: owner for name in names if (owner := owner_of_file(name)) is not None}
     if not owners or 1 + max(owners.values()) == world_size:
         return set(), []

@@ -1,4 +1,4 @@
-"""Report what a conversion did, or would do. Decides nothing."""
+"""The result of a conversion or a dry run, and its summary in text."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from ckptkit.words import count, format_bytes
 
 
 class Written(NamedTuple):
-    """What was written of each draft, and what came of checking all of it: None while other parts are to finish.
+    """The result of writing: a ledger for each draft, and the check of all drafts (None until all parts are finished).
 
-    `remarks` are on the store that it was written to, which had `kept_bytes` from an earlier call.
+    `remarks` are notes of the store that the output is in. `kept_bytes` were already there from an earlier call.
     """
 
     ledgers: Sequence[Ledger]
@@ -40,19 +40,17 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Converted(Summarized):
-    """The result of a conversion. Names are the tensors' new ones; `dropped` is by the names they had.
+    """The result of a conversion. Keys of `renamed` and names in `dropped` are the source's names.
 
-    `entries` is how many of the sources' entries were "written", how many "dropped" by a rule or an option, and how
-    many "left" though nothing asks for that. `left_behind` are the files beside them that were neither read nor taken.
-
-    `source` is the first of the `sources`, of which there are several, with `weights` that add up to 1, for a mean.
-    `wrapper` is the key that the model was under, if it was taken out of there; `world_size` the ranks that a sharded
-    output is for. Of the sources, `checked_bytes` were compared with a recorded CRC-32; `unchecked_bytes` have none.
-    `resumed_bytes` of the output were there already, written by an earlier call.
-    `completed` are the entries, by the names that they would have there, that are zeros because the sources lack them.
-    `is_finished` is false if this was only a share of the work; `plan` is a hash that all who share it have in common.
-    `salvaged` is the account of what was damaged in the source, if that was salvaged.
-    `warnings` say what may be lost, and what you have to do before you can use the output; `notes` all else.
+    `entries` counts the source entries: "written", "dropped" by a rule or an option, and "left" without a rule that
+    asks for it. `left_behind` are files of the sources that were neither read nor copied. `source` is the first of the
+    `sources`. An average has several, with `weights` that add up to 1. `wrapper` is the key above the model that was
+    removed; `world_size` the number of ranks of a sharded output. Of the source's bytes, `checked_bytes` were verified
+    with recorded checksums; `unchecked_bytes` have no checksum. `resumed_bytes` of the output were already written by
+    an earlier call. `completed` are the entries, by their names in the output, that are zeros because the sources lack
+    them. `is_finished` is False if this was only one part of the work; `plan` is a hash that is equal for all parts.
+    `salvaged` is the account of the damage in the source, for a salvage. `warnings` say what may be lost, and what you
+    must do before you can use the output; `notes` are all other remarks.
     """
 
     source: Path
@@ -93,7 +91,7 @@ class Converted(Summarized):
 
 
 def report(conversion: Conversion, seconds: float) -> Converted:
-    """Return what would be done."""
+    """Return the result of a dry run."""
     drafts = conversion.drafts
     sizes = conversion.file_sizes
     sources = tuple(origin.path for origin in conversion.origins)
@@ -129,36 +127,38 @@ def report(conversion: Conversion, seconds: float) -> Converted:
 
 
 def say_lost(dropped: Iterable[LeftOut], left_behind: Iterable[LeftBehind]) -> list[str]:
-    """Return a warning for each group of tensors, and each kind of files with states, that no rule or option drops."""
+    """Return a warning for each group of tensors, and each kind of state files, that no rule or option drops."""
     lines = [
-        f"not in the output: `{left.name}`, {count(left.entries, 'entry')}, {format_bytes(left.nbytes)} ({left.why}); "
-        f"--include '{left.name}*' writes it alone"
-        for left in dropped
-        if left.why == UNKNOWN
+        f"not in the output: `{lost.name}`, {count(lost.entries, 'entry')}, {format_bytes(lost.nbytes)} ({lost.why}); "
+        f"--include '{lost.name}*' writes it alone"
+        for lost in dropped
+        if lost.why == UNKNOWN
     ]
-    return lines + describe_left([left for left in left_behind if left.why in LOST], "not copied")
+    return lines + describe_left([lost for lost in left_behind if lost.why in LOST], "not copied")
 
 
-def count_entries(found: Iterable[Entries]) -> dict[str, int]:
-    """Return how many entries were written, dropped for a reason, and left though nothing asks for that."""
-    found = list(found)
-    left = sum(entries.left for entries in found)
-    dropped = sum(len(entries.dropped) for entries in found) - left
-    return {"written": sum(len(entries.written) for entries in found), "dropped": dropped, "left": left}
+def count_entries(all_entries: Iterable[Entries]) -> dict[str, int]:
+    """Return how many entries were written, dropped for a reason, and left out without a reason."""
+    all_entries = list(all_entries)
+    left_out = sum(entries.left for entries in all_entries)
+    dropped = sum(len(entries.dropped) for entries in all_entries) - left_out
+    return {"written": sum(len(entries.written) for entries in all_entries), "dropped": dropped, "left": left_out}
 
 
 def complete(conversion: Conversion, prospect: Converted, written: Written, seconds: float) -> Converted:
-    """Return the report of a conversion that is done, from the one that was planned."""
+    """Return the result of a finished conversion. `prospect` is the result of its dry run."""
     copied, ledgers = written.copied or (), written.ledgers
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
     last = prospect.sources[-1]
     notes = list(verdicts(conversion, noted)) if written.copied is not None else []
     if noted and prospect.weights:
         notes.append(f"integers and booleans that differ come from {last}: {abridge(noted)}")
-    left = [path for done in copied for path in done.uncompared]
-    if left:
-        what = f"{count(len(left), 'file')} of the source, because ckptkit read only a part"
-        notes.append(f"not compared with the manifest: {what}; `ckptkit verify {left[0].parent}` compares whole files")
+    uncompared = [path for done in copied for path in done.uncompared]
+    if uncompared:
+        skipped = f"{count(len(uncompared), 'file')} of the source, because ckptkit read only a part"
+        notes.append(
+            f"not compared with the manifest: {skipped}; `ckptkit verify {uncompared[0].parent}` compares whole files"
+        )
     notes += written.remarks
     return replace(
         prospect,
@@ -176,7 +176,7 @@ def complete(conversion: Conversion, prospect: Converted, written: Written, seco
 
 
 def verdicts(conversion: Conversion, noted: Collection[str]) -> Iterator[str]:
-    """Yield what the recipes say of their tensors, all of which are made."""
+    """Yield the verdicts of the recipes on all their tensors."""
     judged: dict[RecipeVerdict, list[str]] = defaultdict(list)
     for draft in conversion.drafts:
         for name, recipe in draft.recipes.items():
@@ -187,9 +187,9 @@ def verdicts(conversion: Conversion, noted: Collection[str]) -> Iterator[str]:
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory that this process has had resident, in bytes.
+    """Return the peak resident memory of this process, in bytes.
 
-    Linux counts in `ru_maxrss` what the process had before its exec, which is its parent's memory; not in `VmHWM`.
+    On Linux, `ru_maxrss` includes the memory of the parent before exec; `VmHWM` does not.
     """
     with suppress(OSError):
         if found := re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
@@ -199,7 +199,7 @@ def peak_rss_bytes() -> int:
 
 
 def headline(done: Converted, verb: str) -> str:
-    """Return what was made, or would be, of what."""
+    """Return a line that names the sources and the output."""
     if done.weights:
         return (
             f"{'would average' if done.dry_run else verb} {count(len(done.sources), 'checkpoint')} into {done.output}"
@@ -213,7 +213,7 @@ def headline(done: Converted, verb: str) -> str:
 
 
 def amounts(done: Converted) -> Iterator[str]:
-    """Yield how much was done or is to do, and what was checked."""
+    """Yield lines on the amount of work, and on the checks."""
     if done.resumed_bytes:
         yield f"resumed: an earlier call had written {format_bytes(done.resumed_bytes)}"
     if not done.is_finished:
@@ -226,21 +226,21 @@ def amounts(done: Converted) -> Iterator[str]:
 
 
 def prospect(done: Converted) -> str:
-    """Return how much there is to do, and the room for it."""
+    """Return a line on the work to do, and on the free disk space."""
     chunks = f"{count(done.copies, 'chunk')} to read"
     room = "" if done.free_bytes is None else f"; {format_bytes(done.free_bytes)} are free"
     return f"{chunks}, {format_bytes(done.nbytes)} to write{room}"
 
 
 def speed(done: Converted) -> str:
-    """Return how much was done, how fast, and in how much memory."""
+    """Return a line on the work done, its speed, and its memory."""
     amount = f"{count(done.tensors, 'tensor')}, {format_bytes(done.nbytes)}"
     rate = format_bytes(done.nbytes / done.seconds)
     return f"{amount} in {done.seconds:.2f} s ({rate}/s); peak memory {format_bytes(done.peak_rss_bytes)}"
 
 
 def checked(done: Converted) -> str:
-    """Return how much of the source had checksums, with which it was compared."""
+    """Return a line on the part of the source that had checksums and was verified."""
     compared, others = format_bytes(done.checked_bytes), format_bytes(done.unchecked_bytes)
     if not done.unchecked_bytes:
         return f"{compared} of the source compared with its CRC-32"

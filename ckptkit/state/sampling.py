@@ -1,4 +1,4 @@
-"""Check a sample of the envelopes of a large checkpoint: a dry run needs sizes, which the metadata have."""
+"""Check a sample of the zip wrappers of a large checkpoint. A dry run needs sizes only, and the metadata has these."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ckptkit.formats import locate
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.layout import Chunk, Layout
 
-_ALL = 20_000  # envelopes that are all opened
-_SAMPLE = 4096  # of more envelopes, those that are opened, and as many that are the last of a file
+_ALL = 20_000  # zip wrappers; up to this number, all are checked
+_SAMPLE = 4096  # checked zip wrappers of a larger checkpoint; as many again are the last in a file
 
 
 class Checked(NamedTuple):
-    """A layout, the `part` of it that was checked, the same part with its bytes `found`, and a remark if not all was.
+    """A layout, the `part` of it that was checked, that part with its byte ranges (`found`), and a remark on the rest.
 
-    If all was checked, `layout` has its bytes found.
+    If all was checked, `layout` has its byte ranges located, and there is no remark.
     """
 
     layout: Layout
@@ -27,20 +27,20 @@ class Checked(NamedTuple):
 
 
 def locate_sample(layout: Layout) -> Checked:
-    """Check all envelopes of a layout, or a sample of a large one.
+    """Check all zip wrappers of a layout, or a sample if it is large.
 
-    Raises what `locate` raises. The last envelope of a file is in the sample, of so many files as the sample is large:
-    the reader of the metadata has compared the sizes of all files.
+    Raises the errors of `locate`. The sample includes the last wrapper of a number of files: the reader of the metadata
+    has compared only file sizes.
     """
     chunks = [chunk for tensor in layout.tensors.values() for chunk in tensor.chunks if chunk.wrapper == ENVELOPE]
     if len(chunks) <= _ALL:
-        found = locate(layout)
-        return Checked(found, layout, found)
+        located = locate(layout)
+        return Checked(located, layout, located)
     chosen = {(chunk.path, chunk.offset) for chunk in (*spread(last_in_files(chunks)), *spread(chunks))}
     tensors = {
-        name: replace(tensor, chunks=some)
+        name: replace(tensor, chunks=sampled)
         for name, tensor in layout.tensors.items()
-        if (some := tuple(chunk for chunk in tensor.chunks if (chunk.path, chunk.offset) in chosen))
+        if (sampled := tuple(chunk for chunk in tensor.chunks if (chunk.path, chunk.offset) in chosen))
     }
     sample = replace(layout, tensors=tensors)
     remark = f"checked the headers of {len(chosen):,} of {len(chunks):,} chunks; the conversion itself checks all"
@@ -48,7 +48,7 @@ def locate_sample(layout: Layout) -> Checked:
 
 
 def spread(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-    """Return every n-th of some chunks, as many as a sample has."""
+    """Return evenly spaced chunks, as many as a sample has."""
     return chunks[:: max(1, len(chunks) // _SAMPLE)]
 
 

@@ -1,4 +1,4 @@
-"""Select, rename and cast entries of a checkpoint as users ask for it: by globs, rules and dtypes. Moves no bytes."""
+"""Select, rename and cast entries of a checkpoint by globs, rules and dtypes. Moves no bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LIKE = "like:"
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """The edits asked for: globs of names to take and to leave, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`.
+    """The requested edits: globs of names to include and exclude, rules `REGEX=>TEXT`, dtypes `DTYPE` or `GLOB=DTYPE`.
 
-    Globs are for names in the source, as `inspect SRC --tensors` shows them. Those of dtypes that match none of these
-    are for names in the output. A pattern that matches nothing is an error unless `allow_unmatched`.
+    Globs match names in the source, as `inspect SRC --tensors` shows them. Globs of dtypes that match none of these
+    match names in the output. A pattern that matches nothing is an error unless `allow_unmatched`.
     """
 
     include: Sequence[str] = ()
@@ -35,25 +35,25 @@ class Edits:
     allow_unmatched: bool = False
 
     def check_rules(self) -> None:
-        """Raise `Usage` for a rule that is not understood."""
+        """Raise `Usage` for an invalid rule."""
         for rule in self.rename:
             parse_rule(rule)
         for rule in self.dtype:
             parse_cast(rule)
 
     def admit(self, name: str) -> bool:
-        """Return whether an entry is to be taken."""
+        """Return whether an entry is selected."""
         included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
         return included and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def reasons_to_drop(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the entries that are not to be taken, each with the option that says so."""
-        left = [name for name in names if not self.admit(name)]
-        excluded = {name for name in left if any(fnmatchcase(name, glob) for glob in self.exclude)}
-        return {name: "--exclude" if name in excluded else "--include" for name in left}
+        """Return the entries that are not selected, each with the option that drops it."""
+        rejected = [name for name in names if not self.admit(name)]
+        excluded = {name for name in rejected if any(fnmatchcase(name, glob) for glob in self.exclude)}
+        return {name: "--exclude" if name in excluded else "--include" for name in rejected}
 
     def check_globs(self, layouts: Sequence[Layout], path: Path) -> None:
-        """Raise `Usage` if an `--include` or `--exclude` matches no entry of the layouts, or if all leave no entry.
+        """Raise `Usage` if an `--include` or `--exclude` matches no entry of the layouts, or if no entry is left.
 
         `path` is the checkpoint that the error names, as in all checks.
         """
@@ -69,7 +69,7 @@ class Edits:
             raise Usage(f"--include and --exclude drop all of {count(len(names), 'entry')}", path=path, hint=hint)
 
     def with_dtypes_of(self, made_of: Mapping[str, Collection[str]]) -> tuple[Edits, list[str]]:
-        """Return the edits with every `--dtype` glob made one of names in the output, and a note for each that was one.
+        """Return the edits with `--dtype` globs of source names replaced by output names, and notes on other globs.
 
         `made_of` gives, for each name in the output, the names in the source that it is made of.
         """
@@ -77,14 +77,17 @@ class Edits:
         for rule in self.dtype:
             glob, dtype = rule.rpartition("=")[0], rule.rpartition("=")[2]
             has_glob = parse_cast(rule)[0] is not None
-            became = output_names_for(glob, made_of) if has_glob else []
-            rules += [f"{escape(name)}={dtype}" for name in became] or [rule]
-            if has_glob and not became:
+            output_names = output_names_for(glob, made_of) if has_glob else []
+            rules += [f"{escape(name)}={dtype}" for name in output_names] or [rule]
+            if has_glob and not output_names:
                 remarks.append(f"--dtype '{glob}' matches names in the output, but none in the source")
         return replace(self, dtype=rules), remarks
 
     def has_dtypes_of_output(self, layouts: Sequence[Layout]) -> bool:
-        """Return whether a `--dtype` glob matches no tensor in the layouts of a source: then all are for the output."""
+        """Return whether a `--dtype` glob matches no tensor of the source.
+
+        Then all `--dtype` globs are for output names.
+        """
         names = [name for layout in layouts for name in layout.tensors]
         globs = [glob for glob, _ in map(parse_cast, self.dtype) if glob is not None]
         return any(not any(fnmatchcase(name, glob) for name in names) for glob in globs)
@@ -96,7 +99,10 @@ class Edits:
         self.check_matched("--dtype", globs, names, path)
 
     def check_renames(self, names: Iterable[str], path: Path) -> None:
-        """Raise `Usage` for a `--rename` rule that matches none of the parameters' names, after the rules before it."""
+        """Raise `Usage` for a `--rename` rule that matches no parameter name.
+
+        Each rule sees the names after the previous rules.
+        """
         names = list(names)
         for rule in self.rename:
             pattern, text = parse_rule(rule)
@@ -112,7 +118,7 @@ class Edits:
         is_match: Callable[[str, str], bool] = fnmatchcase,
         what: str = "tensor",
     ) -> None:
-        """Raise `Usage`, with the nearest names, for a pattern of an option that matches none of the names."""
+        """Raise `Usage`, with the most similar names, for a pattern of an option that matches none of the names."""
         for pattern in () if self.allow_unmatched else patterns:
             if not any(is_match(name, pattern) for name in names):
                 near = nearest(pattern, names)
@@ -127,42 +133,46 @@ class Edits:
 
     @property
     def dtype_of_weights(self) -> DType | None:
-        """Return the dtype that all weights are to have, None if they keep their own or follow another model's."""
-        found = [dtype for glob, dtype in map(parse_cast, self.dtype) if glob is None]
-        return found[-1] if found and isinstance(found[-1], DType) else None
+        """Return the dtype requested for all weights; None if they keep their own or follow another model's."""
+        dtypes = [dtype for glob, dtype in map(parse_cast, self.dtype) if glob is None]
+        return dtypes[-1] if dtypes and isinstance(dtypes[-1], DType) else None
 
     @property
     def are_of_weights(self) -> bool:
-        """Return whether something is asked of the model's weights alone, so that one must know which they are."""
+        """Return whether an edit applies to the model's weights only, so that they must be identified."""
         return bool(self.rename) or any("=" not in rule for rule in self.dtype)
 
     def renaming(self) -> Callable[[str], str]:
-        """Return the function that gives a parameter its new name, by each rule in turn."""
+        """Return the function that applies all rename rules to a parameter's name, in order."""
         return renaming(self.rename)
 
     def wanted_dtype(self, name: str, *, is_weight: bool) -> DType | Like | None:
-        """Return the dtype that is asked for a tensor, or whose; None if it is to keep its own. The last rule counts.
+        """Return the dtype (or the model with the dtype) requested for a tensor; None if it keeps its own.
 
-        A dtype without a glob is that of the model's weights alone.
+        The last rule wins. A dtype without a glob applies to the model's weights only.
         """
-        asked: DType | Like | None = None
+        requested: DType | Like | None = None
         for glob, dtype in map(parse_cast, self.dtype):
             if is_weight if glob is None else fnmatchcase(name, glob):
-                asked = dtype
-        return asked
+                requested = dtype
+        return requested
 
     def cast(self, layout: Layout, is_weight: Callable[[str], bool]) -> tuple[Layout, dict[str, str]]:
-        """Return the layout in the dtypes asked for, and what changes, by name. Of several rules the last counts.
+        """Return the layout in the requested dtypes, and the change of each changed tensor.
 
-        Only floats of 16 bits and more are converted. A dtype without a glob is that of the model's weights alone:
-        moments and steps lose by it what they are kept for. Raises `Mismatch` for a weight that a model whose dtypes it
-        is to have does not have.
+        The last matching rule wins. Only floats of 16 bits and more are converted. A dtype without a glob applies to
+        the model's weights only: optimizer state and step counts need their precision. Raises `Mismatch` for a weight
+        that a model in `like:MODEL` does not have.
         """
         models = {dtype: dtype.specs() for _, dtype in map(parse_cast, self.dtype) if isinstance(dtype, Like)}
 
         def choose(name: str, spec: Spec) -> DType:
-            asked = self.wanted_dtype(name, is_weight=is_weight(name))
-            chosen = asked.choose(models[asked], name, spec) if isinstance(asked, Like) else asked or spec.dtype
+            requested = self.wanted_dtype(name, is_weight=is_weight(name))
+            chosen = (
+                requested.choose(models[requested], name, spec)
+                if isinstance(requested, Like)
+                else requested or spec.dtype
+            )
             return chosen if spec.dtype.can_become(chosen) else spec.dtype
 
         changed = edits.cast(layout, choose)
@@ -176,16 +186,19 @@ class Edits:
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """The dtypes that the tensors of another model have, a local one or one on the Hub. Only its headers are read."""
+    """The dtypes of another model's tensors, a local one or one on the Hub. Only its headers are read."""
 
     model: str
 
     def specs(self) -> Mapping[str, Spec]:
-        """Return dtype and shape of each of its tensors."""
+        """Return dtype and shape of each tensor of the model."""
         return Checkpoint.open(to_model_path(self.model)).weights.layout.specs
 
     def choose(self, specs: Mapping[str, Spec], name: str, spec: Spec) -> DType:
-        """Return the dtype of the tensor of the same name. Raises `Mismatch` if there is none, or none that fits."""
+        """Return the dtype of the tensor of the same name.
+
+        Raises `Mismatch` if it is missing or the cast is impossible.
+        """
         if name not in specs:
             hint = f"add a rule after this one, such as --dtype '{name}=keep'"
             raise Mismatch(f"{self.model} does not have this tensor, so its dtype is unknown", tensor=name, hint=hint)
@@ -198,7 +211,7 @@ class Like:
 
 
 def output_names_for(glob: str, made_of: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the names in the output that are made of tensors whose names in the source a glob matches."""
+    """Return the names in the output that are made of tensors whose source names match a glob."""
     return [name for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)]
 
 
@@ -208,16 +221,16 @@ def is_renamed_by(name: str, rule: str) -> bool:
 
 
 def nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return up to three names that are most like a pattern, each of another module."""
+    """Return up to three names that are most similar to a pattern, each in another module."""
     by_module = {fold(name): name for name in names}
-    found = get_close_matches(fold(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
-    return [by_module[one] for one in found]
+    similar = get_close_matches(fold(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
+    return [by_module[one] for one in similar]
 
 
 def parse_cast(rule: str) -> tuple[str | None, DType | Like | None]:
-    """Return the glob of a rule `GLOB=DTYPE`, None if it has none, and the dtype, None for `keep`.
+    """Return the glob of a rule `GLOB=DTYPE` (None without one), and the dtype (None for `keep`).
 
-    `like:MODEL` are the dtypes of another model.
+    `like:MODEL` stands for the dtypes of another model.
     """
     before, like, model = rule.partition(LIKE)
     if like and model and (not before or before.endswith("=")):

@@ -1,4 +1,4 @@
-"""The steps that every model may pass: its own names, the names and rows that you ask for, ties, dtypes."""
+"""Steps that apply to every model: its own names, the requested names and rows, ties, dtypes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.config import is_declared_quantized
 from ckptkit.words import count
 
-WITH_FILES = "dcp"  # the only format that is written with the files of a family beside it
+WITH_FILES = "dcp"  # the only format with which ckptkit writes files of a family
 
 
 def open_model(part: Component, options: ConvertOptions, instead: Layout | None = None) -> Model:
-    """Return the weights of a checkpoint as far as you ask for them, under the names that you give them.
+    """Return the selected weights of a checkpoint, under the names that `--rename` gives them.
 
-    They lie in the layout of its part, or in another that is given `instead`.
+    They come from the layout of the component, or from the layout `instead`.
     """
     layout = part.layout if instead is None else instead
     dropped: Mapping[str, str] = {}
@@ -68,7 +68,7 @@ def open_model(part: Component, options: ConvertOptions, instead: Layout | None 
 
 
 def require_names(weights: Weights, path: Path) -> None:
-    """Raise `Unsupported` for parameters that a list holds in order, without names: no loader finds them."""
+    """Raise `Unsupported` for parameters that are stored as a list without names: no loader could find them."""
     keys = [weights.whole.key(old) for old in weights.came_from.values()]
     if keys and all(isinstance(key[-1], int) for key in keys):
         where = ".".join(map(str, keys[0][:-1])) or "the file"
@@ -78,7 +78,7 @@ def require_names(weights: Weights, path: Path) -> None:
 
 
 def require_one_module(companions: Companions) -> None:
-    """Raise `Unsupported` for a model of several modules with weights: a config.json describes only the first."""
+    """Raise `Unsupported` for a model of several modules with weights. A config.json describes only the first."""
     if companions.modules:
         names = ", ".join(f"`{name}`" for name in companions.modules)
         message = f"a SentenceTransformer whose {names} has weights of its own: ckptkit writes only its transformer"
@@ -87,7 +87,7 @@ def require_one_module(companions: Companions) -> None:
 
 
 def names_of_base(base: str | None) -> AskBase:
-    """Return a function that gives the names of the tensors in the base, None if it has none."""
+    """Return a function that returns the names of the base's tensors; None without a base."""
     if base is None:
         return None
     from ckptkit.checkpoints.base_weights import BaseWeights
@@ -96,9 +96,9 @@ def names_of_base(base: str | None) -> AskBase:
 
 
 def has_known_names(model: Model) -> bool:
-    """Return whether the tensors are those of a Llama, under the names and in the shapes that config.json describes.
+    """Return whether the tensors have the names and shapes of the Llama that config.json describes.
 
-    They need no other names. In other types of models the same names may mean other contents.
+    Then they need no translation. In other model types the same names may have other contents.
     """
     llama = None if model.companions.config is None else expected_llama(model.companions.config)
     shapes = model.layout.shapes
@@ -108,7 +108,7 @@ def has_known_names(model: Model) -> bool:
 
 
 def unwrap(model: Model) -> Model:
-    """Strip what a trainer's module puts before all names, if config.json or a family of names proves it."""
+    """Remove the prefix of a trainer's module from all names, if config.json or a family of names proves it."""
     weights, remarks = remove_prefix(model.weights, model.companions.config)
     if not remarks:
         return model
@@ -117,7 +117,7 @@ def unwrap(model: Model) -> Model:
 
 
 def refuse_copies(model: Model) -> None:
-    """Raise `SeveralModels` if the model is there twice: a loader finds one copy, and no name says which is meant."""
+    """Raise `SeveralModels` if the model is present twice. A loader uses one copy, and no name says which is right."""
     copy = find_copy(model.layout.shapes)
     if copy is None:
         return
@@ -125,7 +125,9 @@ def refuse_copies(model: Model) -> None:
     above = entry[: len(entry) - len(copy.name)]
     glob, module = f"{escape(above + copy.prefix)}*", f"{escape(above + copy.module)}*"
     alone = find_weights(edits.select(model.weights.whole, lambda name: fnmatchcase(name, glob))).layout.tensors
-    is_stripped = not any(name.startswith(copy.prefix) for name in alone)  # as a wrapper's prefix
+    is_stripped = not any(
+        name.startswith(copy.prefix) for name in alone
+    )  # `find_weights` removes wrapper prefixes itself
     rule = "" if is_stripped else f" --rename {quote(f'^{re.escape(copy.prefix)}=>')}"
     hint = f"pass --exclude {quote(module)}, or for the copy --include {quote(glob)}{rule}"
     message = f"the model is here twice: `{copy.of}` and `{copy.name}`"
@@ -133,7 +135,7 @@ def refuse_copies(model: Model) -> None:
 
 
 def translate_names(model: Model, options: ConvertOptions) -> Model:
-    """Give the tensors the names of the Hub or of a family, and the embedding the rows that you ask for."""
+    """Give the tensors the Hub's or a family's names, and the embedding the requested number of rows."""
     names = options.wanted_names
     model = give_names(model, names, options)
     if names == HUB or not options.writer.is_model_only:
@@ -143,7 +145,7 @@ def translate_names(model: Model, options: ConvertOptions) -> Model:
 
 
 def require_files(companions: Companions, options: ConvertOptions) -> None:
-    """Raise `Unsupported` for names that could not be read back without files of the family, which DCP alone has."""
+    """Raise `Unsupported` for names that can be read back only with files of the family, which only DCP has."""
     family = options.family
     model_type = Sizes(companions.config or {}).model_type
     if family is not None and options.to != WITH_FILES and model_type in family.told_by_files:
@@ -162,7 +164,7 @@ def give_names(model: Model, names: str, options: ConvertOptions) -> Model:
 
 
 def resize_vocabulary(model: Model, rows: int) -> Model:
-    """Say in config.json how many rows the vocabulary has. The tensors got them with their names."""
+    """Write the number of rows of the vocabulary to config.json. The tensors were resized when they were renamed."""
     model = model.say(*check_tokens(model.companions, rows))
     return model.with_config(with_vocabulary(model.config, rows)) if model.config else model
 
@@ -180,6 +182,7 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
         if is_declared_quantized(model.config):
             error.hint = "pass --dtype bf16 to dequantize the weights, or --names keep to copy them unchanged"
         raise
+    # the other models of an average must lose the same tied tensors
     siblings = tuple(fit(other, model.companions, expected, strict=options.strict)[0] for other in model.siblings)
     remarks += differences_of_base(model, options)
     tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()
@@ -189,7 +192,7 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
 
 
 def trained_class_of(model: Model, expected: Form) -> tuple[Mapping[str, Any], Sequence[str]]:
-    """Return config.json with the class that has the heads among the tensors, and remarks; see `with_trained_class`."""
+    """Return config.json with the class that has the trained heads, and remarks; see `with_trained_class`."""
     try:
         return with_trained_class(model.layout.shapes, model.config, expected)
     except Mismatch as error:
@@ -197,19 +200,22 @@ def trained_class_of(model: Model, expected: Form) -> tuple[Mapping[str, Any], S
 
 
 def differences_of_base(model: Model, options: ConvertOptions) -> list[Caution]:
-    """Return a warning if the base's config.json describes another model than the one beside the checkpoint does."""
+    """Return a warning if the base's config.json describes another model than the config.json beside the checkpoint."""
     own = find_config(model.part.path) if options.base is not None and model.companions.config is not None else None
     if own is None or own == model.config:
         return []
-    from ckptkit.models.computation import describe_differences, find_differences  # few have one and get another
+    from ckptkit.models.computation import (
+        describe_differences,
+        find_differences,
+    )  # imported late: few conversions compare two configs
 
-    found = find_differences(own, model.config)
+    differences = find_differences(own, model.config)
     words = "the output has the config.json of --base, but the one beside the checkpoint differs"
-    return [Caution(f"{words}: {describe_differences(found, str(options.base))}")] if found else []
+    return [Caution(f"{words}: {describe_differences(differences, str(options.base))}")] if differences else []
 
 
 def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caution]:
-    """Return a warning if the tokenizer beside a model has more tokens than its embedding has rows."""
+    """Return a warning if the tokenizer beside a model has more tokens than the embedding has rows."""
     embedding = find_embedding(layout.tensors)
     shape = layout.tensors[embedding].spec.shape if embedding else ()
     rows = shape[0] if shape else vocabulary_of(companions.config or {})
@@ -217,34 +223,39 @@ def tokens_without_rows(companions: Companions, layout: Layout) -> Sequence[Caut
 
 
 def expect(model: Model) -> Form | Unsupported | None:
-    """Return what config.json describes, or why that is not known; None without a config.json."""
+    """Return the form that config.json describes, or the error that says why it is unknown.
+
+    Returns None without a config.json.
+    """
     if model.companions.config is None:
         return None
     return form_or_reason(model.layout.tensors.keys(), model.config, model.ask_base)
 
 
 def restore_keys(model: Model, options: ConvertOptions) -> Model:
-    """Put the tensors back under the key paths that they have in the checkpoint."""
+    """Restore the key paths that the tensors have in the checkpoint."""
     weights = model.weights
-    if not model.layout.tensors.keys() <= weights.came_from.keys():  # a tied one was restored: there are no key paths
+    if (
+        not model.layout.tensors.keys() <= weights.came_from.keys()
+    ):  # a tied tensor was restored, so the source has no key paths
         return model
     names = frozenset(weights.came_from.values())
     chosen = edits.select(model.part.layout, names.__contains__)
     layout, renamed = rename_parameters(chosen, names, options.edits.renaming())
-    place = {new: renamed.get(old, old) for new, old in weights.came_from.items()}
-    siblings = tuple(edits.rename(other, place.__getitem__) for other in model.siblings)
+    entry_names = {new: renamed.get(old, old) for new, old in weights.came_from.items()}
+    siblings = tuple(edits.rename(other, entry_names.__getitem__) for other in model.siblings)
     came_from = {renamed.get(old, old): old for old in names}
     return replace(model, weights=replace(weights, layout=layout, came_from=came_from), siblings=siblings)
 
 
 def cast(model: Model, options: ConvertOptions) -> Model:
-    """Give the tensors the dtypes that you ask for. What loaders keep in fp32 stays in fp32."""
-    asked, remarks = options.edits.with_dtypes_of(
+    """Cast the tensors to the requested dtypes. Tensors that loaders keep in fp32 stay in fp32."""
+    named_edits, remarks = options.edits.with_dtypes_of(
         {name: model.weights.origins_of([name]) for name in model.layout.tensors}
     )
-    asked.check_dtypes([model.layout], model.part.path)
+    named_edits.check_dtypes([model.layout], model.part.path)
     wide = wide_tensors(model, options)
-    layout, casts = asked.cast(model.layout, lambda name: name not in wide)
+    layout, casts = named_edits.cast(model.layout, lambda name: name not in wide)
     specs = layout.specs
     casts |= {name: f"{words} => {specs[name].dtype}" for name, words in model.stored_as.items() if name in specs}
     model = replace(model.with_layout(layout), casts=casts).say(*remarks)
@@ -256,7 +267,7 @@ def cast(model: Model, options: ConvertOptions) -> Model:
 
 
 def wide_tensors(model: Model, options: ConvertOptions) -> Sequence[str]:
-    """Return the fp32 tensors that loaders keep in fp32 though they load the others in the dtype that you ask for."""
+    """Return the fp32 tensors that loaders keep in fp32 although they load the others in the requested dtype."""
     dtype, specs = options.edits.dtype_of_weights, model.layout.specs
     if dtype is None or not isinstance(model.expected, Form):
         return ()
@@ -265,7 +276,7 @@ def wide_tensors(model: Model, options: ConvertOptions) -> Sequence[str]:
 
 
 def describe(model: Model, options: ConvertOptions) -> Model:
-    """Say in config.json which dtype most weights have, or if you asked for several dtypes, the widest of them.
+    """Write the dtype of most weights to config.json; if several dtypes were requested, the widest of them.
 
     Loaders that follow config.json round wider weights to its dtype.
     """
@@ -283,7 +294,7 @@ def describe(model: Model, options: ConvertOptions) -> Model:
 
 
 def weights_wider_than(model: Model, name: str) -> dict[str, DType]:
-    """Return the weights that a loader rounds if config.json has a dtype of this name, with their own dtypes."""
+    """Return the weights that a loader rounds if config.json has the dtype `name`, with their own dtypes."""
     if name not in DTYPES or is_declared_quantized(model.config):
         return {}
     kept = model.expected.in_fp32.get(name, frozenset()) if isinstance(model.expected, Form) else frozenset()

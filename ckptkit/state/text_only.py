@@ -1,4 +1,4 @@
-"""Keep the text model of a vision-language model: its tensors under its own names, and its config.json."""
+"""Extract the text model of a vision-language model: its tensors under its own names, and its config.json."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_prepro
 def take_text(model: Model) -> Model:
     """Return the text model of a vision-language model.
 
-    Raises `Usage` without a config.json and for a text model, `Unsupported` where transformers has no class for the
-    text model alone, or the weights are quantized.
+    Raises `Usage` without a config.json and for a text model, `Unsupported` if transformers has no class for the text
+    model, or the weights are quantized.
     """
     if model.companions.config is None:
         hint = "pass --base MODEL, the model that the training began with"
@@ -35,25 +35,25 @@ def take_text(model: Model) -> Model:
 
 
 def in_text(model: Model) -> Model:
-    """Return the text model, whose tensors come from the names in memory of both models."""
+    """Return the text model. Translates by way of the in-memory names of both models."""
     text = find_text_model(model.config)
     layout, came_from = locate(unpack(model.layout)), model.weights.came_from
     heads = predictors_in(layout.tensors, model.config)
     others = {name: tensor for name, tensor in layout.tensors.items() if name not in heads}
     memory = turn_between(None, TRANSFORMERS, Sizes(model.config))(others)
-    inside = {new: memory.tensors[old] for new, old in text.names.items() if old in memory.tensors}
-    made = turn_between(TRANSFORMERS, None, Sizes(text.config))(inside)
-    olds = {name: (name,) for name in heads} | {
+    text_tensors = {new: memory.tensors[old] for new, old in text.names.items() if old in memory.tensors}
+    on_hub = turn_between(TRANSFORMERS, None, Sizes(text.config))(text_tensors)
+    sources = {name: (name,) for name in heads} | {
         new: tuple(dict.fromkeys(old for name in names for old in memory.came_from[text.names[name]]))
-        for new, names in made.came_from.items()
+        for new, names in on_hub.came_from.items()
     }
-    unused = layout.tensors.keys() - {old for names in olds.values() for old in names}
+    unused = layout.tensors.keys() - {old for names in sources.values() for old in names}
     weights = replace(
         model.weights,
         layout=replace(
-            layout, tensors={name: layout.tensors[name] for name in heads} | made.tensors, blobs={}, keys={}, twins={}
+            layout, tensors={name: layout.tensors[name] for name in heads} | on_hub.tensors, blobs={}, keys={}, twins={}
         ),
-        came_from={new: JOINED.join(dict.fromkeys(came_from[old] for old in names)) for new, names in olds.items()},
+        came_from={new: JOINED.join(dict.fromkeys(came_from[old] for old in names)) for new, names in sources.items()},
         left_out={**model.weights.left_out, **dict.fromkeys(model.weights.origins_of(unused), "--text-only")},
     )
     files = {name: content for name, content in model.companions.files.items() if name not in _OF_IMAGES}

@@ -1,9 +1,9 @@
-"""Write a drafted conversion to a store, piece by piece: nothing of it is ever whole on a local disk.
+"""Write a drafted conversion to an object store in pieces (`FilePiece`). The output is never complete on a local disk.
 
-create, with holes, in a temporary directory -> plan -> claim -> copy -> seal -> complete -> mark -> commit
+create (sparse, in a temporary directory) -> plan -> claim -> copy -> seal -> complete -> mark -> commit
 
-Several processes may share the work. Each sends the pieces that its share fills, and leaves a note with its ledgers;
-one of them sends the pieces on the borders between shares, and does the rest.
+Several processes can share the work. Each sends the pieces that its share fills, and leaves a note with its ledgers.
+One of them sends the pieces that cross borders between shares, and does the rest.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ckptkit.state.draft import Conversion
 from ckptkit.state.made_files import create, seal, write_made
 from ckptkit.state.report import Written
 
-KEY = "key.json"  # the note that says what is being made
+KEY = "key.json"  # the note with the key of the conversion
 
 
 def write_alone(conversion: Conversion) -> Written:
-    """Do all of the work. Goes on with what an interrupted call for the same has sent."""
+    """Write the whole output in this process. Continues an interrupted call with the same arguments."""
     with uploading(conversion, WHOLE.count) as upload:
         assembly = upload.assemble()
         ledgers = upload.copy(assembly, WHOLE)
@@ -53,7 +53,7 @@ def write_alone(conversion: Conversion) -> Written:
 
 
 def write_share(conversion: Conversion, share: Share) -> Written:
-    """Do one share of the work, and leave the rest to others."""
+    """Write one share, and leave the rest to other processes."""
     with uploading(conversion, share.count) as upload:
         noted = upload.there.notes()
         if share_name(share.number) in noted:
@@ -61,19 +61,19 @@ def write_share(conversion: Conversion, share: Share) -> Written:
         upload.there.note(KEY, conversion.key(share.count))
         assembly = upload.assemble(only={key for key in upload.pieces if not upload.is_small_mark(*key)})
         ledgers = upload.copy(assembly, share)
-        words = {"ledgers": [ledger.to_json() for ledger in ledgers], "sent": sorted(assembly.sent)}
-        upload.there.note(share_name(share.number), json.dumps(words).encode())
+        state = {"ledgers": [ledger.to_json() for ledger in ledgers], "sent": sorted(assembly.sent)}
+        upload.there.note(share_name(share.number), json.dumps(state).encode())
     return Written(ledgers, kept_bytes=upload.there.kept_bytes)
 
 
 def finish_shares(conversion: Conversion, count: int) -> Written:
-    """Check that every one of `count` shares has been done and all fits together, and let the destination appear."""
+    """Check that all `count` shares are done and consistent, then commit the output."""
     with uploading(conversion, count) as upload:
         shares = [read_share(text) for text in require_shares(conversion, upload.there.notes(), count)]
         ledgers = [Ledger() for _ in upload.plans]
-        for found, _ in shares:
-            for ledger, part in zip(ledgers, found, strict=True):
-                ledger.add(part)
+        for share_ledgers, _ in shares:
+            for ledger, share_ledger in zip(ledgers, share_ledgers, strict=True):
+                ledger.add(share_ledger)
         sent = {key for _, keys in shares for key in keys}
         assembly = upload.assemble(only=upload.pieces - sent)
         upload.copy_rest(assembly, ledgers)
@@ -85,9 +85,9 @@ def share_name(number: int) -> str:
 
 
 def read_share(text: bytes) -> tuple[list[Ledger], list[PieceKey]]:
-    """Return the ledgers of a share, one for each draft, and the pieces that it sent."""
-    words = json.loads(text)
-    return [Ledger.from_json(one) for one in words["ledgers"]], [(name, number) for name, number in words["sent"]]
+    """Return the ledgers of a share, one for each draft, and the keys of the pieces that it sent."""
+    state = json.loads(text)
+    return [Ledger.from_json(one) for one in state["ledgers"]], [(name, number) for name, number in state["sent"]]
 
 
 def require_shares(conversion: Conversion, notes: Mapping[str, bytes], count: int) -> list[bytes]:
@@ -102,26 +102,26 @@ def require_shares(conversion: Conversion, notes: Mapping[str, bytes], count: in
 
 @contextmanager
 def uploading(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
-    """Prepare the files in a temporary directory, and claim the destination for what `count` processes make."""
-    refuse_repeats(conversion)
+    """Prepare the files in a temporary directory, and claim the destination for the output of `count` processes."""
+    refuse_repeated_data(conversion)
     with TemporaryDirectory(prefix="ckptkit-") as room:
         plans = [without_copies(plan) for plan in create(conversion, Path(room), is_sparse=True)]
         sizes, marks = conversion.file_sizes, marks_of(conversion, plans)
         sizes = {name: size for name, size in sizes.items() if name not in conversion.made}
         plan = blake2b(conversion.key(count), digest_size=16).hexdigest()
-        there = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
+        destination = open_destination(conversion.output, sizes, marks, plan=plan, is_file=conversion.is_file)
         if count > 1:
-            there.notes()  # refuses before anything is claimed
+            destination.notes()  # raises for a store without notes before anything is claimed
         by_training = conversion.replaces_training
         check = partial(marks_in, conversion.output, conversion.file_sizes, by_training=by_training)
-        there.claim(overwrite=conversion.options.overwrite, check=check)
-        with keeping(there):
-            yield OutputUpload(conversion, Path(room), plans, there, marks)
+        destination.claim(overwrite=conversion.options.overwrite, check=check)
+        with keeping(destination):
+            yield OutputUpload(conversion, Path(room), plans, destination, marks)
     refresh(conversion.output)
 
 
-def refuse_repeats(conversion: Conversion) -> None:
-    """Raise `Unsupported` for a format that has some data several times: that can be copied on a disk only."""
+def refuse_repeated_data(conversion: Conversion) -> None:
+    """Raise `Unsupported` for a format that repeats data in several files: only a local disk can copy it there."""
     for draft in conversion.drafts:
         if draft.writer.repeats:
             message = f"`{draft.writer.name}` repeats data in several files, which needs a local disk"
@@ -136,7 +136,7 @@ def without_copies(plan: Plan) -> Plan:
 
 
 def marks_of(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
-    """Return the files of an output that come last, in this order."""
+    """Return the files that must be written last, in order: they make the output visible."""
     drafts = conversion.drafts
     parts = [
         PlacedFiles(draft.place, [file.name for file in draft.files], plan.dst.descriptions)
@@ -149,7 +149,10 @@ def marks_of(conversion: Conversion, plans: Sequence[Plan]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class OutputUpload:
-    """An output on its way to a store: all but its data lies in directory `room`. `held` are marks that are whole."""
+    """An output during its upload to a store. Directory `room` has everything but the tensor data.
+
+    `held` are marks with their complete content, which are sent last.
+    """
 
     conversion: Conversion
     room: Path
@@ -160,7 +163,7 @@ class OutputUpload:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the files that have data, or may have, in bytes."""
+        """Return the sizes in bytes of the files that may contain tensor data."""
         drafts = self.conversion.drafts
         return {str(Path(draft.place, file.name)): file.nbytes for draft in drafts for file in draft.files}
 
@@ -176,7 +179,7 @@ class OutputUpload:
         return name in self.marks and not is_large(self.sizes.get(name, 0))
 
     def assemble(self, only: Iterable[PieceKey] | None = None) -> Assembly:
-        """Return the pieces of all files to be put together, or `only` some of them."""
+        """Return the assembly of the pieces of all files, or of `only` some of them."""
         gaps: dict[FileOffset, PendingBytes] = {}
         for draft, plan in zip(self.conversion.drafts, self.plans, strict=True):
             own: dict[FileOffset, PendingBytes] = {}
@@ -189,7 +192,7 @@ class OutputUpload:
         return Assembly(self.room, self.sizes, gaps, self, only)
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        """Send a piece, or hold it if it is the whole of a mark."""
+        """Send a piece; keep it in memory if it is a complete mark."""
         if self.is_small_mark(piece.name):
             self.held[piece.name] = data
         else:
@@ -209,7 +212,7 @@ class OutputUpload:
         ]
 
     def copy_rest(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> None:
-        """Copy what meets pieces that no share could fill. The ledgers know the CRC-32 of all data."""
+        """Copy the data of pieces that no single share could fill. The ledgers contain the CRC-32 of all data."""
         for draft, plan, ledger in zip(self.conversion.drafts, self.plans, ledgers, strict=True):
             output = assembly.at(draft.place)
             for target in plan.targets:
@@ -221,7 +224,7 @@ class OutputUpload:
             copy_unit(plan, wanted, Sources(plan, Ledger()), self.jobs, lambda _: None, output)
 
     def finish(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> Written:
-        """Check that all was sent, send what had to wait for the data, and let the destination appear."""
+        """Check that all data is sent, then send the remaining files and marks, and commit the output."""
         conversion = self.conversion
         assembly.send_rest()
         assembly.require_all()
@@ -238,6 +241,7 @@ class OutputUpload:
         for name, made in conversion.made.items():
             if name not in self.marks:
                 self.there.put_small(name, made, crc32(made))
+        # marks last: a reader that sees one may assume that everything else is there
         for name in self.marks:
             if is_large(self.sizes.get(name, 0)):
                 self.there.complete(name, files[name].crc32)
@@ -248,8 +252,8 @@ class OutputUpload:
         return Written(ledgers, copied, self.there.remarks(), self.there.kept_bytes)
 
     def send_file(self, name: str, path: Path) -> int:
-        """Send a file that goes along as it is, and return its CRC-32."""
-        whole = 0
+        """Send a file that does not change, and return its CRC-32."""
+        total_crc = 0
         with opening(path) as file:
             size = file.size
             make_folder((self.room / name).parent)
@@ -259,16 +263,16 @@ class OutputUpload:
                 file.read_into(data, piece.start)
                 crc = crc32(data)
                 self.put(piece, data, crc)
-                whole = combine(whole, crc, piece.length)
-        return whole
+                total_crc = combine(total_crc, crc, piece.length)
+        return total_crc
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file that has no data."""
+        """Return the content of a file without tensor data."""
         with opening(self.room / name) as file:
             return bytes(read_at(file, file_size(self.room / name), 0))
 
 
 def wants(output: AssembledFiles, block: Block) -> bool:
-    """Return whether pieces that are still missing have some of a block's bytes."""
+    """Return whether pieces that are still missing need bytes of a block."""
     chunk = block.target.chunk
     return output.wants(chunk.path, chunk.offset + block.start, block.nbytes)

@@ -1,12 +1,12 @@
-"""Bridge to torch.distributed.checkpoint, which loads any checkpoint through this and saves to any format.
+"""Bridge to torch.distributed.checkpoint: load any checkpoint with `dcp.load`, and save any format with `dcp.save`.
 
-dcp.load({"model": state}, storage_reader=ckptkit.storage.Reader("hf-model", under="model", cast="allow"))
-dcp.save(state, storage_writer=ckptkit.storage.Writer("hf-model", files={"config.json": config}))
-dcp.save({"model": model, "optim": optimizer, "step": 5}, storage_writer=ckptkit.storage.Writer("ckpt-5", "dcp"))
-dcp.async_save(state, storage_writer=ckptkit.storage.Writer("s3://bucket/run/ckpt-5"))
+    dcp.load({"model": state}, storage_reader=ckptkit.storage.Reader("hf-model", under="model", cast="allow"))
+    dcp.save(state, storage_writer=ckptkit.storage.Writer("hf-model", files={"config.json": config}))
+    dcp.save({"model": model, "optim": optimizer, "step": 5}, storage_writer=ckptkit.storage.Writer("ckpt-5", "dcp"))
+    dcp.async_save(state, storage_writer=ckptkit.storage.Writer("s3://bucket/run/ckpt-5"))
 
-What goes wrong on any rank ends the call on every rank with torch's `CheckpointException`, which is no `Exception`:
-its `failures` has, by rank, the `CkptError` that says what it was, and `find_cause` gives the one that counts.
+An error on any rank ends the call on every rank with torch's `CheckpointException`, which is not an `Exception`. Its
+`failures` contain the `CkptError` of each rank, and `find_cause` returns the most relevant one.
 """
 
 from ckptkit.errors import without_torch

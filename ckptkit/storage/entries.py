@@ -1,7 +1,7 @@
-"""Read entries that are no tensors (step, learning rate, the state of a loader) safely, for torch to read once more.
+"""Read non-tensor entries (step, learning rate, the state of a data loader) safely, and encode them again for torch.
 
-torch's planner unpickles what it is given without any restriction. So it never gets the bytes of the checkpoint, but
-what torch wrote again of the values that its restricted unpickler found in them.
+torch's planner unpickles entries without restrictions. So it never gets bytes of the checkpoint. It gets values that
+torch's restricted unpickler has loaded and torch.save has written again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ckptkit.formats.archives.zip_entries import check_contents
 from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Blob, Layout
 
-# Read numpy's arrays and scalars out of pickles, of plain numbers and fixed-length text only.
+# Stand-ins for numpy's functions in pickles. They read only arrays and scalars of plain numbers and fixed-length text.
 #
 # numpy's own functions are not safe here: a pickle that calls `numpy.ndarray` with a dtype of objects, or changes the
-# flags of a dtype, makes pointers of its bytes. So a pickle that names them gets those of this module in their place.
+# flags of a dtype, makes pointers of its bytes. So a pickle that names numpy's functions gets this module's.
 _PLAIN = re.compile(r"[biufcSU][1-9]\d{0,5}")  # kind and bytes, as numpy pickles a dtype
 
 
 class ReadDtype:
-    """A dtype as a pickle describes it: its kind and size, then its byte order."""
+    """A numpy dtype as a pickle describes it: its kind and size, then its byte order."""
 
     def __init__(self, spec: str, *_: object) -> None:
         self.spec = spec
@@ -43,7 +43,7 @@ class ReadDtype:
         self.order = state[1]
 
     def plain(self) -> np.dtype[Any]:
-        """Return the dtype. Raises `UnpicklingError` for one that is not of plain numbers or text."""
+        """Return the dtype. Raises `UnpicklingError` unless it is a plain number or fixed-length text."""
         if not isinstance(self.spec, str) or not _PLAIN.fullmatch(self.spec) or self.order not in ("<", ">", "=", "|"):
             raise pickle.UnpicklingError(f"numpy dtype {self.spec}")
         dtype: np.dtype[Any] = np.dtype(self.spec)
@@ -51,7 +51,7 @@ class ReadDtype:
 
 
 class ReadArray(np.ndarray[Any, Any]):
-    """An array as a pickle describes it; pickled again, it is a plain one of numpy's."""
+    """A numpy array as a pickle describes it. Pickled again, it is a plain numpy array."""
 
     def __new__(cls, *_: object) -> Self:
         return super().__new__(cls, (0,), "b")
@@ -67,19 +67,19 @@ class ReadArray(np.ndarray[Any, Any]):
 
 
 def read_array(*_: object) -> ReadArray:
-    """Return an array whose shape, dtype and elements follow."""
+    """Return an empty array; the pickle sets shape, dtype and elements afterwards."""
     return ReadArray()
 
 
 def read_scalar(dtype: object, data: bytes) -> Any:
-    """Return a scalar of numpy's. Raises `UnpicklingError` for one that is not a plain number or text."""
+    """Return a numpy scalar. Raises `UnpicklingError` unless it is a plain number or fixed-length text."""
     if not isinstance(dtype, ReadDtype):
         raise pickle.UnpicklingError("a numpy scalar without a dtype")
     return np.frombuffer(data, dtype.plain(), count=1)[0]
 
 
 def empty_bytes() -> bytes:
-    """Return what the pickle of an empty array calls `bytes` for."""
+    """Return b"", the result of the call of `bytes` in the pickle of an empty array."""
     return b""
 
 
@@ -93,13 +93,13 @@ STAND_INS: list[tuple[Callable[..., Any], str]] = [
 
 
 _REPLACED = frozenset(name for _, name in STAND_INS)
-_one_at_a_time = Lock()  # what torch admits holds for the whole process
+_globals_lock = Lock()  # torch's list of safe globals is process-wide
 
 
 def read_value(layout: Layout, name: str) -> BytesIO:
-    """Return an entry's value as torch.save writes it.
+    """Return an entry's value in the format of torch.save.
 
-    Raises `Unsupported` for more than `torch.load(weights_only=True)` admits and `io.BytesIO`, `Corrupt` where a
+    Raises `Unsupported` for a value that `torch.load(weights_only=True)` refuses (except `io.BytesIO`), `Corrupt` if a
     checksum differs.
     """
     blob = layout.blobs[name]
@@ -114,7 +114,7 @@ def read_value(layout: Layout, name: str) -> BytesIO:
 
 
 def find_archive(blob: Blob, path: Path) -> bytes:
-    """Return the archive of torch.save that a blob is, its checksums compared, or that is made of its pickle."""
+    """Return the torch.save archive of an entry: its own with verified checksums, or one made from its pickle."""
     if blob.wrapper is not None:
         raise Unsupported(f"stored through the transform `{blob.wrapper}`", hint="save it again without `_extensions`")
     if blob.content is not None:
@@ -127,7 +127,7 @@ def find_archive(blob: Blob, path: Path) -> bytes:
 
 
 def load_safely(data: bytes) -> Any:
-    """Return the value in an archive, if it is made of plain values, bytes, containers, tensors and numpy's numbers."""
+    """Return the value in an archive, if it consists of plain values, bytes, containers, tensors and numpy numbers."""
     try:
         with only_safe_globals():
             return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
@@ -142,23 +142,23 @@ def load_safely(data: bytes) -> Any:
 
 @contextmanager
 def only_safe_globals() -> Iterator[None]:
-    """Let torch admit `io.BytesIO`, which runs no code, our own functions for numpy's, and what users have named.
+    """Make torch admit `io.BytesIO` (it runs no code), our functions instead of numpy's, and what users have named.
 
-    numpy's own functions stay out. Other libraries name them for the whole process, and torch takes either of two
-    functions with one name; numpy's make pointers of bytes.
+    numpy's own functions are removed, even if another library has named them for the whole process: they make pointers
+    of bytes, and if two functions have one name, torch may call either.
     """
-    with _one_at_a_time:
-        given = get_safe_globals()
+    with _globals_lock:
+        admitted = get_safe_globals()
         clear_safe_globals()
-        add_safe_globals([*(one for one in given if not is_replaced(one)), BytesIO, *STAND_INS])
+        add_safe_globals([*(one for one in admitted if not is_replaced(one)), BytesIO, *STAND_INS])
         try:
             yield
         finally:
             clear_safe_globals()
-            add_safe_globals(given)
+            add_safe_globals(admitted)
 
 
 def is_replaced(named: Any) -> bool:
-    """Return whether a function or class that torch admits is numpy's, or has the name of one of ours."""
+    """Return whether a function or class that torch admits is numpy's, or has the name of a function here."""
     value, name = named if isinstance(named, tuple) else (named, f"{named.__module__}.{named.__qualname__}")
     return name in _REPLACED or str(getattr(value, "__module__", "")).partition(".")[0] == "numpy"

@@ -1,4 +1,4 @@
-"""See torch's tensors as bytes, which a block is read into or taken from."""
+"""Access torch tensors as bytes, for blocks to read into them or to write from them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Box
 from ckptkit.layout.dtypes import DTYPES, DType
 
-# Every dtype moves as a plain one of its size: torch copies, slices and views those, and not all of the others.
+# Copy every dtype as a plain dtype of its size: torch cannot copy, slice and view all dtypes.
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def find_dtype(dtype: torch.dtype, name: str) -> DType:
-    """Return our name for a dtype of torch's. Raises `Unsupported` for tensor `name` where there is none."""
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
-    if found is None:
+    """Return ckptkit's dtype for a torch dtype. Raises `Unsupported`, for tensor `name`, if there is none."""
+    known = DTYPES.get(str(dtype).removeprefix("torch."))
+    if known is None:
         raise Unsupported(f"ckptkit cannot store dtype {dtype}", tensor=name)
-    return found
+    return known
 
 
 def make_buffer(device: torch.device) -> Tensor:
-    """Return a block's worth of bytes on the CPU, to or from which tensors on `device` are copied."""
+    """Return a buffer of one block on the CPU, for copies to or from tensors on `device`."""
     return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
@@ -33,7 +33,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def is_memory(tensor: Tensor) -> bool:
-    """Return whether the elements lie row-major in memory of the CPU."""
+    """Return whether the elements are row-major in CPU memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
@@ -43,15 +43,15 @@ def part_of(tensor: Tensor, box: Box) -> Tensor:
     return tensor.detach().view(_PLAIN[tensor.itemsize])[index]
 
 
-def take(part: Tensor, buffer: Tensor) -> memoryview:
-    """Return the elements of a view in row-major order: its own memory if they lie so, or copied into `buffer`."""
-    if is_memory(part):
-        return as_bytes(part)
-    copied = buffer[: part.nbytes].view(part.dtype).view(part.shape)
-    copied.copy_(part)
+def take(view: Tensor, buffer: Tensor) -> memoryview:
+    """Return the elements of a view in row-major order: its own memory if possible, else a copy in `buffer`."""
+    if is_memory(view):
+        return as_bytes(view)
+    copied = buffer[: view.nbytes].view(view.dtype).view(view.shape)
+    copied.copy_(view)
     return as_bytes(copied)
 
 
-def put(part: Tensor, buffer: Tensor) -> None:
-    """Copy what lies row-major in `buffer` into a view."""
-    part.copy_(buffer[: part.nbytes].view(part.dtype).view(part.shape))
+def put(view: Tensor, buffer: Tensor) -> None:
+    """Copy row-major elements from `buffer` into a view."""
+    view.copy_(buffer[: view.nbytes].view(view.dtype).view(view.shape))

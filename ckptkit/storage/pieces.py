@@ -1,4 +1,4 @@
-"""Write the part of a tensor that a rank has to where it belongs in the final files. Creates no file."""
+"""Write a rank's shard of a tensor to its position in the final files. The files must exist."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ckptkit.storage.memory import make_buffer, part_of, take
 
 
 class PieceWriter:
-    """A writer of parts of tensors into open `files`; holds a block of memory at most."""
+    """Writes shards of tensors into open `files`. Uses at most one block of memory per device."""
 
     def __init__(self, files: OpenFiles) -> None:
         self._files = files
         self._buffers: dict[torch.device, Tensor] = {}
 
     def write(self, tensor: Tensor, box: Box, target: StoredTensor) -> dict[FileOffset, int]:
-        """Write a tensor, which is box `box` of the target; return what it adds to the sum of each chunk."""
+        """Write a tensor, which is box `box` of the target. Returns its contribution to the checksum of each chunk."""
         if tensor.device not in self._buffers:
             self._buffers[tensor.device] = make_buffer(tensor.device)
-        found = BoxIndex([chunk.box for chunk in target.chunks]).meeting(box)
-        shares = [(target.chunks[i], shared) for i, shared in found]
+        meetings = BoxIndex([chunk.box for chunk in target.chunks]).meeting(box)
+        shares = [(target.chunks[i], shared) for i, shared in meetings]
         return {(chunk.path, chunk.offset): self._write(tensor, box, chunk, shared) for chunk, shared in shares}
 
     def _write(self, tensor: Tensor, box: Box, chunk: Chunk, shared: Box) -> int:
-        """Write the elements of `shared` into a chunk."""
+        """Write the elements of `shared` into a chunk. Returns their contribution to the chunk's checksum."""
         file = self._files[chunk.path]
         itemsize = chunk.dtype.itemsize
         total = 0
@@ -41,16 +41,16 @@ class PieceWriter:
             starts, length = runs_of(block, chunk.box)
             nbytes = length * itemsize
             for i, start in enumerate(starts):
-                run, at = data[i * nbytes : (i + 1) * nbytes], start * itemsize
-                file.write_at(run, chunk.offset + at)
-                total ^= part_sum(run, chunk.length - at - nbytes)
+                span, at = data[i * nbytes : (i + 1) * nbytes], start * itemsize
+                file.write_at(span, chunk.offset + at)
+                total ^= part_sum(span, chunk.length - at - nbytes)
         return total
 
 
 def runs_of(box: Box, chunk: Box) -> tuple[list[int], int]:
-    """Return where the runs of a box, in its row-major order, start in the memory of a chunk; and the length of each.
+    """Return where the contiguous ranges of a box start in the memory of a chunk, in row-major order, and their length.
 
-    In elements. One run is all of a box that is a range of rows, and a row of one that is a range of columns.
+    All in elements. A box of full rows is a single range; a box of some columns has a range per row.
     """
     inner, steps = box.relative_to(chunk), row_major(chunk.size)
     axis = next((d for d in range(len(steps)) if box.size[d + 1 :] == chunk.size[d + 1 :]), 0)

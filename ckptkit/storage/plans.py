@@ -1,4 +1,4 @@
-"""Read torch's plans for a save: what the ranks together will write, and the data of each item."""
+"""Interpret torch's save plans: what all ranks together will write, and the data of each item."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ckptkit.storage.memory import find_dtype
 
 
 def require_collectives(options: Mapping[str, Any]) -> None:
-    """Raise `Unsupported` for several ranks that do not talk to each other: they write one checkpoint together.
+    """Raise `Unsupported` for several ranks without collectives: they must coordinate to write one checkpoint.
 
-    `options` are those that torch passes to `set_up_storage_writer`.
+    `options` are the keyword arguments that torch passes to `set_up_storage_writer`.
     """
     if not options.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
         message = f"use_collectives=False: {dist.get_world_size()} ranks write the same files together"
@@ -30,25 +30,25 @@ def require_collectives(options: Mapping[str, Any]) -> None:
 
 
 def without_gaps(plans: list[SavePlan], root: Path) -> list[SavePlan]:
-    """Return the plans of all ranks, with torch's cached ones for those that did not change since the last save.
+    """Return the plans of all ranks, with torch's cached plans for ranks whose plan did not change since the last save.
 
-    torch caches the plans by class of planner and passes on only those that changed (`enable_plan_caching`). Raises
-    `Unsupported` where planners of several classes have plans for as many ranks: nothing tells whose save this is.
+    torch caches plans by class of planner and passes on only changed plans (`enable_plan_caching`). Raises
+    `Unsupported` if several planner classes have cached plans for this number of ranks: the right one is unknown.
     """
     if all(plan.usable for plan in plans):
         return plans
     cached: dict[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})
-    whole = [known for known in cached.values() if len(known) == len(plans)]
-    if len(whole) != 1:
+    complete = [known for known in cached.values() if len(known) == len(plans)]
+    if len(complete) != 1:
         hint = "pass enable_plan_caching=False to all planners but one"
-        raise Unsupported(f"expected cached plans of 1 planner, found {len(whole)}", path=root, hint=hint)
-    return [plan if plan.usable else known for plan, known in zip(plans, whole[0], strict=True)]
+        raise Unsupported(f"expected cached plans of 1 planner, found {len(complete)}", path=root, hint=hint)
+    return [plan if plan.usable else known for plan, known in zip(plans, complete[0], strict=True)]
 
 
 def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
-    """Return what the ranks together will save; each entry lies where one of them has it, as its item of this number.
+    """Return the layout of what the ranks together will save; each chunk refers to a rank and the index of its item.
 
-    Raises `Mismatch` where they leave a gap, overlap or disagree.
+    Raises `Mismatch` if the ranks leave a gap, overlap or disagree.
     """
     specs: dict[str, Spec] = {}
     chunks: dict[str, list[Chunk]] = {}
@@ -59,6 +59,7 @@ def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
         for i, item in enumerate(plan.items):
             name = item.index.fqn
             if item.type == WriteItemType.BYTE_IO:
+                # no file exists yet: the rank stands for the file, and the index of the item for the offset
                 blobs[name] = Blob(f"rank {rank}", i, 0)
                 continue
             spec, box = describe_item(item)
@@ -79,7 +80,7 @@ def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
 
 
 def describe_item(item: WriteItem) -> tuple[Spec, Box]:
-    """Return what an item is a part of, and which part."""
+    """Return the spec of an item's tensor, and the box of the tensor that the item contains."""
     data = item.tensor_data
     assert data is not None
     spec = Spec(find_dtype(data.properties.dtype, item.index.fqn), tuple(data.size))
@@ -87,14 +88,14 @@ def describe_item(item: WriteItem) -> tuple[Spec, Box]:
 
 
 def tie(planned: Layout, tied: Mapping[KeyPath, str]) -> Layout:
-    """Return the layout with further ways that lead to some of its tensors."""
+    """Return the layout with additional key paths for some of its tensors."""
     ways = {".".join(map(str, way)): way for way in tied}
     tensors = {name: planned.tensors[tied[way]] for name, way in ways.items()}
     return replace(planned, tensors={**planned.tensors, **tensors}, keys={**planned.keys, **ways})
 
 
 def resolve_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
-    """Return the data of an item that is a part of a tensor, in the dtype of its plan, on whatever device.
+    """Return the data of a tensor item in the planned dtype, on any device.
 
     Raises `Unsupported` for a tensor without plain dense data, `Mismatch` for another shape or dtype than planned.
     """
@@ -109,15 +110,15 @@ def resolve_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
 
 
 def widen(tensor: Tensor, planned: DType, name: str) -> Tensor:
-    """Return a tensor in the dtype of its plan, converted if it is a float that this dtype holds without a loss.
+    """Return a tensor in the planned dtype; a float is converted if that loses nothing.
 
-    Raises `Mismatch` for any other dtype: the files have no place for its values.
+    Raises `Mismatch` for any other dtype: the files have no room for its values.
     """
-    found = find_dtype(tensor.dtype, name)
-    if found == planned:
+    actual = find_dtype(tensor.dtype, name)
+    if actual == planned:
         return tensor
     dtype: torch.dtype = getattr(torch, planned.name)
-    if found.can_become(planned) and torch.promote_types(tensor.dtype, dtype) == dtype:
+    if actual.can_become(planned) and torch.promote_types(tensor.dtype, dtype) == dtype:
         return tensor.to(dtype)
     hint = "let the planner set the dtype in `create_local_plan` as well as in `resolve_data`"
-    raise Mismatch(f"expected dtype {planned} (the plan's), found {found}", tensor=name, hint=hint)
+    raise Mismatch(f"expected dtype {planned} (the plan's), found {actual}", tensor=name, hint=hint)

@@ -1,7 +1,7 @@
-"""Divide a state among the directories of a checkpoint in the making, each in a format of its own, and finish these.
+"""Divide a state among the directories of a new checkpoint, each with a format of its own, and finalize them.
 
-There is one, but where the format has no place for entries that are no tensors: then these and all else that is not
-the model's go into a DCP directory `training` beside the weights, which have the names that the model gives them.
+One directory is enough, unless the format cannot store non-tensor entries. Then these entries, and all others that do
+not belong to the model, go into a DCP directory `training` beside the weights. The weights have the model's own names.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ckptkit.layout import Blob, Extent, FileOffset, KeyPath, Layout, NewFile, W
 from ckptkit.models.names.weights import find_model_key, keys_below, training_state
 from ckptkit.trainers.ckptkit import TRAINING
 
-_BESIDE = "dcp"  # the format of `training`
+_TRAINING_FORMAT = "dcp"  # format of the directory `training`
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """A directory in the checkpoint, "" for the whole, with a format and the entries that it is to hold.
+    """A directory in the checkpoint ("" for the checkpoint itself), with its format and the entries to store there.
 
-    `planned` has these by the names under which they are stored; `names` gives those for the names of the state.
+    `planned` has the entries under their stored names; `names` maps names in the state to stored names.
     """
 
     directory: str
@@ -39,18 +39,18 @@ class Portion:
 
     @property
     def root(self) -> Path:
-        """Return the directory, wherever the checkpoint is being made."""
+        """Return the directory in which the checkpoint is being written."""
         return self.planned.root
 
     def arrange(self, options: WriterOptions, files: Mapping[str, bytes]) -> tuple[NewFile, ...]:
-        """Return the files to be made before any data is there, with the small ones that are given."""
-        made = get_writer(self.format).arrange(replace(self.planned, blobs={}), options)
-        return *made, *(NewFile(name, len(content), ((0, content),)) for name, content in files.items())
+        """Return the files to create before any data arrives, including the given small `files`."""
+        new_files = get_writer(self.format).arrange(replace(self.planned, blobs={}), options)
+        return *new_files, *(NewFile(name, len(content), ((0, content),)) for name, content in files.items())
 
     def finish(self, options: WriterOptions, sizes: Mapping[str, int], results: Iterable[WriteResult]) -> None:
-        """Complete the files, with the entries and the checksums that needed the data, and add the manifest.
+        """Finalize the files: add non-tensor entries and checksums, which need the data, and write the manifest.
 
-        Raises `Corrupt` if not all was written that was planned.
+        Raises `Corrupt` if less was written than planned.
         """
         results = [result for result in results if result.index.fqn in self.names]
         written = sum(result.size_in_bytes for result in results if not isinstance(result.storage_data, Blob))
@@ -59,23 +59,26 @@ class Portion:
             raise Corrupt(f"expected {planned} written bytes, found {written}", path=self.root)
         writer = get_writer(self.format)
         blobs = self._embed(writer, options, results)
-        made = locate(read_made(writer, self.root, self.planned.tensors))
-        checksums = add_up(made, results)
-        seal(writer, made, checksums)
-        write_manifest(made, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
+        written_layout = locate(read_made(writer, self.root, self.planned.tensors))
+        checksums = chunk_checksums(written_layout, results)
+        seal(writer, written_layout, checksums)
+        write_manifest(written_layout, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
 
     def _embed(
         self, writer: FormatWriter, options: WriterOptions, results: Iterable[WriteResult]
     ) -> dict[str, list[Extent]]:
-        """Make the entries a part of the checkpoint; return the files that they remain in, with the bytes of each."""
-        found = {self.names[r.index.fqn]: r.storage_data for r in results if isinstance(r.storage_data, Blob)}
-        if found.keys() != self.planned.blobs.keys():
-            name = min(found.keys() ^ self.planned.blobs.keys())
+        """Move the entries into the checkpoint's files.
+
+        Returns the files that they stay in, with the byte range of each.
+        """
+        blobs_by_name = {self.names[r.index.fqn]: r.storage_data for r in results if isinstance(r.storage_data, Blob)}
+        if blobs_by_name.keys() != self.planned.blobs.keys():
+            name = min(blobs_by_name.keys() ^ self.planned.blobs.keys())
             raise Corrupt("the entry was not written by the rank that has it", path=self.root, tensor=name)
-        if not found:
+        if not blobs_by_name:
             return {}
         assert isinstance(writer, EntryWriter)
-        blobs = {name: found[name] for name in self.planned.blobs}
+        blobs = {name: blobs_by_name[name] for name in self.planned.blobs}
         write_parts(self.root, writer.embed(replace(self.planned, blobs=blobs), options))
         extents: dict[str, list[Extent]] = {}
         for name, blob in blobs.items():
@@ -87,11 +90,11 @@ class Portion:
 
 
 def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
-    """Return the portions of a checkpoint of this format, of the entries of a state.
+    """Return the portions of a checkpoint in this format, for the entries of a state.
 
-    A format without a place for other entries gets the model's weights, by the names that the model gives them; all
-    else gets a directory of its own. Several models are not taken apart. Raises `Unsupported` where an entry that is no
-    tensor lies among weights that have no place for it, or where it does not show which tensors are the weights.
+    A format without non-tensor entries gets the model's weights under the model's own names; everything else gets its
+    own directory. Several models are not divided. Raises `Unsupported` if a non-tensor entry is among the weights, or
+    if it is ambiguous which tensors are the weights.
     """
     prefix = None if isinstance(get_writer(to), EntryWriter) else find_key(planned)
     if prefix is None:
@@ -102,7 +105,7 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     for name in planned.blobs:
         if prefix and planned.key(name)[: len(prefix)] == prefix:
             inner = ".".join(map(str, planned.key(name)[len(prefix) :]))
-            hint = f"drop it, or save to a format that has a place for it, such as `{_BESIDE}`"
+            hint = f"drop it, or save to a format that has a place for it, such as `{_TRAINING_FORMAT}`"
             raise Unsupported(
                 "only tensors can be saved in this format, and this entry is not a tensor", tensor=inner, hint=hint
             )
@@ -112,12 +115,15 @@ def divide(planned: Layout, to: str) -> tuple[Portion, ...]:
     beside = replace(edits.select(planned, lambda name: name not in weights), root=planned.root / TRAINING)
     return (
         Portion("", to, model, weights),
-        Portion(TRAINING, _BESIDE, beside, {name: name for name in beside.names}),
+        Portion(TRAINING, _TRAINING_FORMAT, beside, {name: name for name in beside.names}),
     )
 
 
 def find_key(planned: Layout) -> KeyPath | None:
-    """Return the key path of the model in a state, None for a state of tensors in which no model shows."""
+    """Return the key path of the model in a state.
+
+    Returns None for a state of tensors only in which no model is recognizable.
+    """
     try:
         return find_model_key(planned)
     except (Mismatch, SeveralModels):
@@ -126,12 +132,12 @@ def find_key(planned: Layout) -> KeyPath | None:
         return None
 
 
-def add_up(made: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:
-    """Return the CRC-32 of every chunk that has bytes, from what each result adds to its sum."""
+def chunk_checksums(layout: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:
+    """Return the CRC-32 of every chunk with bytes, from the contributions of all results."""
     sums: dict[FileOffset, int] = {}
     for result in results:
         if not isinstance(result.storage_data, Blob):
             for place, part in result.storage_data.items():
                 sums[place] = sums.get(place, 0) ^ part
-    chunks = {(c.path, c.offset): c for tensor in made.tensors.values() for c in tensor.chunks if c.box.numel}
+    chunks = {(c.path, c.offset): c for tensor in layout.tensors.values() for c in tensor.chunks if c.box.numel}
     return {place: whole_crc32(sums[place], chunk.length) for place, chunk in chunks.items()}

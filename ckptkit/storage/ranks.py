@@ -1,4 +1,4 @@
-"""Let ranks act together and fail together: an error of one of them is raised on all."""
+"""Coordinate ranks so that they act and fail together: an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ckptkit.errors import CkptError, Corrupt, IOFailure
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=2)  # for the slowest write of one rank that the others wait for
+PATIENCE = timedelta(hours=2)  # longest wait for the slowest rank's write
 
 
 class Ranks:
-    """The ranks of a process group, by default of torch's own; or this process alone where there is none."""
+    """The ranks of a process group (by default torch's own), or this process alone without torch.distributed."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
@@ -27,10 +27,10 @@ class Ranks:
 
     @classmethod
     def apart(cls) -> Self:
-        """Return all ranks, in a group of their own over gloo. To be called by all at the same point.
+        """Return all ranks, in a separate gloo group. All ranks must call this at the same point.
 
-        A thread may use it while the training's collectives go on, and no watchdog of NCCL's ends the ranks that wait
-        for a slow disk.
+        A thread can use the group while the training's collectives continue, and NCCL's watchdog does not abort ranks
+        that wait for a slow disk.
         """
         return cls(dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None)
 
@@ -47,38 +47,41 @@ class Ranks:
         return values
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 and return its result on every rank; an error there is raised on every rank."""
+        """Run `work` on rank 0 and return its result on every rank. An error there is raised on every rank."""
         if self._alone:
             return work()
-        told: list[Outcome[T] | None] = [self._attempt(work) if self.rank == 0 else None]
-        dist.broadcast_object_list(told, group_src=0, group=self.group)
-        assert told[0] is not None
-        return told[0].result()
+        outcomes: list[Outcome[T] | None] = [self._attempt(work) if self.rank == 0 else None]
+        dist.broadcast_object_list(outcomes, group_src=0, group=self.group)
+        assert outcomes[0] is not None
+        return outcomes[0].result()
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do `work` on every rank; an error on any is raised on all of them, once all have ended."""
+        """Run `work` on every rank. An error on any rank is raised on all of them, after all have finished."""
         if self._alone:
             return work()
-        mine = self._attempt(work)
-        for error in self.gather(mine.error):
+        outcome = self._attempt(work)
+        for error in self.gather(outcome.error):  # the same first error on all ranks
             if error is not None:
-                raise error from mine.error
-        return mine.result()
+                raise error from outcome.error
+        return outcome.result()
 
     def _attempt(self, work: Callable[[], T]) -> Outcome[T]:
-        """Return what comes of `work`. An error that is none of ours becomes one, so that other ranks can be told."""
+        """Return the outcome of `work`.
+
+        Wraps a foreign error in a `CkptError`, so that it can be sent to other ranks.
+        """
         try:
             return Outcome(value=work())
         except CkptError as error:
             return Outcome(error=error)
         except Exception as error:  # noqa: BLE001 - whatever it was, the others must not wait for this rank
-            told = CkptError(f"rank {self.rank} failed: {type(error).__name__}: {error}")
-            told.__cause__ = error
-            return Outcome(error=told)
+            wrapped = CkptError(f"rank {self.rank} failed: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            return Outcome(error=wrapped)
 
 
 class Outcome(Generic[T]):
-    """The end of a piece of work: its value, or the error that ended it."""
+    """The outcome of `work`: its value, or the error that ended it."""
 
     def __init__(self, value: T | None = None, error: CkptError | None = None) -> None:
         self.value = value
@@ -92,23 +95,23 @@ class Outcome(Generic[T]):
 
 
 def find_cause(error: CheckpointException) -> BaseException:
-    """Return the error that stopped the first of the ranks that failed; a CkptError before any other."""
+    """Return the error of the first rank that failed; a CkptError has priority."""
     return find_first(error)[1]
 
 
 def find_first(error: CheckpointException) -> tuple[int, BaseException]:
-    """Return the first of the ranks that failed, and why; one that met a CkptError before any other."""
+    """Return the first rank that failed, and its error; a CkptError has priority."""
     reasons = [(rank, reason) for rank, (reason, _) in sorted(error.failures.items())]
-    return next((found for found in reasons if isinstance(found[1], CkptError)), reasons[0])
+    return next((failure for failure in reasons if isinstance(failure[1], CkptError)), reasons[0])
 
 
 def translate(error: CheckpointException, path: Path, verb: str) -> CkptError:
-    """Return the CkptError that says why the first of the ranks that failed could not `verb` (save, load) `path`."""
+    """Return a CkptError that says why the first failed rank could not `verb` (save, load) the checkpoint at `path`."""
     rank, reason = find_first(error)
     if isinstance(reason, CkptError) and not isinstance(reason, IOFailure):
         return reason
-    said = (reason.message if isinstance(reason, CkptError) else str(reason)).strip() or type(reason).__name__
-    message = f"rank {rank} could not {verb} it: {said.splitlines()[0]}"
+    reason_text = (reason.message if isinstance(reason, CkptError) else str(reason)).strip() or type(reason).__name__
+    message = f"rank {rank} could not {verb} it: {reason_text.splitlines()[0]}"
     if isinstance(reason, IOFailure):
         return type(reason)(message, path=reason.path or path, tensor=reason.tensor, hint=reason.hint)
     if verb == "load" and not isinstance(reason, OSError):

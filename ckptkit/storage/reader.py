@@ -1,6 +1,6 @@
-"""Read through torch a checkpoint of any format and world size, into tensors that may be sharded in any way.
+"""Read a checkpoint of any format and world size through torch, into tensors with any sharding.
 
-torch's planner says which box of which tensor a rank needs; what it is made of, and where that lies, says the layout.
+torch's planner decides which box of which tensor a rank needs. The layout says which chunks the box consists of.
 """
 
 from __future__ import annotations
@@ -52,26 +52,25 @@ from ckptkit.summary import as_call
 
 
 class LayoutReader(StorageReader):
-    """A reader of a layout, edited or as it was opened, into a state with the same names and shapes.
+    """Reads layouts (as opened, or edited) into a state with the same names and shapes.
 
-    Where several layouts are given, what is in more than one is read from the first.
+    If several layouts are given, an entry that is in more than one is read from the first.
 
-    What the state has and no layout is an error; with `missing` "keep" it stays as it is, with "zero" tensors become
-    zero, and either is said by a warning, `PartialLoad`. Of optimizers' states "zero" is what they begin with, where
-    torch's own do, and "keep" what torch made of them to load into, with a step counted. A planner that allows a
-    partial load has them kept.
+    An entry that the state has and no layout contains is an error. With `missing` "keep" it does not change, with
+    "zero" tensors become zero; both give a `PartialLoad` warning. For the states of torch's own optimizers, "zero" is
+    the initial value; "keep" is the value that torch created for the load, with one step counted. With a planner that
+    allows partial loads, missing entries are kept.
 
-    Where the state asks for some entries below a key and not for others, a warning (`PartialLoad`) counts the others:
-    an optimizer that has made no step has no states, and would get none of those in the checkpoint. With `unasked`
-    "error" that is an error, before anything is read; "ignore" silences it. A key below which the state asks for
-    nothing, such as the optimizer's where you load a model alone, does not count.
+    If the state asks for some entries below a key and not for others, a `PartialLoad` warning counts the others: an
+    optimizer that has made no step has no states, and would not get those in the checkpoint. With `unasked` "error"
+    this is an error before anything is read; "ignore" silences it. A key below which the state asks for nothing does
+    not count, such as the optimizer's key when you load a model only.
 
     A dtype that differs in the state is an error, unless `cast` is "allow": then floats of 16 bits and more are
     converted.
 
-    A chunk that a rank reads whole is compared with its recorded CRC-32, and `Corrupt` raised if it differs. Of one
-    that is read in part, as when the world size changes, or that has its elements in another order, the CRC-32 says
-    nothing.
+    If a rank reads a complete chunk, its recorded checksum is verified, and a difference raises `Corrupt`. A chunk that
+    is read in part (as when the world size changes), or whose elements are in another order, is not verified.
     """
 
     def __init__(self, *layouts: Layout, missing: str = ERROR, cast: str = ERROR, unasked: str = WARN) -> None:
@@ -80,12 +79,12 @@ class LayoutReader(StorageReader):
         self.terms = LoadTerms(missing, cast, unasked)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew. Raises `Usage` for an id: what is read is the layout."""
+        """Do nothing. Raises `Usage` for a checkpoint id: the reader reads its layouts."""
         if checkpoint_id is not None:
             raise Usage("a reader of a layout takes no checkpoint id", path=checkpoint_id)
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """Return every tensor as one chunk: the layout knows of which pieces it is made, the planner need not."""
+        """Return every tensor as one chunk. The planner does not need to know the stored chunks."""
         entries = PlannerEntries(self.layouts[0].root if self.layouts else None)
         keys: dict[str, KeyPath] = {}
         for layout in reversed(self.layouts):
@@ -95,18 +94,21 @@ class LayoutReader(StorageReader):
         return Metadata(entries, planner_data=keys)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
-        """Set up nothing."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are: no rank needs another."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item of this rank's plan, once its terms are met: tensors in the order in which they lie."""
+        """Read every item of this rank's plan, after a check of the terms.
+
+        Tensors are read in the order of the files.
+        """
         terms = self.terms.with_planner(planner)
         wanted: Mapping[str, Any] = getattr(planner, "state_dict", {})
         items: list[list[ReadItem]] = [[] for _ in self.layouts]
@@ -120,7 +122,7 @@ class LayoutReader(StorageReader):
         try:
             terms.check_missing(missing, wanted, {name for layout in self.layouts for name in layout.names})
             if wanted and terms.unasked != IGNORE:
-                terms.check_unasked(keys_beside(self.layouts, wanted), find_ways(planner))
+                terms.check_unasked(unrequested_keys(self.layouts, wanted), requested_keys(planner))
             if fills_state(planner):
                 self._read_together(items, planner, terms)
             else:
@@ -134,57 +136,56 @@ class LayoutReader(StorageReader):
         return done
 
     def _read_together(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
-        """Read all items into the tensors of the state, once all of them meet the terms."""
-        tensors = [resolve(tensors_in_order(layout, own), planner) for layout, own in self._each(items)]
-        for layout, found in zip(self.layouts, tensors, strict=True):
-            terms.check_casts(specs_of(layout, found))
-        for (layout, own), found in zip(self._each(items), tensors, strict=True):
+        """Read all items into the tensors of the state, after a check of the dtypes of all."""
+        tensors = [resolve(tensors_in_order(layout, own), planner) for layout, own in self._with_layouts(items)]
+        for layout, resolved in zip(self.layouts, tensors, strict=True):
+            terms.check_casts(specs_of(layout, resolved))
+        for (layout, own), resolved in zip(self._with_layouts(items), tensors, strict=True):
             read_entries(layout, own, planner)
-            read_tensors(layout, found, planner)
+            read_tensors(layout, resolved, planner)
 
     def _read_in_turn(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
-        """Resolve, read and commit one item after the other: the planner may give the same tensor for all of them."""
-        for layout, own in self._each(items):
+        """Resolve, read and commit one item after the other: the planner may return the same tensor for all of them."""
+        for layout, own in self._with_layouts(items):
             read_entries(layout, own, planner)
             ledger = Ledger()
             for item in tensors_in_order(layout, own):
                 name = item.storage_index.fqn
                 only = replace(layout, tensors={name: layout.tensors[name]}, blobs={}, keys={})
-                found = resolve([item], planner)
-                terms.check_casts(specs_of(only, found))
-                read_tensors(only, found, planner, ledger)
+                resolved = resolve([item], planner)
+                terms.check_casts(specs_of(only, resolved))
+                read_tensors(only, resolved, planner, ledger)
 
-    def _each(self, items: Sequence[list[ReadItem]]) -> Iterator[tuple[Layout, list[ReadItem]]]:
+    def _with_layouts(self, items: Sequence[list[ReadItem]]) -> Iterator[tuple[Layout, list[ReadItem]]]:
         return zip(self.layouts, items, strict=True)
 
     @classmethod
     def validate_checkpoint_id(cls, _checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: no id leads to a layout."""
+        """Return False: a layout has no id."""
         return False
 
     def _layout_with(self, name: str) -> int | None:
-        """Return the number of the first layout that has an entry, None if none has."""
-        found = (i for i, layout in enumerate(self.layouts) if name in layout.tensors or name in layout.blobs)
-        return next(found, None)
+        """Return the index of the first layout that has an entry; None if no layout has it."""
+        numbers = (i for i, layout in enumerate(self.layouts) if name in layout.tensors or name in layout.blobs)
+        return next(numbers, None)
 
 
 class Reader(LayoutReader):
-    """A reader of the checkpoint at `path`, of any format, into a state with the names that it has there.
+    """Reads the checkpoint at `path`, in any format, into a state with the names of the checkpoint.
 
-    What each rank saved for itself (`own_state.rank_N.NAME`) each rank reads by its own name, as torch does: rank N
-    gets its own `NAME`.
+    Per-rank state (`own_state.rank_N.NAME`) is read by its own name, as in torch: rank N gets its own `NAME`.
 
-    `path` is a local one, a URL, or the id of a model on the Hub. `also` are other directories with files of the
-    same checkpoint, as when each node had a disk of its own. `missing`, `cast` and `unasked` say what happens where
-    the state asks for entries that are not there, for another dtype, or not for all entries: see `LayoutReader`.
+    `path` is a local path, a URL, or the id of a model on the Hub. `also` are other directories with files of the same
+    checkpoint, for example if each node saved to its own disk. `missing`, `cast` and `unasked` control what happens if
+    the state asks for entries that are missing, for another dtype, or not for all entries: see `LayoutReader`.
 
-    With `under` every name of the model is one below that key: the `norm.weight` of a Hugging Face model is read into
-    that of `{"model": {...}}` with `under="model"`. Where a config.json ties the head to the embedding, it is there
-    again. Optimizer and all else that lies beside a model keep their names; what is in several parts is read from the
-    model's. With `names` the model and its optimizer are read by the names of a family, or of the Hub ("hub"), for
-    which its config.json must lie there, or in `base`, a directory or Hub id. `map` is a table with further names, and
-    `rename` has rules `REGEX=>TEXT` for parameters, as those of `convert`. Entries that are no tensors are read if
-    `torch.load(weights_only=True)` would, or are `io.BytesIO`.
+    `under` adds a key before every name of the model: with `under="model"`, the `norm.weight` of a Hugging Face model
+    is read into that of `{"model": {...}}`. If a config.json ties the head to the embedding, the head is added again.
+    Other entries, such as the optimizer, keep their names. An entry in several components is read from the model's
+    component. `names` translates the model and its optimizer to the names of a family, or of the Hub ("hub"). This
+    needs the model's config.json, in the checkpoint or in `base` (a directory or Hub id). `map` is a table with further
+    names, and `rename` has rules `REGEX=>TEXT` for parameters, as in `convert`. Non-tensor entries are read if
+    `torch.load(weights_only=True)` accepts them, or if they are `io.BytesIO`.
     """
 
     @checked
@@ -214,11 +215,11 @@ class Reader(LayoutReader):
 
     def __repr__(self) -> str:
         terms, names = self.terms, "" if self.names == KEEP else self.names
-        asked = {"missing": terms.missing, "cast": terms.cast, "unasked": terms.unasked}
-        return as_call(self, self.path, under=self.under, names=names, rename=self.named.rename, **asked)
+        options = {"missing": terms.missing, "cast": terms.cast, "unasked": terms.unasked}
+        return as_call(self, self.path, under=self.under, names=names, rename=self.named.rename, **options)
 
     def open(self) -> tuple[Layout, ...]:
-        """Open the parts of the checkpoint, the model's first: by the names by which they are read."""
+        """Open the components of the checkpoint, the model's first, under the names for the load."""
         checkpoint = Checkpoint.open(self.path)
         config = self.named.config_of(checkpoint)
         layout = restore_tied(with_own_state(checkpoint.model_component.layout, self.rank), config or {})
@@ -229,23 +230,29 @@ class Reader(LayoutReader):
         return (model, *(with_own_state(other, self.rank) for other in others))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, with the checkpoint at another path if one is given."""
+        """Reset, with the checkpoint at another path if one is given."""
         if checkpoint_id is not None:
             self.path = find_path(checkpoint_id)
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """Return what the checkpoint holds; nothing if it cannot be read, which `set_up_storage_reader` then says."""
+        """Return the entries of the checkpoint.
+
+        If it cannot be read, return none; `set_up_storage_reader` raises the error.
+        """
         self._failure = None
         self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         try:
             self.layouts = self.open()
-        except CkptError as error:  # torch takes whatever is raised here for a checkpoint without global metadata
+        except CkptError as error:  # torch interprets any error here as missing global metadata
             self._failure = error
             return Metadata({}, planner_data={})
         return super().read_metadata()
 
     def set_up_storage_reader(self, *_args: Any, **kwargs: Any) -> None:
-        """Raise what went wrong when the checkpoint was opened. In a process group of its own a rank has its number."""
+        """Raise the error of opening the checkpoint.
+
+        In another process group, reopen it with the rank in that group.
+        """
         if self._failure is not None:
             raise self._failure
         rank = kwargs.get("rank", self.rank)
@@ -255,7 +262,7 @@ class Reader(LayoutReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a path or a URL."""
+        """Return whether an id is a path or a URL."""
         try:
             find_path(checkpoint_id)
         except (TypeError, CkptError):
@@ -264,47 +271,47 @@ class Reader(LayoutReader):
 
 
 def find_path(place: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means."""
+    """Return the path that the user passed."""
     return place if isinstance(place, Path) else to_path(os.fspath(place))
 
 
 def with_own_state(layout: Layout, rank: int) -> Layout:
-    """Return the layout with what this rank saved for itself under the names that it has on the rank."""
+    """Return the layout with this rank's own state under the names that it has on the rank."""
     above = (OWN, f"rank_{rank}")
     keys = {name: key[2:] for name in layout.names if (key := layout.key(name))[:2] == above and len(key) > 2}
     if not keys:
         return layout
-    named = {".".join(map(str, key)): name for name, key in keys.items()}
+    old_names = {".".join(map(str, key)): name for name, key in keys.items()}
     return replace(
         layout,
         tensors={
-            **{name: tensor for name, tensor in layout.tensors.items() if name not in named},
-            **{new: layout.tensors[old] for new, old in named.items() if old in layout.tensors},
+            **{name: tensor for name, tensor in layout.tensors.items() if name not in old_names},
+            **{new: layout.tensors[old] for new, old in old_names.items() if old in layout.tensors},
         },
         blobs={
-            **{name: blob for name, blob in layout.blobs.items() if name not in named},
-            **{new: layout.blobs[old] for new, old in named.items() if old in layout.blobs},
+            **{name: blob for name, blob in layout.blobs.items() if name not in old_names},
+            **{new: layout.blobs[old] for new, old in old_names.items() if old in layout.blobs},
         },
-        keys={**layout.keys, **{new: keys[old] for new, old in named.items()}},
+        keys={**layout.keys, **{new: keys[old] for new, old in old_names.items()}},
     )
 
 
-Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by the label of a file that a tensor is taken for
+Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by label; `describe_wanted` uses the labels as file names
 _PLANNER_STEPS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
 def read_entries(layout: Layout, plan: Iterable[ReadItem], planner: LoadPlanner) -> None:
-    """Read what is asked for of the entries of a layout that are no tensors, and give it to the planner."""
+    """Read the requested non-tensor entries of a layout, and pass them to the planner."""
     items = {item.storage_index.fqn: item for item in plan if item.type == LoadItemType.BYTE_IO}
-    found = unpack(edits.select(layout, items.__contains__))
+    entries = unpack(edits.select(layout, items.__contains__))
     for name, item in items.items():
-        planner.load_bytes(item, read_value(found, name))
+        planner.load_bytes(item, read_value(entries, name))
 
 
-def keys_beside(layouts: Iterable[Layout], asked: Container[str]) -> Iterator[KeyPath]:
-    """Yield the ways to the entries that were not asked for.
+def unrequested_keys(layouts: Iterable[Layout], asked: Container[str]) -> Iterator[KeyPath]:
+    """Yield the key paths of the entries that were not requested.
 
-    Leaves out what one rank saved for itself, and tied tensors that were asked for by another name.
+    Leaves out per-rank state, and tied tensors that were requested under another name.
     """
     for layout in layouts:
         loaded = {place_of(tensor) for name, tensor in layout.tensors.items() if name in asked}
@@ -320,76 +327,78 @@ def place_of(tensor: StoredTensor) -> tuple[str, int]:
     return first.path, first.offset
 
 
-def find_ways(planner: LoadPlanner) -> list[KeyPath]:
-    """Return the ways to the entries that a planner's state asks for."""
+def requested_keys(planner: LoadPlanner) -> list[KeyPath]:
+    """Return the key paths of the entries that a planner's state asks for."""
     ways: Mapping[str, KeyPath] = getattr(planner, "mappings", {})
     return [ways.get(name, (name,)) for name in getattr(planner, "state_dict", {})]
 
 
 def fills_state(planner: LoadPlanner) -> bool:
-    """Return whether a planner gives the tensors of the state to be read into, as torch's own does."""
-    ours = type(planner)
-    return all(getattr(ours, name, None) is getattr(DefaultLoadPlanner, name) for name in _PLANNER_STEPS)
+    """Return whether a planner reads directly into the tensors of the state, as torch's own planner does."""
+    planner_class = type(planner)
+    return all(getattr(planner_class, name, None) is getattr(DefaultLoadPlanner, name) for name in _PLANNER_STEPS)
 
 
 def tensors_in_order(layout: Layout, plan: Iterable[ReadItem]) -> list[ReadItem]:
-    """Return the items of a plan that are tensors, in the order in which these lie in the files."""
+    """Return the tensor items of a plan, in the order of the files."""
     tensors = (item for item in plan if item.type == LoadItemType.TENSOR)
     return sorted(tensors, key=lambda item: place_of(layout.tensors[item.storage_index.fqn]))
 
 
 def resolve(items: Iterable[ReadItem], planner: LoadPlanner) -> Resolved:
-    """Return the items, and the tensors that the planner gives to read them into."""
+    """Return the items, and the tensors that the planner provides for them."""
     return {f"{i:08d}": (item, planner.resolve_tensor(item).detach()) for i, item in enumerate(items)}
 
 
 def specs_of(layout: Layout, resolved: Resolved) -> Iterator[tuple[str, Spec, Tensor]]:
-    """Yield name and spec of each tensor of a layout that is read, and the tensor that it is read into."""
+    """Yield name and spec of each tensor to read, and the tensor that it is read into."""
     for item, tensor in resolved.values():
         name = item.storage_index.fqn
         yield name, layout.tensors[name].spec, tensor
 
 
 def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledger: Ledger | None = None) -> None:
-    """Read tensors of a layout, or boxes of them, into the tensors that the planner has given for them.
+    """Read tensors of a layout, or boxes of them, into the tensors that the planner provided.
 
-    `ledger` has what was read of the layout before, so that a chunk that is read in parts is compared when it is whole.
-    Without it, a chunk that is not read whole is not compared.
+    `ledger` records earlier reads of the layout, so that a chunk that is read in parts is verified when it is complete.
+    Without it, only chunks that are read at once are verified.
     """
     items = {label: item for label, (item, _) in resolved.items()}
     tensors = {label: tensor for label, (_, tensor) in resolved.items()}
     wanted = describe_wanted(layout, items, tensors)
     tied = find_tied(tensors)
-    apart = {label: torch.empty_like(tensors[label]) for label in tied}  # else the last one read would stay, unseen
-    with in_memory_if_split(layout, items, {**tensors, **apart}) as filled:
+    duplicates = {
+        label: torch.empty_like(tensors[label]) for label in tied
+    }  # otherwise the last read would silently win
+    with through_cpu_if_split(layout, items, {**tensors, **duplicates}) as filled:
         fill(make_plan(locate(share_of(layout, wanted)), wanted), filled, ledger)
     for label, one in tied.items():
         name, other = (items[which].storage_index.fqn for which in (label, one))
-        require_equal({name: apart[label], other: tensors[one]}, {name: other}, layout.root)
+        require_equal({name: duplicates[label], other: tensors[one]}, {name: other}, layout.root)
     for label, item in items.items():
         planner.commit_tensor(item, tensors[label])
 
 
 @contextmanager
-def in_memory_if_split(
+def through_cpu_if_split(
     layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]
 ) -> Iterator[Mapping[str, Tensor]]:
-    """Give memory of the CPU in place of tensors elsewhere whose rows come in another order; it is copied at the end.
+    """Provide CPU memory instead of device tensors whose rows are stored in another order; copies it back at the end.
 
-    Blocks of such a tensor are no boxes of it, but runs of its bytes.
+    Blocks of such a tensor are not boxes, but byte ranges.
     """
-    apart = {
+    on_cpu = {
         label: torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
         for label, tensor in tensors.items()
         if layout.tensors[items[label].storage_index.fqn].splits is not None and not is_memory(tensor)
     }
-    yield {**tensors, **apart}
-    for label, found in apart.items():
-        tensors[label].copy_(found)
+    yield {**tensors, **on_cpu}
+    for label, cpu_tensor in on_cpu.items():
+        tensors[label].copy_(cpu_tensor)
 
 
 def fill(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | None) -> None:
-    """Read every target of a plan into the tensor that its file stands for."""
+    """Read every target of a plan into its tensor."""
     sources = Sources(plan, ledger or Ledger(), is_all=ledger is None)
     with Worker(plan, sources.compares) as worker:
         filler = TensorFiller(worker)
@@ -400,7 +409,7 @@ def fill(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | None) -> No
 
 
 def describe_wanted(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]) -> Layout:
-    """Return the tensors to be filled, as a layout whose files are the items."""
+    """Return the tensors to fill, as a layout whose files are the items."""
     chunks: dict[str, list[Chunk]] = {}
     for label, item in items.items():
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
@@ -415,14 +424,14 @@ def describe_wanted(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapp
 
 
 def describe(spec: Spec) -> TensorStorageMetadata:
-    """Return a tensor as torch's planner is told of it: in one piece."""
+    """Return the metadata of a tensor for torch's planner: a single chunk."""
     size = torch.Size(spec.shape)
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
     return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, spec.dtype.name)), size, [chunk])
 
 
 def share_of(layout: Layout, wanted: Layout) -> Layout:
-    """Return the part of a layout that `wanted` is made of, in the dtypes of `wanted` where both are floats."""
+    """Return the part of a layout that `wanted` consists of, in the dtypes of `wanted` if both are floats."""
 
     def wanted_dtype(name: str, spec: Spec) -> DType:
         dtype = wanted.tensors[name].spec.dtype
@@ -432,14 +441,14 @@ def share_of(layout: Layout, wanted: Layout) -> Layout:
 
 
 class TensorFiller:
-    """A reader of blocks into tensors: straight into contiguous memory of the CPU, into others through a buffer."""
+    """Reads blocks into tensors: directly into contiguous CPU memory, otherwise through a buffer."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._buffer: Tensor | None = None
 
     def fill(self, block: Block, tensor: Tensor) -> None:
-        """Read a block of a target into its place in the target's tensor; an error names the tensor."""
+        """Read a block into its place in the target's tensor. Errors name the tensor."""
         try:
             self._fill(block, tensor)
         except CkptError as error:

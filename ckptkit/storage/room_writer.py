@@ -1,8 +1,8 @@
-"""Write through torch to a local directory: every rank puts its shards to their final place in files of any format.
+"""Write through torch to a local directory: every rank writes its shards to their final position, in any format.
 
-The coordinator makes the files from the plans of all ranks, before a byte of data is there. Where each byte belongs is
-then said by the format's own reader, to every rank alike, so that nothing is left to put together afterwards but the
-entries that are no tensors: how long these are shows only when they are written.
+The coordinator creates the files from the plans of all ranks, before any data is written. Every rank then gets the
+position of each byte from the format's own reader, so nothing has to be merged afterwards. Exceptions are non-tensor
+entries: their length is known only after they are written.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from ckptkit.storage.plans import (
 from ckptkit.storage.portions import Portion, divide
 from ckptkit.storage.small_files import SmallFile, to_bytes
 
-_MODEL_ALONE = "hf"  # the format that has no place for most of what a training saves
+_MODEL_FORMAT = "hf"  # this format stores only tensors of a model
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The part of a save that one rank does: into directory `root`, its entries by the names that they are stored by.
+    """The work of one rank in a save, in directory `root`.
 
-    `portions` has these names by those of the state, for the directory in `root` and the format that they go to.
+    `portions` maps names in the state to stored names, for each directory in `root` and its format.
     """
 
     rank: int
@@ -62,11 +62,11 @@ class Task:
 
 
 class RoomWriter(StorageWriter):
-    """A writer of a state as a checkpoint into directory `room`, which is there; shows it to nobody.
+    """Writes a state as a checkpoint into the existing directory `room`, without publishing it.
 
-    `format` is one that ckptkit writes, `files` are small ones to put beside the weights, and `max_shard_size` is in
-    bytes. `tied` has ways that are not in the state to the names of tensors in it: they share its bytes, in a format in
-    which tensors can. Without `sync` the data is left to the operating system.
+    `format` is a format that ckptkit writes, `files` are small files to put beside the weights, and `max_shard_size` is
+    in bytes. `tied` maps additional key paths to names of tensors in the state: they share its bytes, if the format
+    allows that. Without `sync`, the operating system decides when data reaches the disk.
     """
 
     def __init__(
@@ -87,51 +87,55 @@ class RoomWriter(StorageWriter):
         self._files = to_bytes(files, self.room)
         self._max_shard_size = max_shard_size
         self._tied = dict(tied or {})
-        self._portions: tuple[Portion, ...] = ()  # on the coordinator, from plan to finish
+        self._portions: tuple[Portion, ...] = ()  # set on the coordinator, from plan to finish
         self._sizes: dict[str, dict[str, int]] = {}
         self._options = WriterOptions(max_shard_size)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, in another directory if one is given."""
+        """Reset, with another directory if one is given."""
         if checkpoint_id is not None:
             self.room = to_local(os.fspath(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raise `Unsupported` for several ranks that do not talk to each other: they write the same files."""
+        """Raise `Unsupported` for several ranks without collectives: they must coordinate to write the same files."""
         require_collectives(kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the files, with holes for the data, and return the plans with what each rank is to do."""
+        """Create the files, with gaps for the data, and return the plans with the task of each rank."""
         plans = without_gaps(plans, self.room)
         planned = tie(plan_layout(plans, self.room), self._tied)
         self._options = WriterOptions(self._max_shard_size, len(plans))
         self._portions = divide(planned, self._format)
-        made = {
+        files_by_directory = {
             portion.directory: portion.arrange(self._options, {} if portion.directory else self._files)
             for portion in self._portions
         }
-        self._sizes = {place: {file.name: file.nbytes for file in files} for place, files in made.items()}
+        self._sizes = {
+            directory: {file.name: file.nbytes for file in files} for directory, files in files_by_directory.items()
+        }
+        # before any file is created: a full disk in the middle of a save costs the training time
         check_room(self.room, sum(chain(*(sizes.values() for sizes in self._sizes.values()))))
-        for place, files in made.items():
-            create_files(self.room / place, files, anew=True)
+        for directory, files in files_by_directory.items():
+            create_files(self.room / directory, files, anew=True)
         return [replace(plan, storage_data=self._task(rank, plan)) for rank, plan in enumerate(plans)]
 
     def _task(self, rank: int, plan: SavePlan) -> Task:
         names = [item.index.fqn for item in plan.items]
-        own = {
+        stored_names = {
             (portion.directory, portion.format): {name: portion.names[name] for name in names if name in portion.names}
             for portion in self._portions
         }
-        return Task(rank, self.room, own)
+        return Task(rank, self.room, stored_names)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items to where they belong.
+        """Write this rank's items to their positions.
 
-        Each result of a tensor has what it adds to the sum of each chunk, that of another entry where it lies.
+        The result of a tensor contains its contributions to the checksums of chunks. The result of any other entry
+        contains its byte range.
         """
         task: Task = plan.storage_data
         results: list[WriteResult] = []
@@ -151,17 +155,17 @@ class RoomWriter(StorageWriter):
     def _write_tensors(
         self, root: Path, to: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
     ) -> list[WriteResult]:
-        made = locate(read_made(get_writer(to), root, {names[item.index.fqn] for item in items}))
+        layout = locate(read_made(get_writer(to), root, {names[item.index.fqn] for item in items}))
         with OpenFiles(root, writable=True) as files:
             pieces = PieceWriter(files)
-            results = [write_item(pieces, item, planner, made.tensors[names[item.index.fqn]]) for item in items]
-        if self.sync:  # by each rank what it wrote: another machine could not
+            results = [write_item(pieces, item, planner, layout.tensors[names[item.index.fqn]]) for item in items]
+        if self.sync:  # each rank syncs its own writes: another machine cannot
             for name in sorted({path for result in results for path, _ in result.storage_data}):
                 sync_path(root / name)
         return results
 
     def _write_entries(self, root: Path, file: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """Write entries that are no tensors, one after the other, into a file of their own."""
+        """Write non-tensor entries, one after the other, into a file of their own."""
         create_file(root / file, 0, ())
         results = []
         end = 0
@@ -179,18 +183,18 @@ class RoomWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - torch's alone
-        """Complete the files, with the entries and checksums that need the data, and the manifest of each directory."""
+        """Finalize the files with entries and checksums, which need the data, and write the manifests."""
         for portion in self._portions:
             portion.finish(self._options, self._sizes[portion.directory], chain(*results))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is the path of a local directory, and no URL: ckptkit writes to such only."""
+        """Return whether an id is the path of a local directory. URLs are not supported here."""
         return is_local(checkpoint_id)
 
 
 def is_local(checkpoint_id: object) -> bool:
-    """Return whether something names a place on this machine."""
+    """Return whether an object is a path on this machine."""
     try:
         to_local(os.fspath(checkpoint_id))  # type: ignore[call-overload]
     except (TypeError, CkptError):
@@ -200,7 +204,7 @@ def is_local(checkpoint_id: object) -> bool:
 
 @contextmanager
 def naming_destination(path: Path) -> Iterator[None]:
-    """Let errors name the destination, as it was typed, in the place of the hidden directory that becomes it."""
+    """Make errors name the destination, as it was typed, instead of the hidden directory that is renamed to it."""
     try:
         yield
     except CkptError as error:
@@ -211,10 +215,10 @@ def naming_destination(path: Path) -> Iterator[None]:
 
 
 class StagedWriter(RoomWriter):
-    """A writer of a state to the local `path`, where it appears when all ranks are done, whole or not at all.
+    """Writes a state to the local `path`. The checkpoint appears atomically, when all ranks are done.
 
-    See `Writer` for the options. A save that failed may leave a hidden directory, which goes away with the writer, or
-    at its next save.
+    See `Writer` for the options. A failed save may leave a hidden directory. It is deleted with the writer, or at the
+    writer's next save.
     """
 
     def __init__(
@@ -233,34 +237,34 @@ class StagedWriter(RoomWriter):
         self._stage: Stage | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, with another path if one is given."""
+        """Reset, with another path if one is given."""
         if checkpoint_id is not None:
             self.path = to_local(os.fspath(checkpoint_id))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the files in a hidden directory, and return the plans with what each rank is to do there."""
+        """Create the files in a hidden directory, and return the plans with the task of each rank."""
         self._discard()
         if self.overwrite:
             check_replaceable(self.path, self._files, by_training=True)
         self._stage = stage = Stage(self.path, overwrite=self.overwrite, sync=self.sync)
-        weakref.finalize(self, stage.discard)  # no call of torch's tells of the failure of another rank
+        weakref.finalize(self, stage.discard)  # torch does not report the failure of another rank
         try:
             with naming_destination(self.path):
                 self.room = stage.open().path
                 return super().prepare_global_plan(plans)
         except BaseException as error:
             self._discard()
-            if self._format == _MODEL_ALONE and isinstance(error, Mismatch | Unsupported):
+            if self._format == _MODEL_FORMAT and isinstance(error, Mismatch | Unsupported):
                 error.hint = 'pass format="dcp", which stores every entry of the state as it is'
             raise
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items to where they belong."""
+        """Write this rank's items to their positions."""
         with naming_destination(self.path):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint and show it."""
+        """Finalize the checkpoint and publish it."""
         assert self._stage is not None
         try:
             with naming_destination(self.path):
@@ -278,6 +282,6 @@ class StagedWriter(RoomWriter):
 
 
 def write_item(pieces: PieceWriter, item: WriteItem, planner: SavePlanner, target: StoredTensor) -> WriteResult:
-    """Write one item of a plan to its place in the files."""
+    """Write one item of a plan to its position in the files."""
     tensor = resolve_tensor(item, planner)
     return WriteResult(item.index, tensor.nbytes, pieces.write(tensor, describe_item(item)[1], target))

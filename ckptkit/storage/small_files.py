@@ -1,4 +1,4 @@
-"""Take the small files that a caller wants beside the weights, in whatever form they have, as bytes."""
+"""Convert the small files that a caller wants beside the weights to bytes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ckptkit.errors import Usage
 from ckptkit.io.file import check_name, read_small
 from ckptkit.models.companions import dump_config
 
-_LIMIT = 1 << 28  # bytes; the largest tokenizers have a few ten million
-_SHOWN = 40  # characters of a text in a message
+_LIMIT = 1 << 28  # bytes; the largest tokenizer files have tens of megabytes
+_SHOWN_CHARACTERS = 40  # of a text in a message
 
 
 @runtime_checkable
 class Config(Protocol):
-    """A configuration as libraries of models have it."""
+    """A configuration object, such as transformers' or diffusers'."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what its JSON file says."""
+        """Return the content of its JSON file."""
 
 
 SmallFile = bytes | str | Mapping[str, Any] | Path | Config
 
 
 def to_bytes(files: Mapping[str, SmallFile] | None, root: Path) -> dict[str, bytes]:
-    """Return the content of each file of directory `root`: of a `Path` the file there, of a dict or config its JSON.
+    """Return the content of each file: a `Path` is read, a dict or config becomes JSON. `root` is the destination.
 
-    Raises `Usage` for anything else, `Unsafe` for a name that leads out of the directory.
+    Raises `Usage` for any other value, `Unsafe` for a name with path traversal.
     """
     for name in files or {}:
         check_name(name, root)
@@ -37,16 +37,15 @@ def to_bytes(files: Mapping[str, SmallFile] | None, root: Path) -> dict[str, byt
 
 
 def require_json(name: str, text: str) -> None:
-    """Raise `Usage` for text that is not JSON, such as a path in the place of the file's content."""
+    """Raise `Usage` for text that is not JSON, such as a path instead of the file's content."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
         hint = "pass the content of the file, or its path as a `pathlib.Path`"
-        raise Usage(f"files[{name!r}]: expected JSON, found {text[:_SHOWN]!r}", hint=hint) from None
+        raise Usage(f"files[{name!r}]: expected JSON, found {text[:_SHOWN_CHARACTERS]!r}", hint=hint) from None
 
 
 def content_of(name: str, value: object) -> bytes:
-    """Return the content of one file."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, str):
@@ -58,10 +57,10 @@ def content_of(name: str, value: object) -> bytes:
     text = getattr(value, "to_json_string", None)
     if callable(text):
         return str(text()).encode()
-    found = value.to_dict() if isinstance(value, Config) else value
+    data = value.to_dict() if isinstance(value, Config) else value
     try:
-        if isinstance(found, Mapping):
-            return dump_config(found)
+        if isinstance(data, Mapping):
+            return dump_config(data)
         problem = f"a {type(value).__name__}"
     except (TypeError, ValueError) as error:
         problem = f"a dict that is not JSON ({error})"

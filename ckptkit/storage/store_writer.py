@@ -1,7 +1,7 @@
-"""Write through torch to a store: every rank sends its own files, and the coordinator shows them when all are there.
+"""Write through torch to an object store: every rank sends its own files, then the coordinator publishes them.
 
-The coordinator takes the place, with the sizes of all ranks' shards, and the others join it. Nothing is written to the
-local disk. The metadata, without which no reader sees a checkpoint, is the last object and replaces none.
+The coordinator claims the destination, with the sizes of all ranks' shards, and the others join it. Nothing is written
+to the local disk. The metadata is the last object and replaces none; without it, no reader sees a checkpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MARKS = (MANIFEST, METADATA)
 
 @dataclass(frozen=True, slots=True)
 class SendTask:
-    """The part of a save that one rank does: `nbytes` of shards, in the upload that is known by `plan`."""
+    """The work of one rank in a save: `nbytes` of shards, in the upload with the id `plan`."""
 
     rank: int
     plan: str
@@ -63,7 +63,7 @@ class SendTask:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A save under way, as its coordinator knows it, with the shards that each file will have."""
+    """A save in progress, as its coordinator sees it, with the shards that each file will contain."""
 
     there: Destination
     planned: Layout
@@ -71,10 +71,10 @@ class Upload:
 
 
 class StoreWriter(StorageWriter):
-    """A writer of a state as a DCP directory to `path` in a store, with small `files` beside it.
+    """Writes a state as a DCP directory to `path` in a store, with small `files` beside it.
 
-    `overwrite` replaces a checkpoint that is there. With `takes_over` nobody else writes there: what is no complete
-    checkpoint was left by a save that died, and is replaced.
+    `overwrite` replaces an existing checkpoint. With `takes_over`, the caller guarantees that nobody else writes there:
+    an incomplete checkpoint is from a save that died, and is replaced.
     """
 
     def __init__(
@@ -90,33 +90,33 @@ class StoreWriter(StorageWriter):
         self._files = to_bytes(files, path)
         self._overwrite = overwrite
         self._takes_over = takes_over
-        self._begun: RemotePath | None = None  # where a save of ours is not finished
-        self._upload: Upload | None = None  # on the coordinator, from plan to finish
+        self._begun: RemotePath | None = None  # destination of this writer's unfinished save
+        self._upload: Upload | None = None  # set on the coordinator, from plan to finish
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, with another path if one is given."""
+        """Reset, with another path if one is given."""
         if checkpoint_id is not None:
             self.path = to_store(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raise `Unsupported` for several ranks that do not talk to each other."""
+        """Raise `Unsupported` for several ranks without collectives."""
         require_collectives(kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Take the place, and return the plans with what each rank is to do."""
+        """Claim the destination, and return the plans with the task of each rank."""
         plans = without_gaps(plans, self.path)
         planned = plan_layout(plans, self.path)
         items = {tensors_file(rank): lay_out_plan(plan) for rank, plan in enumerate(plans)}
-        sizes = {name: end_of(found) for name, found in items.items()}
+        sizes = {name: end_of(own_items) for name, own_items in items.items()}
         self._require_free({*sizes, *map(entries_file, range(len(plans))), *_MARKS})
         name = uuid4().hex
-        there = open_destination(self.path, sizes, _MARKS, plan=name)
-        self._claim(there)
-        self._upload = Upload(there, planned, items)
+        destination = open_destination(self.path, sizes, _MARKS, plan=name)
+        self._claim(destination)
+        self._upload = Upload(destination, planned, items)
         tasks = [SendTask(rank, name, nbytes) for rank, nbytes in enumerate(sizes.values())]
         return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
@@ -125,48 +125,51 @@ class StoreWriter(StorageWriter):
             if name in taken:
                 raise Usage(f"`{name}` is a file of the checkpoint itself", path=self.path, hint="give it another name")
 
-    def _claim(self, there: Destination) -> None:
-        """Take the place. What is there and no complete checkpoint is replaced if it can only be of a dead save."""
+    def _claim(self, destination: Destination) -> None:
+        """Claim the destination. Replaces an incomplete checkpoint if it can only be from a save that died."""
         replaces = self._overwrite or self._takes_over or self._begun == self.path
         if not self._overwrite:
             require_free(self.path)
         self._begun = self.path
         try:
-            there.claim(overwrite=replaces, check=partial(marks_in, self.path, self._files, by_training=True))
+            destination.claim(overwrite=replaces, check=partial(marks_in, self.path, self._files, by_training=True))
         except Occupied:
             self._begun = None
             raise
-        for remark in there.remarks():
+        for remark in destination.remarks():
             warn(f"{self.path}: {remark}")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Send this rank's items, and give the CRC-32 of each tensor's data, or where an entry lies.
+        """Send this rank's items. Results contain the CRC-32 of each tensor's data, or the byte range of an entry.
 
-        The tensors are read one piece at a time, while others are sent.
+        Reads the tensors one piece at a time, while others are sent.
         """
         task: SendTask = plan.storage_data
-        there = self._upload.there if self._upload else self._join(task)
+        destination = self._upload.there if self._upload else self._join(task)
         entries = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        results = [*send_tensors(there, task, tensors, planner), *send_entries(there, task, entries, planner)]
+        results = [
+            *send_tensors(destination, task, tensors, planner),
+            *send_entries(destination, task, entries, planner),
+        ]
         refresh(self.path)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def _join(self, task: SendTask) -> Destination:
-        there = open_destination(self.path, {tensors_file(task.rank): task.nbytes}, _MARKS, plan=task.plan)
-        there.join()
-        return there
+        destination = open_destination(self.path, {tensors_file(task.rank): task.nbytes}, _MARKS, plan=task.plan)
+        destination.join()
+        return destination
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - torch's alone
-        """Send the small files, the manifest and the metadata, which shows the checkpoint."""
+        """Send the small files and the manifest, then the metadata, which publishes the checkpoint."""
         assert self._upload is not None
-        there, planned, items = self._upload.there, self._upload.planned, self._upload.items
-        found = list(chain(*results))
-        checksums = collect_checksums(found, items, self.path)
-        entries = [result.storage_data for result in found if isinstance(result.storage_data, Blob)]
-        described = describe_files(planned, items, collect_entries(found, planned))
+        destination, planned, items = self._upload.there, self._upload.planned, self._upload.items
+        all_results = list(chain(*results))
+        checksums = collect_checksums(all_results, items, self.path)
+        entries = [result.storage_data for result in all_results if isinstance(result.storage_data, Blob)]
+        described = describe_files(planned, items, collect_entries(all_results, planned))
         small = {**self._files, METADATA: described}
         sums = {
             **{name: FileSum(end_of(own), sum_items(own, checksums[name])) for name, own in items.items() if own},
@@ -175,19 +178,20 @@ class StoreWriter(StorageWriter):
         }
         manifest = Manifest(sums, sum_tensors(planned, items, checksums)).to_bytes()
         for name, content in self._files.items():
-            there.put_small(name, content, crc32(content))
+            destination.put_small(name, content, crc32(content))
         for name, content in zip(_MARKS, (manifest, described), strict=True):
-            there.mark(name, content, crc32(content))
+            destination.mark(name, content, crc32(content))
+        # the checkpoint is visible now, so a later save must not replace it as unfinished, even if the commit fails
         self._upload = self._begun = None
         refresh(self.path)
         try:
-            there.commit()
-        except IOFailure as error:  # nothing of the checkpoint is missing: no reason to end a training
+            destination.commit()
+        except IOFailure as error:  # the checkpoint is complete, so training can continue
             warn(f"the checkpoint is complete, but its claim was not deleted: {error}")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is the URL of a place in a store that ckptkit writes to."""
+        """Return whether an id is the URL of a prefix in a store that ckptkit writes to."""
         try:
             to_store(checkpoint_id)
         except (TypeError, CkptError):
@@ -196,14 +200,14 @@ class StoreWriter(StorageWriter):
 
 
 def require_free(path: RemotePath) -> None:
-    """Raise `Occupied` if a checkpoint is at a path in a store, now; what a save left that died is none."""
+    """Raise `Occupied` if a checkpoint is at a path in a store now. An incomplete save does not count."""
     refresh(path)
     if (path / METADATA).exists() or Checkpoint.at(path).is_complete:
         raise destination_exists(path)
 
 
 def to_store(place: str | os.PathLike[str]) -> RemotePath:
-    """Return the path in a store that a user means. Raises `Usage` for a local one."""
+    """Return the path in a store that the user passed. Raises `Usage` for a local path."""
     path = to_destination(place)
     if not is_remote(path):
         raise Usage("this is a local path, but only a path in a store is accepted here", path=path)
@@ -218,9 +222,9 @@ def lay_out_plan(plan: SavePlan) -> list[ShardItem]:
 
 
 def send_tensors(
-    there: Destination, task: SendTask, items: list[WriteItem], planner: SavePlanner
+    destination: Destination, task: SendTask, items: list[WriteItem], planner: SavePlanner
 ) -> Iterator[WriteResult]:
-    """Send the file with a rank's shards; yield for each the CRC-32 of its data, by file and offset of its item."""
+    """Send the file with a rank's shards. Yields the CRC-32 of each shard's data, by file and offset."""
     placed = lay_out((item.index.fqn, *describe_item(item)) for item in items)
     if end_of(placed) != task.nbytes:
         raise Mismatch(f"the planner changed its plan: expected {task.nbytes} bytes, found {end_of(placed)}")
@@ -228,7 +232,7 @@ def send_tensors(
         return
     name = tensors_file(task.rank)
     blocks = BlockReader()
-    with FileStream(there, name, task.nbytes) as stream:
+    with FileStream(destination, name, task.nbytes) as stream:
         for item, place in zip(items, placed, strict=True):
             assert place.envelope is not None
             stream.write(parts_around(place.envelope, 0)[0])
@@ -242,13 +246,13 @@ def send_tensors(
 
 
 class BlockReader:
-    """A reader of tensors on any device; holds a block of memory at most for each device."""
+    """Reads tensors on any device. Uses at most one block of memory per device."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, Tensor] = {}
 
     def read(self, tensor: Tensor) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor in row-major order, block by block, each of which is valid until the next."""
+        """Yield the bytes of a tensor in row-major order, block by block. A block is valid until the next."""
         if tensor.device not in self._buffers:
             self._buffers[tensor.device] = make_buffer(tensor.device)
         for box in cut(whole(tuple(tensor.shape)), BLOCK_BYTES // tensor.itemsize):
@@ -256,48 +260,48 @@ class BlockReader:
 
 
 def send_entries(
-    there: Destination, task: SendTask, items: list[WriteItem], planner: SavePlanner
+    destination: Destination, task: SendTask, items: list[WriteItem], planner: SavePlanner
 ) -> Iterator[WriteResult]:
-    """Send the file with a rank's entries that are no tensors; yield where each lies."""
+    """Send the file with a rank's non-tensor entries. Yields the byte range of each."""
     name = entries_file(task.rank)
     content = bytearray()
     for item in items:
         data = planner.resolve_data(item)
         assert not isinstance(data, Tensor)
-        found = data.getbuffer()
-        yield WriteResult(item.index, len(found), Blob(name, len(content), len(found), crc32=crc32(found)))
-        content += found
+        data_view = data.getbuffer()
+        yield WriteResult(item.index, len(data_view), Blob(name, len(content), len(data_view), crc32=crc32(data_view)))
+        content += data_view
     if items:
-        there.put_small(name, content, crc32(content))
+        destination.put_small(name, content, crc32(content))
 
 
 def collect_checksums(
     results: Iterable[WriteResult], items: Mapping[str, list[ShardItem]], path: RemotePath
 ) -> dict[str, dict[int, int]]:
-    """Return the CRC-32 of the data of each shard, by file and offset. Raises `Corrupt` if one was not written."""
-    found: dict[str, dict[int, int]] = {name: {} for name in items}
+    """Return the CRC-32 of the data of each shard, by file and offset. Raises `Corrupt` if a shard was not written."""
+    by_offset: dict[str, dict[int, int]] = {name: {} for name in items}
     for result in results:
         if not isinstance(result.storage_data, Blob):
             for (name, offset), checksum in result.storage_data.items():
-                found[name][offset] = checksum
+                by_offset[name][offset] = checksum
     for name, own in items.items():
         for item in own:
-            if item.offset not in found[name]:
+            if item.offset not in by_offset[name]:
                 raise Corrupt("the shard was not written by the rank that has it", path=path / name, tensor=item.name)
-    return found
+    return by_offset
 
 
 def collect_entries(results: Iterable[WriteResult], planned: Layout) -> dict[str, Blob]:
-    """Return where each entry lies that is no tensor. Raises `Corrupt` if one was not written."""
-    found = {one.index.fqn: one.storage_data for one in results if isinstance(one.storage_data, Blob)}
-    if found.keys() != planned.blobs.keys():
-        name = min(found.keys() ^ planned.blobs.keys())
+    """Return the byte range of each non-tensor entry. Raises `Corrupt` if one was not written."""
+    blobs = {one.index.fqn: one.storage_data for one in results if isinstance(one.storage_data, Blob)}
+    if blobs.keys() != planned.blobs.keys():
+        name = min(blobs.keys() ^ planned.blobs.keys())
         raise Corrupt("the entry was not written by the rank that has it", path=planned.root, tensor=name)
-    return {name: found[name] for name in planned.blobs}
+    return {name: blobs[name] for name in planned.blobs}
 
 
 def sum_entries(entries: Iterable[Blob]) -> dict[str, FileSum]:
-    """Return size and CRC-32 of each file that has entries, one after the other."""
+    """Return size and CRC-32 of each file that consists of entries."""
     sums: dict[str, FileSum] = {}
     for blob in entries:
         before = sums.get(blob.path, FileSum(0, 0))
@@ -310,7 +314,7 @@ def sum_entries(entries: Iterable[Blob]) -> dict[str, FileSum]:
 def sum_tensors(
     planned: Layout, items: Mapping[str, list[ShardItem]], checksums: Mapping[str, Mapping[int, int]]
 ) -> dict[str, int]:
-    """Return the CRC-32 of each tensor that lies in one shard."""
+    """Return the CRC-32 of each tensor that is a single shard."""
     return {
         item.name: checksums[name][item.offset]
         for name, own in items.items()

@@ -1,9 +1,8 @@
-"""What a load may miss or convert.
+"""The terms of a load: which entries may be missing, and which dtypes may be converted.
 
-Missing entries and other dtypes are errors, unless they are allowed. Tied tensors must be equal.
-
-torch's planner ends with the first name that is missing, or with `allow_partial_load` leaves out all that are without
-a word; and it never looks at dtypes: values are cast to those of the tensors that they are read into.
+Missing entries and other dtypes are errors unless the caller allows them. Tied tensors must be equal. torch's planner
+stops at the first missing name, or silently skips all of them with `allow_partial_load`. It ignores dtypes: torch casts
+values to the dtypes of the tensors that they are read into.
 """
 
 from __future__ import annotations
@@ -33,37 +32,37 @@ from ckptkit.words import count
 
 
 def find_tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return each name that is not the first of its tensor, with the first."""
+    """Return each name that is not the first name of its tensor, with the first name."""
     first: dict[object, str] = {}
     named = {name: first.setdefault(identify(tensor), name) for name, tensor in tensors.items()}
-    return {name: one for name, one in named.items() if name != one}
+    return {name: first_name for name, first_name in named.items() if name != first_name}
 
 
 def identify(tensor: Tensor) -> object:
-    """Return what tied tensors have in common: where their elements lie, and in which order."""
+    """Return a key that is equal for tied tensors: the address and the layout of their elements."""
     local = local_part(tensor)
     return local.data_ptr(), tensor.dtype, tensor.shape, local.stride()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank has."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the shards of a tensor that this rank has."""
+    """Return this rank's shards of a tensor."""
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     return [local_part(tensor)]
 
 
 def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: Path) -> None:
-    """Raise `Mismatch` unless what was loaded for a name is to the last bit what was for the one that it is tied to."""
-    for name, one in tied.items():
-        mine, other = (plain_bits(local_part(tensors[which])) for which in (name, one))
-        if not torch.equal(mine, other):
+    """Raise `Mismatch` unless the values loaded for tied names are equal to the last bit."""
+    for name, tied_name in tied.items():
+        values, tied_values = (plain_bits(local_part(tensors[which])) for which in (name, tied_name))
+        if not torch.equal(values, tied_values):
             raise Mismatch(
-                f"the model ties it to `{one}`, but the checkpoint's bytes differ",
+                f"the model ties it to `{tied_name}`, but the checkpoint's bytes differ",
                 path=path,
                 tensor=name,
                 hint="if they were trained separately, build the model with a head of its own",
@@ -71,28 +70,28 @@ def require_equal(tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: 
 
 
 def plain_bits(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor as bits, which compare as such."""
+    """Return the elements of a tensor as integers, so that NaNs compare by their bits."""
     return part_of(tensor, whole(tuple(tensor.shape)))
 
 
 ERROR, KEEP, ZERO, ALLOW, WARN, IGNORE = "error", "keep", "zero", "allow", "warn", "ignore"
-_MOST = 8  # names in a message
-_NUMBERED = re.compile(r"((?:.*\.)?state\.)[0-9]+\.")  # a state of a parameter that has a number for its name
+_MAX_NAMED = 8  # in a message
+_NUMBERED = re.compile(r"((?:.*\.)?state\.)[0-9]+\.")  # a state under a parameter index
 _NAME_FIRST = "run `ckptkit convert CKPT OUT --to dcp --optimizer-keys names`, and load OUT"
 _INITIALIZE = "create the states of a new optimizer with torch's `get_optimizer_state_dict` before you load"
 _TORCH_PLAN = create_default_local_load_plan.__code__
 
 
 class PartialLoad(UserWarning):
-    """A warning of what was asked for and is not in the checkpoint, or the other way round."""
+    """Warning: the checkpoint lacks entries that were requested, or has entries that were not."""
 
 
 class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """The entries of a checkpoint, as planners see them; only torch's own plan finds every other name here as well.
+    """The entries of a checkpoint for planners. For torch's own planner, every other name seems to exist too.
 
-    That plan would end with the first name that is missing. So the reader gets all of them, and applies its terms. A
-    planner that looks a name up itself, to skip what is missing, gets a true answer. Where that plan would end with a
-    ValueError for a tensor of another size, `Mismatch` names the tensor and both shapes.
+    torch's planner would stop at the first missing name. This way the reader gets all names, and applies its terms. A
+    planner that looks up a name itself, to skip missing entries, gets the true answer. For a tensor of another size,
+    where torch's planner would raise a ValueError, `Mismatch` names the tensor and both shapes.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -100,22 +99,23 @@ class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
         self.root = root
 
     def __contains__(self, name: object) -> bool:
+        # the caller decides, because other planners need the true answer
         return super().__contains__(name) or sys._getframe(1).f_code is _TORCH_PLAN
 
     def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
         caller = sys._getframe(1)
         if caller.f_code is not _TORCH_PLAN:
             return super().__getitem__(name)
-        found = self.get(name) or BytesStorageMetadata()
-        if isinstance(found, TensorStorageMetadata):
-            require_size(name, found, caller.f_locals.get("obj"), self.root)
-        return found
+        entry = self.get(name) or BytesStorageMetadata()
+        if isinstance(entry, TensorStorageMetadata):
+            require_size(name, entry, caller.f_locals.get("obj"), self.root)
+        return entry
 
 
-def require_size(name: str, found: TensorStorageMetadata, wanted: object, root: Path | None) -> None:
-    """Raise `Mismatch` if the tensor to load into has another size than the stored one."""
-    if isinstance(wanted, Tensor) and wanted.size() != found.size:
-        shapes = f"expected shape {list(wanted.size())} as in the state to load into, found {list(found.size)}"
+def require_size(name: str, stored: TensorStorageMetadata, wanted: object, root: Path | None) -> None:
+    """Raise `Mismatch` if the tensor to load into has another size than the stored tensor."""
+    if isinstance(wanted, Tensor) and wanted.size() != stored.size:
+        shapes = f"expected shape {list(wanted.size())} as in the state to load into, found {list(stored.size)}"
         hint = "build the model with the sizes of the checkpoint, or load another checkpoint"
         raise Mismatch(f"{shapes} in the checkpoint", path=root, tensor=name, hint=hint)
 
@@ -124,7 +124,7 @@ def require_size(name: str, found: TensorStorageMetadata, wanted: object, root: 
 class LoadTerms:
     """The terms of a load: `missing` is "error", "keep" or "zero", `cast` is "error" or "allow".
 
-    `unasked` is "warn", "error" or "ignore". The names of the checkpoint were put `under` a key.
+    `unasked` is "warn", "error" or "ignore". `under` is the key that was added before the names of the checkpoint.
     """
 
     missing: str = ERROR
@@ -141,41 +141,45 @@ class LoadTerms:
             raise Usage(f"unasked: expected `{WARN}`, `{ERROR}` or `{IGNORE}`, found `{self.unasked}`")
 
     def with_planner(self, planner: LoadPlanner) -> LoadTerms:
-        """Return the terms under a planner: one that allows a partial load has what is missing kept."""
+        """Return the terms for a planner: if it allows partial loads, missing entries are kept."""
         is_partial = self.missing == ERROR and getattr(planner, "allow_partial_load", False)
         return replace(self, missing=KEEP) if is_partial else self
 
     def check_unasked(self, keys: Iterable[KeyPath], asked: Iterable[KeyPath]) -> None:
-        """Warn of entries that are in the checkpoint beside others that were asked for, or raise `Mismatch`.
+        """Warn about entries below a requested key that the checkpoint has and the state lacks, or raise `Mismatch`.
 
-        `keys` are the ways to the entries of the checkpoint, `asked` those to the entries that a state asks for.
+        `keys` are the key paths of the checkpoint's entries, `asked` those that a state asks for.
         """
         ways = {key[:steps] for key in asked for steps in range(1, len(key) + 1)}
-        left = [key for key in keys if key not in ways and len(key) > 1 and key[:1] in ways]
-        if not left:
+        unrequested = [key for key in keys if key not in ways and len(key) > 1 and key[:1] in ways]
+        if not unrequested:
             return
-        above = Counter(next(key[:n] for n in range(1, len(key) + 1) if key[:n] not in ways) for key in left)
-        found = [f"{count(n, 'entry')} under `{'.'.join(map(str, key))}`" for key, n in above.items()]
-        text = f"the state to load into does not have {', '.join(found[:_MOST])}{and_more(len(found) - _MOST)}"
-        way = _INITIALIZE if any(key[-1] == "state" for key in above) else "load the whole state"
+        above = Counter(next(key[:n] for n in range(1, len(key) + 1) if key[:n] not in ways) for key in unrequested)
+        groups = [f"{count(n, 'entry')} under `{'.'.join(map(str, key))}`" for key, n in above.items()]
+        text = (
+            f"the state to load into does not have {', '.join(groups[:_MAX_NAMED])}{and_more(len(groups) - _MAX_NAMED)}"
+        )
+        advice = _INITIALIZE if any(key[-1] == "state" for key in above) else "load the whole state"
         if self.unasked == ERROR:
-            raise Mismatch(f"{text}, which the checkpoint has", hint=f'{way}; or pass unasked="ignore"')
-        text += f', which the checkpoint has: it is not loaded; {way}, or pass unasked="ignore"'
+            raise Mismatch(f"{text}, which the checkpoint has", hint=f'{advice}; or pass unasked="ignore"')
+        text += f', which the checkpoint has: it is not loaded; {advice}, or pass unasked="ignore"'
         warn(text, PartialLoad)
 
     def check_missing(self, names: Collection[str], wanted: Mapping[str, Any], stored: Collection[str]) -> None:
-        """Raise `Mismatch` for names that are not among those `stored` in the checkpoint.
+        """Raise `Mismatch` for names that are not `stored` in the checkpoint.
 
-        With "zero" only entries that are not tensors are refused, and with "keep" no entry, unless the checkpoint
-        lacks all of them.
+        With "zero" only non-tensor entries are refused, and with "keep" no entry, unless the checkpoint lacks all of
+        them.
         """
         if names and wanted and len(names) >= len(wanted):
             message = f"expected {count(len(names), 'entry')} of the state to load into, found 0 in the checkpoint"
-            where = self.hint_on_place(names, stored) or f"the checkpoint has names like {abridge(sorted(stored)[:3])}"
+            where = (
+                self.hint_on_nesting(names, stored) or f"the checkpoint has names like {abridge(sorted(stored)[:3])}"
+            )
             raise Mismatch(message, tensor=next(iter(names)), hint=where)
         if self.missing == KEEP:
             return
-        numbered = stored_by_number(names, stored)
+        numbered = stored_by_index(names, stored)
         is_refused = self.missing == ERROR
         refused = [name for name in names if is_refused or name in numbered or not isinstance(wanted.get(name), Tensor)]
         if refused:
@@ -187,11 +191,11 @@ class LoadTerms:
             message = f"the checkpoint does not contain it, {what}"
             if len(refused) > 1:
                 message += f"; also missing: {abridge(refused[1:])}"
-            hint = self.hint_on_place(refused, stored) or (_NAME_FIRST if numbered else hint_on(refused))
+            hint = self.hint_on_nesting(refused, stored) or (_NAME_FIRST if numbered else hint_on(refused))
             raise Mismatch(message, tensor=refused[0], hint=hint)
 
-    def hint_on_place(self, missing: Collection[str], stored: Collection[str]) -> str:
-        """Return the hint for names that all lie at another level of nesting in the checkpoint, "" for any others."""
+    def hint_on_nesting(self, missing: Collection[str], stored: Collection[str]) -> str:
+        """Return a hint for names that are all at another level of nesting in the checkpoint; "" for any others."""
         names = list(missing)
         steps = names[0].split(".")
         for depth in range(1, len(steps)):
@@ -207,7 +211,7 @@ class LoadTerms:
         return f"the checkpoint has these names under `{key}`: load {nested}STATE{'}' * len(key.split('.'))}"
 
     def fill_missing(self, names: Iterable[str], wanted: Mapping[str, Any]) -> None:
-        """Make zeros of what the checkpoint lacks, if it shall be, and warn of all of it."""
+        """Set missing tensors to zero if the terms say so, and warn about all missing entries."""
         names = list(names)
         if not names:
             return
@@ -219,7 +223,7 @@ class LoadTerms:
         warn(text, PartialLoad)
 
     def check_casts(self, found: Iterable[tuple[str, Spec, Tensor]]) -> None:
-        """Raise `Mismatch` for tensors to be filled that have another dtype than the checkpoint, unless allowed."""
+        """Raise `Mismatch` for tensors whose dtype differs from the checkpoint's, unless casts are allowed."""
         if self.cast == ALLOW:
             return
         changed: dict[str, str] = {}
@@ -237,12 +241,12 @@ class LoadTerms:
 
 
 def abridge(names: list[str]) -> str:
-    """Return some of the names, and how many more there are."""
-    return ", ".join(f"`{name}`" for name in names[:_MOST]) + and_more(len(names) - _MOST)
+    """Return the first names, and the number of others."""
+    return ", ".join(f"`{name}`" for name in names[:_MAX_NAMED]) + and_more(len(names) - _MAX_NAMED)
 
 
 def hint_on(names: Sequence[str]) -> str:
-    """Return what to do about names that are missing."""
+    """Return a hint for missing names."""
     keep = 'pass missing="keep" to keep the values in memory, or missing="zero" to set them to zero'
     if not all("state." in name for name in names):
         return keep
@@ -252,13 +256,13 @@ def hint_on(names: Sequence[str]) -> str:
     return f"{run} if the parameters never received a gradient, or {keep}"
 
 
-def stored_by_number(missing: Collection[str], stored: Collection[str]) -> set[str]:
-    """Return the missing states of optimizers whose parameters have numbers in the checkpoint."""
-    optimizers = {found[1] for found in map(_NUMBERED.match, stored) if found}
+def stored_by_index(missing: Collection[str], stored: Collection[str]) -> set[str]:
+    """Return the missing states of optimizers that use parameter indices in the checkpoint."""
+    optimizers = {match[1] for match in map(_NUMBERED.match, stored) if match}
     return {name for name in missing if name.startswith(tuple(optimizers))}
 
 
 def fill_with_zeros(tensor: Tensor) -> None:
-    """Make all elements of a tensor zero that this rank has."""
+    """Set this rank's elements of a tensor to zero."""
     for part in local_parts(tensor):
         part.detach().zero_()

@@ -35,27 +35,28 @@ def load_weights(
     missing: str = ERROR,
     cast: str = ERROR,
 ) -> tuple[str, ...]:
-    """Load the model of the checkpoint at `path`, of any format, into `tensors` in place; names as the model has them.
+    """Load the model of the checkpoint at `path`, in any format, into `tensors` in place. Keys are the model's names.
 
-    If those of the checkpoint are of another family, the config.json beside it or else `config` says what they become.
-    Plain tensors or DTensors, on any device. Of names with the same memory, which are tied, the checkpoint may lack all
-    but one; those that it has must be equal. Returns the names of the checkpoint's weights that were not asked for.
+    If the checkpoint has another family's names, its config.json or else `config` is needed to translate them.
+    `tensors` may be plain tensors or DTensors, on any device. For tied names (the same memory), the checkpoint may lack
+    all but one; those that it has must be equal. Returns the names of the checkpoint's weights that were not requested.
 
-    With `missing` "keep" what the checkpoint lacks stays as it is, with "zero" it becomes zero, and a warning says so.
-    With `cast` "allow" floats of 16 bits and more are converted to the dtypes of `tensors`.
+    With `missing` "keep", weights that the checkpoint lacks do not change, with "zero" they become zero; both give a
+    warning. With `cast` "allow", floats of 16 bits and more are converted to the dtypes of `tensors`.
 
-    With torch.distributed initialized every rank must call it, and an error of one is raised on all: `Mismatch` for a
-    tensor that is missing, has another shape or dtype, or differs from one that it is tied to; whatever
-    reading the checkpoint raises else.
+    If torch.distributed is initialized, every rank must call it, and an error on one rank is raised on all: `Mismatch`
+    for a tensor that is missing, has another shape or dtype, or differs from a tensor that it is tied to; and the
+    errors of reading the checkpoint.
     """
     terms = LoadTerms(missing, cast)
     ranks = Ranks()
     layout, lacking = ranks.together(lambda: find_fitting(path, tensors, config, terms))
-    found = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
-    tied = find_tied(found)
-    wanted = {name: torch.empty_like(tensor) if name in tied else tensor for name, tensor in found.items()}
+    present = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
+    tied = find_tied(present)
+    wanted = {name: torch.empty_like(tensor) if name in tied else tensor for name, tensor in present.items()}
     try:
         with warnings.catch_warnings():
+            # torch warns about a load in a single process, which is normal here
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             state_dict_loader.load(wanted, storage_reader=LayoutReader(layout, cast=cast, unasked=IGNORE))
     except CheckpointException as error:
@@ -69,15 +70,15 @@ def load_weights(
 def find_fitting(
     path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, terms: LoadTerms
 ) -> tuple[Layout, list[str]]:
-    """Return the weights of the checkpoint at `path`, as the model calls them, and the names of those that it lacks.
+    """Return the weights of the checkpoint under the model's names, and the names of missing weights.
 
-    Raises `Mismatch` unless they have the names, as far as the terms want it, and the shapes of `tensors`.
+    Raises `Mismatch` unless they have the shapes of `tensors`, and the names, as far as the terms require it.
     """
     checkpoint = Checkpoint.open(path)
     config = checkpoint.companions.config or config
     names = names_for(checkpoint, {name: tuple(one.shape) for name, one in tensors.items()}, config)
-    found, _ = name_weights(checkpoint.weights, ask_names(checkpoint, names, config))
-    layout = found.layout
+    named, _ = name_weights(checkpoint.weights, ask_names(checkpoint, names, config))
+    layout = named.layout
     loaded = {identify(tensor) for name, tensor in tensors.items() if name in layout.tensors}
     missing = [name for name, t in tensors.items() if name not in layout.tensors and identify(t) not in loaded]
     if missing and terms.missing == ERROR:
@@ -96,7 +97,7 @@ def find_fitting(
 
 
 def names_for(checkpoint: Checkpoint, wanted: Mapping[str, Shape], config: Mapping[str, Any] | None) -> str:
-    """Return the family by whose names a checkpoint is to be read, so that its tensors have those that are `wanted`."""
+    """Return the family of names to read a checkpoint with, so that its tensors get the `wanted` names."""
     if checkpoint.weights.layout.tensors.keys() >= wanted.keys():
         return KEEP
     family = family_of(wanted)

@@ -1,4 +1,4 @@
-"""Write through torch to any place: a local directory, or a store."""
+"""Write through torch to a local directory or an object store."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ _LOCAL_FORMAT = "hf"
 
 
 class Writer(StorageWriter):
-    """A writer of a state to `path`, where it appears when all ranks are done, whole or not at all.
+    """Writes a state to `path`. The checkpoint appears atomically, when all ranks are done.
 
-    `path` is a local directory or the URL of a prefix in a store. `format` is one that ckptkit writes: by default "hf"
-    in a local directory and "dcp" in a store, which takes no other. Entries that are no tensors lie in the files of
-    "dcp" and "pt". With "hf" the weights have the names that the model itself gives them, without the key that it has
-    in the state (`model`); all else lies in a DCP directory `training` beside the weights. A state of several models
-    without entries of other kinds keeps its names. `files` are small ones to put beside the weights (config.json, a
-    tokenizer's): bytes, text, the path of a file, a dict, or a config of transformers, which becomes JSON. The
-    constructor refuses anything else. `max_shard_size` is in bytes, or text such as "5GB".
-    `overwrite` replaces a checkpoint that is there, and refuses a directory with entries that ckptkit does not know;
-    without `sync` a local checkpoint may not outlive a power cut. A save that failed may leave a hidden directory,
-    which goes away with the writer, or at its next save. In a store it leaves its claim and what was sent, which no
-    reader takes for a checkpoint; the next save of the writer replaces them, and one of another with `overwrite`.
+    `path` is a local directory or the URL of a prefix in a store. `format` is a format that ckptkit writes: by default
+    "hf" in a local directory and "dcp" in a store, which supports no other. "dcp" and "pt" store non-tensor entries in
+    their files. With "hf", the weights get the model's own names, without their key in the state (`model`); all else
+    goes into a DCP directory `training` beside the weights. A state of several models without other entries keeps its
+    names. `files` are small files to put beside the weights (config.json, a tokenizer's): bytes, text, the path of a
+    file, a dict, or a config of transformers, which becomes JSON. The constructor refuses anything else.
+    `max_shard_size` is in bytes, or text such as "5GB".
+
+    `overwrite` replaces an existing checkpoint, and refuses a directory with entries that ckptkit does not know.
+    Without `sync`, a local checkpoint may not survive a power failure. A failed save may leave a hidden directory,
+    which is deleted with the writer, or at its next save. In a store it leaves its claim and the objects that were
+    sent, which no reader takes for a checkpoint. The next save of the same writer replaces them; another writer needs
+    `overwrite`.
     """
 
     @checked
@@ -82,22 +84,22 @@ class Writer(StorageWriter):
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, with another path if one is given."""
+        """Reset, with another path if one is given."""
         path = None if checkpoint_id is None else to_destination(checkpoint_id)
         if path is not None and is_remote(path) != is_remote(self._writer.path):
             self._writer = self._choose(path)
         self._writer.reset(path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise `Unsupported` for several ranks that do not talk to each other."""
+        """Raise `Unsupported` for several ranks without collectives."""
         self._writer.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Take the place, and return the plans with what each rank is to do."""
+        """Claim the destination, and return the plans with the task of each rank."""
         return self._writer.prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -105,12 +107,12 @@ class Writer(StorageWriter):
         return self._writer.write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint and show it."""
+        """Finalize the checkpoint and publish it."""
         self._writer.finish(metadata, results)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a place that ckptkit writes to: a local path, or the URL of a store."""
+        """Return whether an id is a destination that ckptkit writes to: a local path, or the URL of a store."""
         try:
             require_shared(to_destination(checkpoint_id))
         except (TypeError, CkptError):

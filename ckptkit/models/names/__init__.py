@@ -1,4 +1,4 @@
-"""The known families of names, one file for each, and how to recognize them."""
+"""The known families of names, one module for each, and how to recognize them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ HUB, KEEP = "hub", "keep"
 
 
 class KnownFamily(NamedTuple):
-    """A family of the table: where its rules are, and the pattern `tells` of names that are its own.
+    """An entry of the table: the module of the family's rules, and a pattern of names that only this family uses.
 
-    In these names there is `#` for every number. The family is imported when it is asked for, to tell whose a
-    checkpoint is no sooner than such a name is in it.
+    `#` replaces every number in a name. The module is imported only after the pattern has matched.
     """
 
     where: str
     tells: str
 
 
-# by the word that users type; of several that have the same names the first is meant
+# by the name that users type; if several have the same tensor names, the first wins
 FAMILIES = PluginTable(
     "ckptkit.families",
     KnownFamily,
@@ -71,30 +70,30 @@ def family_of(
     model_type: str = "",
     lies_beside: Callable[[str], bool] = lambda _: False,
 ) -> Family | None:
-    """Return the family that tensors of these names are of, None for those of the Hub and others that are not known.
+    """Return the family that tensor names belong to; None for the Hub's names and unknown names.
 
-    Of several that share names it is the one whose trainer wrote them, or whose file with sizes lies beside them, or
-    else one that has such a type of model. Their tables say the same of the types that they share.
+    If several families share names, the trainer that wrote them decides, then a file with sizes beside them, then the
+    model type. The tables of these families agree on the types that they share.
     """
-    told = families_with(shapes)
+    matching = families_with(shapes)
     fitting = (
-        *(family for family in told if trainer and family.trainer == trainer),
-        *(family for family in told if family.sizes_file and lies_beside(family.sizes_file)),
-        *(family for family in told if model_type in family.types),
-        *told,
+        *(family for family in matching if trainer and family.trainer == trainer),
+        *(family for family in matching if family.sizes_file and lies_beside(family.sizes_file)),
+        *(family for family in matching if model_type in family.types),
+        *matching,
     )
     return next(iter(fitting), None)
 
 
 def families_with(shapes: Mapping[str, Shape]) -> list[Family]:
-    """Return every family that has names of its own, with the shapes that go with them, among these."""
+    """Return every family that has distinctive names, with matching shapes, among these tensors."""
     outlines = {outline_of(name)[0]: shape for name, shape in shapes.items()}
-    told = []
+    matching = []
     for name, known in FAMILIES.items():
         own = [shape for outline, shape in outlines.items() if re.fullmatch(known.tells, outline)]
         if own and any(map((family := load_family(name)).tells_shape, own)):
-            told.append(family)
-    return told
+            matching.append(family)
+    return matching
 
 
 def load_family(name: str) -> Family:
@@ -102,14 +101,14 @@ def load_family(name: str) -> Family:
 
 
 def get_family(name: str) -> Family | None:
-    """Return a family by its name, None for the Hub. Raises `Usage` if there is none."""
+    """Return a family by its name, None for the Hub. Raises `Usage` for an unknown name."""
     if name not in (HUB, *FAMILIES):
         raise Usage(f"unknown family of names `{name}`", hint=f"use one of {', '.join((HUB, KEEP, *FAMILIES))}")
     return None if name == HUB else load_family(name)
 
 
 def check_names(name: str | None, table: Family | None = None) -> None:
-    """Raise `Usage` for a name that is neither a family's, nor `HUB` or `KEEP`, nor that of a table of one's own."""
+    """Raise `Usage` for a name that is not a family, `HUB`, `KEEP`, or the name of the user's own table."""
     if table is not None and name == KEEP:
         raise Usage(
             "--map renames tensors, but --names keep keeps their names", hint="drop --names keep, or drop --map"

@@ -15,34 +15,34 @@ from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.names.translate import Translated, Turn
 
-_COMPUTED = ".rotary_emb.inv_freq"  # a buffer that older files hold, and every model computes
+_COMPUTED = ".rotary_emb.inv_freq"  # a buffer in older files that every model computes itself
 
 
-def choose_family(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> Family | None:
-    """Return the family of tensors that may be of the Hub or of transformers, now that the model is known; or `found`.
+def choose_family(family: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> Family | None:
+    """Decide between the Hub's names and transformers' in-memory names, now that the model is known.
 
-    A family whose table lacks the type of the model is not meant where the tensors are all those of transformers'
-    model. Raises `Unsupported` if it takes transformers to tell the Hub's names from those in memory, and it is not
-    installed or cannot build the model.
+    Returns None for the Hub. Any other `family` is returned unchanged, unless the tensors are exactly the tensors of
+    transformers' model and the family does not have this type. Raises `Unsupported` if this needs transformers, and it
+    is not installed or cannot build the model.
     """
-    if found not in (None, TRANSFORMERS) and not is_of_config(found, shapes, sizes):
-        return found
-    return TRANSFORMERS if TRANSFORMERS.is_of(shapes, sizes, looks_it=found is not None) else None
+    if family not in (None, TRANSFORMERS) and not is_of_config(family, shapes, sizes):
+        return family
+    return TRANSFORMERS if TRANSFORMERS.is_of(shapes, sizes, looks_it=family is not None) else None
 
 
-def is_of_config(found: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> bool:
-    """Return whether tensors that look like a family's are those of a model that its table does not know."""
-    if found is None or not found.types or sizes.model_type in ("", *found.types):
+def is_of_config(family: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> bool:
+    """Return whether tensors that look like a family's belong to a model that the family's table does not know."""
+    if family is None or not family.types or sizes.model_type in ("", *family.types):
         return False
     form = form_or_reason(shapes.keys(), sizes.config, sizes.ask_base)
     return isinstance(form, Form) and all(shapes.get(name) == form.shapes[name] for name in form.needed)
 
 
 def turn_between(here: Family | None, there: Family | None, sizes: Sizes) -> Turn:
-    """Return the function that makes of tensors of one family those of another, of which None is the Hub.
+    """Return the function that translates tensors of one family to another; None stands for the Hub.
 
-    It takes tensors that are located, for boxes are cut out of their chunks, and raises `Mismatch` for one that has no
-    place there, or whose shape the config contradicts.
+    The function takes located tensors, because it cuts their chunks. It raises `Mismatch` for a tensor that no rule
+    translates, or whose shape contradicts the config.
     """
 
     def turn(tensors: Mapping[str, StoredTensor]) -> Translated:
@@ -50,53 +50,53 @@ def turn_between(here: Family | None, there: Family | None, sizes: Sizes) -> Tur
         if there is None:
             return hub
         hub = with_tied_head(hub, there, sizes)
-        found = from_hub(there, hub.tensors, sizes)
+        translated = from_hub(there, hub.tensors, sizes)
         came_from = {
             new: tuple(dict.fromkeys(chain.from_iterable(hub.came_from[name] for name in names)))
-            for new, names in found.came_from.items()
+            for new, names in translated.came_from.items()
         }
-        return Translated(found.tensors, came_from, (*hub.unplaced, *found.unplaced))
+        return Translated(translated.tensors, came_from, (*hub.unplaced, *translated.unplaced))
 
     return turn
 
 
 def to_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-    """Return tensors of a family as the Hub has them; `unplaced` are those that it has not.
+    """Return a family's tensors as the Hub has them; `unplaced` are tensors that the Hub does not have.
 
-    Raises `Mismatch` for any other that no rule has a place for.
+    Raises `Mismatch` for any other tensor that no rule translates.
     """
-    lost = family.find_bias_missing(tensors)
-    if lost is not None:
+    missing_bias = family.find_bias_missing(tensors)
+    if missing_bias is not None:
         message = f"missing: on the Hub every `{sizes.model_type}` has this tensor"
         raise Mismatch(
             message,
-            tensor=lost,
+            tensor=missing_bias,
             hint="keep the names with --names keep: a model without biases cannot be written there",
         )
-    found = family.to_hub(tensors, sizes)
-    left = [name for name in found.unplaced if not family.drops_name(name)]
+    translated = family.to_hub(tensors, sizes)
+    left = [name for name in translated.unplaced if not family.drops_name(name)]
     if left:
         message = f"no rule translates it{and_more(len(left) - 1)} from the names of {family.name} to those of the Hub"
         hint = "drop it with --exclude, say where it belongs with --map, or keep all names with --names keep"
         raise Mismatch(message, tensor=left[0], hint=hint)
-    return found
+    return translated
 
 
 def from_hub(family: Family, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-    """Return tensors of the Hub as a family has them; `unplaced` are buffers that it has not.
+    """Return the Hub's tensors as a family has them; `unplaced` are buffers that the family does not have.
 
-    Raises `Mismatch` for any other that no rule has a place for.
+    Raises `Mismatch` for any other tensor that no rule translates.
     """
-    found = family.from_hub(tensors, sizes)
-    left = [name for name in found.unplaced if not (family.drops_name(name) or name.endswith(_COMPUTED))]
-    if left:
-        message = f"no rule translates it{and_more(len(left) - 1)} to the names of {family.name}"
-        raise Mismatch(message, tensor=left[0], hint="drop it with --exclude, or name it with --map")
-    return found
+    translated = family.from_hub(tensors, sizes)
+    untranslated = [name for name in translated.unplaced if not (family.drops_name(name) or name.endswith(_COMPUTED))]
+    if untranslated:
+        message = f"no rule translates it{and_more(len(untranslated) - 1)} to the names of {family.name}"
+        raise Mismatch(message, tensor=untranslated[0], hint="drop it with --exclude, or name it with --map")
+    return translated
 
 
 def with_tied_head(hub: Translated, family: Family, sizes: Sizes) -> Translated:
-    """Return tensors of the Hub with a head tied to the embedding where a family has it, without it elsewhere."""
+    """Return the Hub's tensors with a tied head if the family stores it, and without it if the family does not."""
     embedding = find_embedding(hub.tensors)
     if embedding is None or family.has_tied_head is None or not is_tied(sizes.config):
         return hub

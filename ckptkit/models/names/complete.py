@@ -17,13 +17,15 @@ Shapes = Mapping[str, Shape]
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(.*)")
 _OF_EXPERTS = re.compile(r"\.experts\.|_moe\.")
-_MORE = "num_nextn_predict_layers"  # behind the others: they predict further tokens
-_ZERO = "zero_expert_num"  # LongCat's experts without weights: transformers saves a gate and an up for each
+_MTP_LAYERS = "num_nextn_predict_layers"  # MTP layers, after the other layers
+_ZERO_EXPERTS = (
+    "zero_expert_num"  # LongCat's experts without weights; transformers saves a gate and an up projection for each
+)
 _HINT = "check that config.json belongs to this model"
 
 
 def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
-    """Raise `Mismatch` for a layer or an expert that is missing, or that the config knows nothing of."""
+    """Raise `Mismatch` for a missing layer or expert, or for more of them than the config declares."""
     layers: dict[int, set[str]] = {}
     experts: dict[tuple[str, str], set[int]] = {}
     has_experts = False
@@ -37,24 +39,24 @@ def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
     find_shapes = cache(lambda: shapes_of(names, sizes))
     count, wanted = sizes.find("layers"), sizes.find("experts")
     if layers and count is not None:
-        check_numbers(layers, count, further(sizes, _MORE), "model.layers.{}", path)
+        check_numbers(layers, count, further(sizes, _MTP_LAYERS), "model.layers.{}", path)
     if wanted is not None:
-        if layers and not has_experts and calls_for_experts(find_shapes()):
+        if layers and not has_experts and should_have_experts(find_shapes()):
             raise Mismatch(f"expected {wanted} experts (config.json), found none", path=path, hint=_HINT)
         for (above, below), numbers in experts.items():
-            check_numbers(numbers, wanted, further(sizes, _ZERO), f"{above}.{{}}.{below}", path)
+            check_numbers(numbers, wanted, further(sizes, _ZERO_EXPERTS), f"{above}.{{}}.{below}", path)
     if layers and count is not None:
         check_alike({number: layers[number] for number in range(count)}, find_shapes, path)
 
 
 def further(sizes: Sizes, key: str) -> int:
-    """Return a number of config.json, 0 without it."""
+    """Return an integer of config.json; 0 if it is absent."""
     number = sizes.text.get(key)
     return number if type(number) is int else 0
 
 
 def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path: Path) -> None:
-    """Raise `Mismatch` unless numbers are those below `wanted`, and up to so many `more`."""
+    """Raise `Mismatch` unless the numbers are 0 to `wanted` - 1, optionally followed by up to `more` others."""
     numbers = set(found)
     missing = next((number for number in range(wanted) if number not in numbers), None)
     if missing is not None:
@@ -66,31 +68,31 @@ def check_numbers(found: Iterable[int], wanted: int, more: int, name: str, path:
 
 
 def check_alike(layers: Mapping[int, set[str]], find_shapes: Callable[[], Shapes | None], path: Path) -> None:
-    """Raise `Mismatch` for a layer that has what another has, but for something that is missing.
+    """Raise `Mismatch` for a layer that has fewer tensors than another layer, and otherwise the same.
 
-    `find_shapes` gives what the model calls for, where that is known: what a layer has more may be something else.
+    `find_shapes` returns the tensors of the model if they are known. Then only these tensors can be missing.
     """
     kinds: dict[frozenset[str], int] = {}
-    for number, held in layers.items():
-        kinds.setdefault(frozenset(held), number)
+    for number, tensors in layers.items():
+        kinds.setdefault(frozenset(tensors), number)
     for kind, number in kinds.items():
-        for other, whole in kinds.items():
+        for other, complete in kinds.items():
             if kind < other:
                 missing, shapes = (f"model.layers.{number}.{name}" for name in sorted(other - kind)), find_shapes()
-                lost = next((name for name in missing if shapes is None or name in shapes), None)
-                if lost is not None:
+                missing_name = next((name for name in missing if shapes is None or name in shapes), None)
+                if missing_name is not None:
                     message = (
-                        f"missing: layer {whole} has this tensor, and otherwise the same tensors as layer {number}"
+                        f"missing: layer {complete} has this tensor, and otherwise the same tensors as layer {number}"
                     )
-                    raise Mismatch(message, path=path, tensor=lost)
+                    raise Mismatch(message, path=path, tensor=missing_name)
 
 
-def calls_for_experts(shapes: Shapes | None) -> bool:
-    """Return whether a model whose config counts experts has layers with them, for all that is known of it."""
+def should_have_experts(shapes: Shapes | None) -> bool:
+    """Return whether the model has layers with experts, as far as is known; its config declares a number of experts."""
     return shapes is None or any(map(_OF_EXPERTS.search, shapes))
 
 
 def shapes_of(names: Collection[str], sizes: Sizes) -> Shapes | None:
-    """Return the tensors that config.json calls for, None where nothing is known of the model."""
+    """Return the tensors that config.json describes; None if the model is unknown."""
     form = form_or_reason(names, sizes.config, sizes.ask_base)
     return form.shapes if isinstance(form, Form) else None

@@ -1,9 +1,8 @@
-"""Read a table of rules from a TOML file. Errors name the line and the key.
+"""Read the user's table of rules from a TOML file. Errors name the line and the key.
 
-A step is a word, or a table of a word with what belongs to it.
+A step is a word, or a table of a word with its arguments.
 
 name = "mine"
-
 [[rule]]
 own = "blocks.{layer}.attn.q.weight"
 hub = "model.layers.{layer}.self_attn.q_proj.weight"
@@ -45,11 +44,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _TEXT = re.compile(r"(\{[a-z]+\}|\[[^\[\]{}]*(\{[a-z]+\})?[^\[\]{}]*\]|[^\[\]{}])+")
 _KEYS = ("own", "hub", "step", "flat")
 _EXTENTS = ("heads", "key_heads")
-_MOST = 64  # axes, or tensors that one becomes
+_MAX_COUNT = 64  # largest axis, and number of tensors that a step makes of one
 
 
 def read_table(path: Path) -> Family:
-    """Return the family that a file describes. Raises `Usage` for one that is not understood."""
+    """Return the family that a file describes. Raises `Usage` for a file that is not a valid table."""
     if not is_there(path):
         raise Usage("no such file: --map takes a table of names", path=path)
     with translate_os_errors(path):
@@ -57,7 +56,7 @@ def read_table(path: Path) -> Family:
     try:
         text = data.decode()
         parsed = tomllib.loads(text)
-    except ValueError as error:  # tomllib's own are ValueErrors, and say the line
+    except ValueError as error:  # includes tomllib's errors, which name the line
         raise Usage(f"not valid TOML: {error}", path=path) from None
     try:
         return family_in(parsed, path.stem, text)
@@ -66,7 +65,7 @@ def read_table(path: Path) -> Family:
 
 
 def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
-    """Return the family that a parsed file describes; `name` is what it is called if it does not say."""
+    """Return the family that a parsed file describes. `name` is its default name."""
     require_keys(parsed, ("name", "drop", "rule"), "the file")
     name = parsed.get("name", name)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -87,7 +86,6 @@ def family_in(parsed: Mapping[str, Any], name: str, text: str) -> Family:
 
 
 def rule_in(entry: object) -> Rule:
-    """Return the rule that an entry of the file describes."""
     if not isinstance(entry, dict):
         raise Usage("a rule must be a table", hint="begin the rule with [[rule]]")
     require_keys(entry, _KEYS, "a rule")
@@ -102,11 +100,11 @@ def rule_in(entry: object) -> Rule:
     return Rule(own, hub, step, flat)
 
 
-def texts_in(found: Mapping[str, Any], key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Return the names under a key, which may be one alone. Raises `Usage` for what is none."""
-    if key not in found and default is not None:
+def texts_in(table: Mapping[str, Any], key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """Return the names under a key, which may be a single string. Raises `Usage` for anything else."""
+    if key not in table and default is not None:
         return default
-    value = found.get(key)
+    value = table.get(key)
     texts = tuple(value) if isinstance(value, list) else (value,)
     for text in texts:
         if not isinstance(text, str) or not _TEXT.fullmatch(text):
@@ -120,7 +118,7 @@ def texts_in(found: Mapping[str, Any], key: str, default: tuple[str, ...] | None
 
 
 def check_numbers(key: str, texts: tuple[str, ...]) -> None:
-    """Raise `Usage` unless the names of one side have the same numbers, each of them once, where they are written."""
+    """Raise `Usage` unless all names of one side have the same placeholders, each once."""
     first, *others = (next(patterns_of(text)).captures for text in texts)
     other = next((captures for captures in others if set(captures) != set(first)), None)
     if other is not None or len(set(first)) != len(first):
@@ -128,15 +126,15 @@ def check_numbers(key: str, texts: tuple[str, ...]) -> None:
 
 
 def check_counts(step: TensorStep, own: int, hub: int) -> None:
-    """Raise `Usage` if a step is not one from so many tensors to so many."""
+    """Raise `Usage` if a step does not turn `own` tensors into `hub` tensors."""
     if counts_of(step, own) != hub:
         message = f"`step` does not make {count(hub, 'tensor')} of {own}"
         raise Usage(message, hint="joined splits one tensor into several, {reversed = {joined = 2}} joins two tensors")
 
 
 def in_front(table: Family, family: Family | None) -> Family:
-    """Return a table of one's own in front of that of a family: what it has no rule for, this may have one for."""
-    if family is None or type(family) is not Family:  # what has no rules of its own has none to add
+    """Return the user's table, extended by a family's rules for names that the table does not have."""
+    if family is None or type(family) is not Family:  # subclasses translate without rules
         return table
     drops = (*table.drops, *family.drops)
     return replace(
@@ -148,7 +146,7 @@ def in_front(table: Family, family: Family | None) -> Family:
 
 
 def step_in(value: object) -> TensorStep:
-    """Return the step that a value describes: its name, a table with its name as key, or a list of several in turn."""
+    """Return the step that a value describes: its name, a table with its name as key, or a list of steps in order."""
     if isinstance(value, list):
         return Chain(tuple(map(step_in, value)))
     table = {value: None} if isinstance(value, str) else value
@@ -164,17 +162,17 @@ def step_in(value: object) -> TensorStep:
 
 
 def number_in(value: object, what: str, least: int = 0) -> int:
-    """Return a number. Raises `Usage` for anything else."""
-    if type(value) is not int or not least <= value <= _MOST:
+    """Return an integer from `least` to 64. Raises `Usage` for anything else."""
+    if type(value) is not int or not least <= value <= _MAX_COUNT:
         raise Usage(
-            f"`step`: {what}: expected a number from {least} to {_MOST}, found {value!r}",
-            hint=f"use a number from {least} to {_MOST}",
+            f"`step`: {what}: expected a number from {least} to {_MAX_COUNT}, found {value!r}",
+            hint=f"use a number from {least} to {_MAX_COUNT}",
         )
     return value
 
 
 def joined(argument: object, more: Mapping[str, Any]) -> TensorStep:
-    """Return the step for tensors that follow each other."""
+    """Return the step for tensors that are concatenated along an axis."""
     count, axis = number_in(argument, "joined", 1), number_in(more.get("axis", 0), "axis")
     parts = more.get("parts", [])
     if not isinstance(parts, list) or (parts and len(parts) != count) or any(one not in _EXTENTS for one in parts):
@@ -189,7 +187,7 @@ def alternating(argument: object, more: Mapping[str, Any]) -> TensorStep:
 
 
 def transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
-    """Return the step for axes that are exchanged."""
+    """Return the step that swaps two axes."""
     axes = [0, 1] if argument is None else argument
     if not isinstance(axes, list) or len(axes) != 2:
         raise Usage(
@@ -201,7 +199,7 @@ def transposed(argument: object, _more: Mapping[str, Any]) -> TensorStep:
 
 
 def symbolic(make: Callable[[str], TensorStep], name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
-    """Return the function for a step that a symbol for a number belongs to."""
+    """Return the parser for a step whose argument is the symbol of a size."""
 
     def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
         if argument not in SYMBOLS:
@@ -212,7 +210,7 @@ def symbolic(make: Callable[[str], TensorStep], name: str) -> Callable[[object, 
 
 
 def plain(step: TensorStep, name: str) -> Callable[[object, Mapping[str, Any]], TensorStep]:
-    """Return the function for a step that nothing belongs to."""
+    """Return the parser for a step without arguments."""
 
     def of(argument: object, _more: Mapping[str, Any]) -> TensorStep:
         if argument not in (None, True):
@@ -235,29 +233,29 @@ _STEPS: dict[str, tuple[Callable[[object, Mapping[str, Any]], TensorStep], tuple
 }
 
 
-def require_keys(found: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-    """Raise `Usage` for a key that there is not."""
-    strange = next((key for key in found if key not in known), None)
-    if strange is not None:
+def require_keys(table: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    """Raise `Usage` for an unknown key."""
+    unknown = next((key for key in table if key not in known), None)
+    if unknown is not None:
         raise Usage(
-            f"{what} does not have a key `{strange}`",
+            f"{what} does not have a key `{unknown}`",
             hint=f"use one of {', '.join(known)}" if known else "remove the key",
         )
 
 
 def counts_of(step: TensorStep, count: int) -> int | None:
-    """Return how many tensors a step makes of so many, None if it takes another number."""
-    made: int | None = count
+    """Return how many tensors a step makes from `count` tensors; None if it does not accept that many."""
+    result: int | None = count
     match step:
         case Chain(steps):
             for one in steps:
-                made = None if made is None else counts_of(one, made)
+                result = None if result is None else counts_of(one, result)
         case Each(steps):
-            made = count if len(steps) == count and all(counts_of(one, 1) == 1 for one in steps) else None
+            result = count if len(steps) == count and all(counts_of(one, 1) == 1 for one in steps) else None
         case Reversed(inner):
-            made = next((n for n in range(1, _MOST + 1) if counts_of(inner, n) == count), None)
+            result = next((n for n in range(1, _MAX_COUNT + 1) if counts_of(inner, n) == count), None)
         case Grouped():
-            made = 3 if count == 1 else None
+            result = 3 if count == 1 else None
         case Concatenated(parts) | Alternating(parts):
-            made = parts if count == 1 else None
-    return made
+            result = parts if count == 1 else None
+    return result

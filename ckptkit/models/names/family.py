@@ -1,4 +1,4 @@
-"""Describe a family of names: what its names are like, and how they and the Hub's become one another."""
+"""`Family`: the names that a library gives to a model's tensors, and how to translate them to the Hub's and back."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.translate import Translated, translate
 
 if TYPE_CHECKING:
-    from ckptkit.engine.arithmetic import Arithmetic  # most families compute nothing
+    from ckptkit.engine.arithmetic import Arithmetic  # imports numpy; most families compute nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The names that a library gives to a model's tensors, as a table of rules against the Hub's.
+    """The names that a library gives to a model's tensors, as a table of rules to the Hub's names.
 
-    A name of its own tells it only if the tensor's shape does, by `tells_shape`. `drops` are patterns of entries that
-    the Hub has not, with `#` for numbers. `rules` gives the table for a model of some sizes and one of the
-    `types`, and raises `Unsupported` for any other. `check` holds what a whole checkpoint says of its model against
-    these sizes, and raises `Mismatch` or `Unsupported`. `files` gives what lies beside such a model in DCP, by the
-    step that it was saved at and its type; the types `told_by_files` cannot be read without them. `trainer` is who
-    writes such names, if others share them. With a tied head (`has_tied_head`) there is a tensor for this too,
-    which is the embedding; with None it is left as it is. `biased` is the pattern of modules that have to have a
-    bias. Where there is no config.json, `config_of` makes one of what the `sizes_file` beside the weights says.
-    `describe` returns what a whole checkpoint says of the computation, in keys of config.json.
-    `written_as` gives the name for one that the rules write, where it differs by layer. `arithmetic` says by its name
-    how the numbers of a tensor change on the way to the Hub. A family that `is_model_only` gives new names to weights
-    alone: ckptkit does not know its optimizers.
+    `rules` returns the table for a model's sizes; it raises `Unsupported` for a model type that is not among `types`. A
+    distinctive name counts only if `tells_shape` accepts the tensor's shape. `drops` are patterns of entries that the
+    Hub does not have, with `#` for numbers. `check` compares a whole checkpoint with the sizes, and raises `Mismatch`
+    or `Unsupported`. `files` returns the files that belong beside such a model in DCP, for a step and a model type; the
+    types in `told_by_files` cannot be read without them. `trainer` is the trainer that writes these names, if others
+    share them.
+
+    `has_tied_head`: True if the family stores a tied head as a tensor, False if not, None to leave it unchanged.
+    `biased` is the pattern of modules that must have a bias. Without a config.json, `config_of` makes one from the
+    `sizes_file` beside the weights. `describe` returns facts about the computation in a whole checkpoint, by keys of
+    config.json. `written_as` returns the final name for a name that the rules write, if names differ by layer.
+    `arithmetic` returns, by name, how the values of a tensor change on the way to the Hub. If `is_model_only`, only
+    weights can be translated: ckptkit does not know the optimizers of this library.
     """
 
     name: str
@@ -56,32 +57,32 @@ class Family:
 
     @cached_property
     def drop(self) -> re.Pattern[str]:
-        """Return the pattern of a name that the Hub has not."""
+        """Return the pattern of names that the Hub does not have."""
         return re.compile("|".join(self.drops) or r"(?!)")
 
     @property
     def whose(self) -> str:
-        """Return whose a tensor of it is: `meta's` or `transformers'`."""
+        """Return the possessive of the name: `meta's` or `transformers'`."""
         return f"{self.name}'" if self.name.endswith("s") else f"{self.name}'s"
 
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-        """Return the tensors as the Hub has them; without those that it has not, which are `unplaced` too."""
+        """Return the tensors as the Hub has them; `unplaced` are the names that no rule translates."""
         return translate(tensors, self.rules(sizes), sizes)
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-        found = translate(tensors, self.rules(sizes), sizes, to_hub=False)
-        return found.renamed(lambda name: self.written_as(name, sizes))
+        translated = translate(tensors, self.rules(sizes), sizes, to_hub=False)
+        return translated.renamed(lambda name: self.written_as(name, sizes))
 
     def find_bias_missing(self, names: Iterable[str]) -> str | None:
-        """Return the name of a bias that has to be beside a weight, and is not; None if none is missing."""
-        there = set(names)
-        biases = (f"{name.removesuffix('.weight')}.bias" for name in there if name.endswith(".weight"))
-        lost = (bias for bias in biases if bias not in there and self.has_bias(bias.removesuffix(".bias")))
-        return min(lost, default=None)
+        """Return the name of a bias that is required beside a weight and missing; None if none is missing."""
+        present = set(names)
+        biases = (f"{name.removesuffix('.weight')}.bias" for name in present if name.endswith(".weight"))
+        missing = (bias for bias in biases if bias not in present and self.has_bias(bias.removesuffix(".bias")))
+        return min(missing, default=None)
 
     def has_bias(self, module: str) -> bool:
         return bool(re.fullmatch(self.biased or r"(?!)", outline_of(module)[0]))
 
     def drops_name(self, name: str) -> bool:
-        """Return whether the Hub has no tensor like the one of this name."""
+        """Return whether the Hub has no tensor for this name."""
         return bool(self.drop.fullmatch(outline_of(name)[0]))

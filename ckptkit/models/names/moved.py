@@ -1,7 +1,7 @@
-"""Let functions of torch move stored tensors: a table written for tensors says which boxes go where. No bytes move.
+"""Run torch's tensor functions on stored tensors: they record which boxes move where, and move no bytes.
 
-A `MovedTensor` is a tensor of torch without memory. What torch makes of it by moving elements is one too; what it would
-compute is refused.
+A `MovedTensor` is a torch tensor without memory. Functions that only move elements return another one. Functions that
+would compute values raise `Unsupported`.
 """
 
 from __future__ import annotations
@@ -21,42 +21,45 @@ _META = torch.device("meta")
 
 
 class MovedTensor(Tensor):
-    """A stored tensor in the guise of one of torch, on the meta device. Its dtype is not the stored one's."""
+    """A stored tensor as a torch tensor on the meta device. Its torch dtype is always uint8, not the stored dtype."""
 
     stored: StoredTensor
 
     @staticmethod
     def __new__(cls, stored: StoredTensor) -> Self:
-        """Return the tensor."""
-        made = Tensor._make_wrapper_subclass(cls, stored.spec.shape, dtype=torch.uint8, device=_META)
-        made.stored = stored
-        return made
+        """Return the wrapper, a tensor without memory."""
+        wrapper = Tensor._make_wrapper_subclass(cls, stored.spec.shape, dtype=torch.uint8, device=_META)
+        wrapper.stored = stored
+        return wrapper
 
     def __init__(self, stored: StoredTensor) -> None:
-        """Take nothing more."""
+        """Do nothing: `__new__` has already set `stored`."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Move boxes as `func` of torch would move elements. Raises `Unsupported` if it would do anything else."""
+        """Move boxes as torch's `func` would move elements.
+
+        Raises `Unsupported` for a function that computes values.
+        """
         del types
         move = _MOVES.get(func.overloadpacket.__name__)
         if move is None:
             raise Unsupported(f"ckptkit cannot follow torch's `{func}`, a step of this tensor's conversion")
-        found = move(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
-        return [cls(one) for one in found] if isinstance(found, list) else cls(found)
+        moved = move(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
+        return [cls(one) for one in moved] if isinstance(moved, list) else cls(moved)
 
 
 def bare(value: Any) -> Any:
-    """Return an argument of torch with stored tensors in place of those that stand for them."""
+    """Return an argument of a torch function with stored tensors in place of their wrappers."""
     if isinstance(value, list | tuple):
         return [bare(one) for one in value]
     return value.stored if isinstance(value, MovedTensor) else value
 
 
 def same(tensor: StoredTensor, **_: Any) -> StoredTensor:
-    """Return the tensor: what is done to its memory does not matter."""
+    """Return the tensor unchanged, for functions that only affect memory."""
     return tensor
 
 
@@ -74,15 +77,15 @@ def unbind(tensor: StoredTensor, dim: int = 0) -> list[StoredTensor]:
 
 
 def split(tensor: StoredTensor, size: int, dim: int = 0) -> list[StoredTensor]:
-    """Return the tensor in pieces of a size along an axis, of which the last may be smaller."""
+    """Return chunks of length `size` along an axis; the last may be shorter."""
     extent = tensor.spec.shape[axis_of(tensor, dim)]
     return split_with_sizes(tensor, [min(size, extent - start) for start in range(0, extent, size)], dim)
 
 
 def split_with_sizes(tensor: StoredTensor, sizes: Sequence[int], dim: int = 0) -> list[StoredTensor]:
-    """Return the tensor in pieces of these sizes along an axis."""
+    """Return chunks of these lengths along an axis."""
     axis = axis_of(tensor, dim)
-    if all(size == 1 for size in sizes):  # in one pass over the chunks: there may be many of both
+    if all(size == 1 for size in sizes):  # one pass over the chunks instead of one per size: there may be many of both
         return [unsqueeze(one, axis) for one in unbind(tensor, axis)]
     ends = [0, *accumulate(sizes)]
     return [axes.cut(tensor, axis, start, stop) for start, stop in pairwise(ends)]
@@ -96,7 +99,7 @@ def select(tensor: StoredTensor, dim: int, index: int) -> StoredTensor:
 def slice_of(
     tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> StoredTensor:
-    """Return elements of an axis that follow each other."""
+    """Return a contiguous range of an axis."""
     axis = axis_of(tensor, dim)
     first, last, stride = slice(start, end, step).indices(tensor.spec.shape[axis])
     if stride != 1:
@@ -105,7 +108,7 @@ def slice_of(
 
 
 def transpose(tensor: StoredTensor, dim0: int = 0, dim1: int = 1) -> StoredTensor:
-    """Return the tensor with two axes exchanged."""
+    """Return the tensor with two axes swapped."""
     order = list(range(len(tensor.spec.shape)))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return axes.permute(tensor, order)
@@ -134,24 +137,24 @@ def reshape(tensor: StoredTensor, shape: Sequence[int], *_: Any) -> StoredTensor
         new = axes.replace_at(new, new.index(-1), 1, (prod(old) // -prod(new),))
     if old == new:
         return tensor
-    most = min(len(old), len(new)) - 1  # one axis at least is left in both
+    most = min(len(old), len(new)) - 1  # at least one axis remains in both
     before = next((i for i in range(most) if old[i] != new[i]), most)
     most -= before
-    behind = next((i for i in range(most) if old[-1 - i] != new[-1 - i]), most)
-    merged = axes.merge(tensor, before, len(old) - before - behind)
-    apart = new[before : len(new) - behind]
-    return merged if len(apart) == 1 else axes.split(merged, before, apart)
+    after = next((i for i in range(most) if old[-1 - i] != new[-1 - i]), most)
+    merged = axes.merge(tensor, before, len(old) - before - after)
+    split_shape = new[before : len(new) - after]
+    return merged if len(split_shape) == 1 else axes.split(merged, before, split_shape)
 
 
 def move_axis(tensor: StoredTensor, source: int, target: int) -> StoredTensor:
-    """Return the tensor with one axis at another place among them."""
+    """Return the tensor with one axis moved to another position."""
     order = [axis for axis in range(len(tensor.spec.shape)) if axis != source]
     order.insert(target, source)
     return tensor if source == target else axes.permute(tensor, order)
 
 
 def axis_of(tensor: StoredTensor, dim: int) -> int:
-    """Return the axis that a number means, which counts from behind if it is negative."""
+    """Return the index of an axis; a negative `dim` counts from the end."""
     return dim % len(tensor.spec.shape)
 
 

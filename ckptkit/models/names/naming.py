@@ -1,4 +1,4 @@
-"""Give a model's tensors the requested names: the Hub's, a family's, or their own."""
+"""Give a model's tensors the requested names: the Hub's, a family's, or the names that they have."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ckptkit.models.vocabulary import NewVocabulary, check_rows, with_vocabulary
 from ckptkit.words import count
 
 Config = Mapping[str, Any] | None
-_LIMIT = 1 << 20  # bytes of a file with a model's sizes
+_LIMIT = 1 << 20  # bytes; the largest file with a model's sizes has a few kilobytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedNames:
-    """The names that a caller asks for, and what ckptkit knows of the model.
+    """The names that a caller requests, and facts about the model.
 
-    `names` is a family's word, `HUB` or `KEEP`. `trainer` wrote the present names; None if nobody knows. `check` raises
-    for weights that must not be cut or joined, before any are. A `table` of the user's comes before the known families.
-    `rows` is how many rows embedding and head get. `ask_base` returns the base's names, which decide where the Hub has
-    several for one tensor.
+    `names` is a family's name, `HUB` or `KEEP`. `trainer` wrote the present names; None if unknown. `check` raises for
+    weights that must not be cut or joined, before anything is translated. `table` is the user's own table; it has
+    priority over the known families. `rows` is the new number of rows of embedding and head. `ask_base` returns the
+    base's tensor names: they decide if the Hub has several names for one tensor.
     """
 
     names: str
@@ -50,47 +50,48 @@ class AskedNames:
     ask_base: AskBase = None
 
     def find_vocabulary(self) -> NewVocabulary | None:
-        """Return the vocabulary that is asked for, None if it stays as it is."""
+        """Return the requested vocabulary; None if it does not change."""
         return None if self.rows is None else NewVocabulary.of(self.config, self.rows, self.ask_base)
 
 
-def name_weights(found: Weights, asked: AskedNames) -> tuple[Weights, list[str]]:
-    """Return weights under the names of a family, or of the Hub, and words on it.
+def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str]]:
+    """Return weights under the names of a family or of the Hub, and notes.
 
-    Raises `Mismatch` where a config.json is needed and none is there, or a tensor has no place in the family.
+    Raises `Mismatch` if a config.json is needed and missing, or if no rule translates a tensor.
     """
-    change = find_change(found, asked)
+    change = find_change(weights, asked)
     if change is None and asked.rows is None:
-        return found, []
-    asked.check(found, asked.config)
-    layout = locate(unpack(found.layout))
+        return weights, []
+    asked.check(weights, asked.config)
+    layout = locate(unpack(weights.layout))
     layout = layout if change is None else change.compute(layout)
     vocabulary = asked.find_vocabulary()
-    made = turn_in(layout, with_rows(change, vocabulary))
+    named_tensors = translate_layout(layout, with_resized_rows(change, vocabulary))
     if change is not None and change.there is None and asked.config is not None:
-        check_complete(made.tensors, Sizes(asked.config), layout.root)
+        check_complete(named_tensors.tensors, Sizes(asked.config), layout.root)
     came_from = {
-        new: JOINED.join(dict.fromkeys(found.came_from[old] for old in olds)) for new, olds in made.came_from.items()
+        new: JOINED.join(dict.fromkeys(weights.came_from[old] for old in olds))
+        for new, olds in named_tensors.came_from.items()
     }
-    named = replace(layout, tensors=made.tensors, blobs={}, keys={}, twins={})
+    named = replace(layout, tensors=named_tensors.tensors, blobs={}, keys={}, twins={})
     left_out = {
-        **found.left_out,
-        **dict.fromkeys(found.origins_of(made.unplaced), f"{asked.names} names cannot express this tensor"),
+        **weights.left_out,
+        **dict.fromkeys(weights.origins_of(named_tensors.unplaced), f"{asked.names} names cannot express this tensor"),
     }
     notes = [
-        *remarks(found.layout, change, made, asked.config, vocabulary),
-        *contradictions(found.whole, change, asked),
+        *remarks(weights.layout, change, named_tensors, asked.config, vocabulary),
+        *contradictions(weights.whole, change, asked),
     ]
-    return replace(found, layout=named, came_from=came_from, left_out=left_out), notes
+    return replace(weights, layout=named, came_from=came_from, left_out=left_out), notes
 
 
 def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
-    """Return a checkpoint whose parameters have the names of a family, in the optimizer too, and words on it.
+    """Return a checkpoint whose model and optimizer use the parameter names of a family, and notes.
 
     Raises as `name_weights` does.
     """
     if asked.names == KEEP and asked.rows is None:
-        return layout, []  # there may be no model in it
+        return layout, []  # the checkpoint may have no model, which `find_weights` refuses
     weights = find_weights(layout)
     change = find_change(weights, asked)
     if change is None and asked.rows is None:
@@ -103,24 +104,27 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     layout = locate(unpack(layout))
     try:
         vocabulary = asked.find_vocabulary()
-        turn = with_rows(change, vocabulary)
-        named, made = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
+        turn = with_resized_rows(change, vocabulary)
+        named, translated = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.path) from None
-    notes = [*remarks(weights.layout, change, made, asked.config, vocabulary), *contradictions(layout, change, asked)]
-    left = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
-    if left:
-        notes.append(f"dropped {count(len(left), 'entry')} under old names of layers, such as `{min(left)}`")
-    return edits.select(named, lambda name: name not in left), notes
+    notes = [
+        *remarks(weights.layout, change, translated, asked.config, vocabulary),
+        *contradictions(layout, change, asked),
+    ]
+    dropped = {name for name in named.blobs if change is not None and is_dropped(change.here, named.key(name))}
+    if dropped:
+        notes.append(f"dropped {count(len(dropped), 'entry')} under old names of layers, such as `{min(dropped)}`")
+    return edits.select(named, lambda name: name not in dropped), notes
 
 
 def is_dropped(family: Family | None, key: KeyPath) -> bool:
-    """Return whether an entry that is no tensor belongs to a layer of a family, and means nothing by other names."""
+    """Return whether a non-tensor entry belongs to a layer of a family and has no meaning under other names."""
     return family is not None and family.drops_name(str(key[-1]).partition(OF_ONE)[0])
 
 
 class FamilyChange(NamedTuple):
-    """The family that weights are of, the one that is asked for, and the way between. One that is None is the Hub."""
+    """The family of the weights, the requested family, and the function that translates; None stands for the Hub."""
 
     here: Family | None
     there: Family | None
@@ -128,85 +132,85 @@ class FamilyChange(NamedTuple):
     sizes: Sizes
 
     def compute(self, layout: Layout) -> Layout:
-        """Return a located layout whose numbers are changed as the family calls for on the way to the Hub."""
+        """Return a located layout with the values changed as the family requires on the way to the Hub."""
         if self.here is None or self.here.arithmetic is None:
             return layout
         from ckptkit.engine.arithmetic import compute
 
-        found = {name: self.here.arithmetic(name, self.sizes) for name in layout.tensors}
-        return compute(layout, {name: change for name, change in found.items() if change is not None})
+        changes = {name: self.here.arithmetic(name, self.sizes) for name in layout.tensors}
+        return compute(layout, {name: change for name, change in changes.items() if change is not None})
 
 
 def find_change(found: Weights, asked: AskedNames) -> FamilyChange | None:
-    """Return what is to be changed of names; None if nothing is."""
+    """Return how to translate the names; None if they stay."""
     if asked.names == KEEP:
         return None
     weights, config, table = found.layout, asked.config, asked.table
     sizes = Sizes(config or {}, asked.ask_base)
-    here = family_of(weights.shapes, asked.trainer, sizes.model_type, lambda name: is_there(weights.root / name))
+    current = family_of(weights.shapes, asked.trainer, sizes.model_type, lambda name: is_there(weights.root / name))
     if config is not None:
         try:
-            here = choose_family(here, weights.shapes, sizes)
+            current = choose_family(current, weights.shapes, sizes)
         except CkptError as error:
             raise error.blame(path=weights.path) from None
     if table is not None and asked.names == table.name:
-        there: Family | None = table
+        target: Family | None = table
     else:
-        there = get_family(asked.names)
-        here = here if table is None else in_front(table, here)
-    if here is there:
+        target = get_family(asked.names)
+        current = current if table is None else in_front(table, current)
+    if current is target:
         return None
-    if config is None and here is not None:
-        config = read_sizes(weights.root, here)
+    if config is None and current is not None:
+        config = read_sizes(weights.root, current)
     if config is None and table is None:
-        whose = " and ".join(family.name for family in (here, there) if family)
+        whose = " and ".join(family.name for family in (current, target) if family)
         message = f"translating the names of {whose} to the Hub's needs config.json; none was found"
         hint = "pass --base MODEL, which has the config.json of this architecture, or keep the names with --names keep"
         raise Mismatch(message, path=weights.path, tensor=next(iter(weights.tensors)), hint=hint)
     known = config or {} if asked.rows is None else with_vocabulary(config or {}, asked.rows)
     sizes = Sizes(known, asked.ask_base)
-    if here is not None:
+    if current is not None:
         try:
-            here.check(found.whole, sizes)
+            current.check(found.whole, sizes)
         except CkptError as error:
             raise error.blame(path=weights.path) from None
-    return FamilyChange(here, there, turn_between(here, there, sizes), sizes)
+    return FamilyChange(current, target, turn_between(current, target, sizes), sizes)
 
 
 def read_sizes(root: Path, family: Family) -> Config:
-    """Return what a family's own file beside the weights says of a model's sizes, as a config.json would; or None."""
+    """Return a model's sizes from the family's own file beside the weights, as a config; None without such a file."""
     path = root / family.sizes_file
     if not family.sizes_file or not is_there(path):
         return None
-    found = parse_json(read_small(path, _LIMIT), path)
-    return family.config_of(found if isinstance(found, dict) else {})
+    sizes = parse_json(read_small(path, _LIMIT), path)
+    return family.config_of(sizes if isinstance(sizes, dict) else {})
 
 
 def contradictions(checkpoint: Layout, change: FamilyChange | None, asked: AskedNames) -> list[Caution]:
-    """Return a warning if config.json lets the model compute something else than the checkpoint's own files say."""
+    """Return a warning if config.json makes the model compute something else than the checkpoint's own files say."""
     if change is None or change.here is None or asked.config is None:
         return []
-    said = {**(read_sizes(checkpoint.root, change.here) or {}), **change.here.describe(checkpoint)}
-    found = find_contradictions(said, asked.config)
-    words = f"config.json differs from what {change.here.whose} files say of the training"
-    return [Caution(f"{words}: {describe_differences(found, 'config.json')}")] if found else []
+    reported = {**(read_sizes(checkpoint.root, change.here) or {}), **change.here.describe(checkpoint)}
+    differences = find_contradictions(reported, asked.config)
+    text = f"config.json differs from what {change.here.whose} files say of the training"
+    return [Caution(f"{text}: {describe_differences(differences, 'config.json')}")] if differences else []
 
 
-def with_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:
-    """Return the function that makes the change, and gives what follows the vocabulary its rows."""
+def with_resized_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:
+    """Return the function that translates names and resizes the tensors that follow the vocabulary."""
     turn = Translated.of if change is None else change.turn
     if vocabulary is None:
         return turn
 
     def resized(tensors: Mapping[str, StoredTensor]) -> Translated:
-        made = turn(tensors)
-        return replace(made, tensors=vocabulary.resize(made.tensors))
+        translated = turn(tensors)
+        return replace(translated, tensors=vocabulary.resize(translated.tensors))
 
     return resized
 
 
-def turn_in(layout: Layout, turn: Turn) -> Translated:
-    """Return what is made of the tensors of a layout. An error says where they lie."""
+def translate_layout(layout: Layout, turn: Turn) -> Translated:
+    """Return the translated tensors of a layout. Adds the layout's path to errors."""
     try:
         return turn(layout.tensors)
     except CkptError as error:
@@ -214,45 +218,55 @@ def turn_in(layout: Layout, turn: Turn) -> Translated:
 
 
 def remarks(
-    before: Layout, change: FamilyChange | None, made: Translated, config: Config, vocabulary: NewVocabulary | None
+    before: Layout,
+    change: FamilyChange | None,
+    translated: Translated,
+    config: Config,
+    vocabulary: NewVocabulary | None,
 ) -> list[str]:
-    """Return what there is to say of new names and rows. Raises `Mismatch` for rows that config.json contradicts."""
+    """Return notes on changed names and rows. Raises `Mismatch` if config.json contradicts the number of rows."""
     notes = []
     try:
         if vocabulary is not None:
-            rows, there = vocabulary.rows, vocabulary.require_one_size(before.tensors)
-            what = f"dropped the last {there - rows}" if there > rows else f"added {rows - there} rows of zeros"
-            notes.append(f"the vocabulary has {rows} rows instead of {there}: {what}")
+            rows, rows_before = vocabulary.rows, vocabulary.require_one_size(before.tensors)
+            what = (
+                f"dropped the last {rows_before - rows}"
+                if rows_before > rows
+                else f"added {rows - rows_before} rows of zeros"
+            )
+            notes.append(f"the vocabulary has {rows} rows instead of {rows_before}: {what}")
         else:
-            notes += [describe_padding(old, before.tensors[old].spec, spec) for old, spec in find_cropped(before, made)]
+            notes += [
+                describe_padding(old, before.tensors[old].spec, spec) for old, spec in find_cropped(before, translated)
+            ]
             if config is not None:
-                check_rows(made.tensors, config)
+                check_rows(translated.tensors, config)
     except CkptError as error:
         raise error.blame(path=before.root) from None
-    return [*notes, *(describe(change, made) if change else [])]
+    return [*notes, *(describe(change, translated) if change else [])]
 
 
-def describe(change: FamilyChange, made: Translated) -> list[str]:
-    """Return what there is to say of new names."""
-    before = len({old for olds in made.came_from.values() for old in olds})
-    one, other = (family.name if family else "the Hub" for family in (change.here, change.there))
-    notes = [f"translated {count(before, 'tensor')} from the names of {one} to {len(made.came_from)} of {other}"]
-    if made.unplaced:
+def describe(change: FamilyChange, named: Translated) -> list[str]:
+    """Return notes on the translation of names."""
+    before = len({old for olds in named.came_from.values() for old in olds})
+    source, target = (family.name if family else "the Hub" for family in (change.here, change.there))
+    notes = [f"translated {count(before, 'tensor')} from the names of {source} to {len(named.came_from)} of {target}"]
+    if named.unplaced:
         notes.append(
-            f"dropped {count(len(made.unplaced), 'tensor')} that {other} does not have, such as `{made.unplaced[0]}`"
+            f"dropped {count(len(named.unplaced), 'tensor')} that {target} does not have, such as `{named.unplaced[0]}`"
         )
     return notes
 
 
-def find_cropped(before: Layout, made: Translated) -> Iterator[tuple[str, Spec]]:
-    """Yield the name of each tensor that became one of less rows, and what it is now."""
-    became = Counter(old for olds in made.came_from.values() for old in olds)
-    for new, olds in made.came_from.items():
-        spec = made.tensors[new].spec
-        if len(olds) == 1 and became[olds[0]] == 1 and spec.numel < before.tensors[olds[0]].spec.numel:
+def find_cropped(before: Layout, translated: Translated) -> Iterator[tuple[str, Spec]]:
+    """Yield the old name and the new spec of each tensor that lost rows."""
+    uses = Counter(old for olds in translated.came_from.values() for old in olds)
+    for new, olds in translated.came_from.items():
+        spec = translated.tensors[new].spec
+        if len(olds) == 1 and uses[olds[0]] == 1 and spec.numel < before.tensors[olds[0]].spec.numel:
             yield olds[0], spec
 
 
 def describe_padding(name: str, before: Spec, now: Spec) -> str:
-    left = before.shape[0] - now.shape[0]
-    return f"dropped the last {left} of the {before.shape[0]} rows of `{name}`, which pad the vocabulary"
+    dropped = before.shape[0] - now.shape[0]
+    return f"dropped the last {dropped} of the {before.shape[0]} rows of `{name}`, which pad the vocabulary"

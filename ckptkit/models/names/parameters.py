@@ -1,9 +1,9 @@
 """Rename a model's parameters wherever they occur in a training checkpoint.
 
-A parameter's name is the last step of the way to it; below `state`, the step before the name of a moment, or after it,
-unless the optimizer only counts its parameters. A moment may be a list or a dict of tensors (`GG.0`, as in SOAP).
-Optimizers flattened by torch have the name and the moment in one step, `state.<name>.exp_avg`. The groups of an
-optimizer list them as well.
+A parameter's name is the last step of its key path. In optimizer state it is the step after `state`, or the last step
+if the entry's name (such as `exp_avg`) comes first; an optimizer may also use parameter indices instead of names. The
+state of a parameter may be a list or dict of tensors (`GG.0` in SOAP). In optimizers that torch has flattened, one step
+contains both names: `state.<name>.exp_avg`. The parameter groups list the names too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ckptkit.formats.archives.values import load_value, with_value
 from ckptkit.layout import Blob, KeyPath, Layout, edits
 from ckptkit.layout.wrappers import PARAM_NAMES, own_name
 
-# Know the values of an optimizer's groups that Megatron-FSDP saves by parameter, and whose they are.
+# Megatron-FSDP saves the values of parameter groups by parameter, in a map.
 #
 # Source: `_param_groups_to_param2group_meta` in megatron/core/optimizer/distrib_optimizer.py of core 0.20, and
-# megatron/core/transformer/fsdp_dtensor_checkpoint.py. The map has the names of the module's parameters. Weights and
-# states lie under these, or in pieces and under names that are the same for every version.
+# megatron/core/transformer/fsdp_dtensor_checkpoint.py. The map has the module's parameter names. Weights and
+# states have these names too, or are split, or have names that are equal in all versions.
 GROUP_MAP = "param_to_group_meta"
-HALVES = ("_w", "_v")  # of a gated layer
-_SAVED_AS = (  # pieces, and names of other versions, and what they are compared as
+HALVES = ("_w", "_v")  # suffixes of the two saved halves of a gated layer
+_NORMALIZATIONS = (  # (pattern, replacement): removes the suffixes of split parameters and the differences of versions
     (r"((?:weight|bias)\d*)_[wv]$", r"\1"),
     (r"((?:in_proj|conv1d)\.(?:weight|bias))\.(?:query|key|value|z|beta|alpha)$", r"\1"),
     (r"self_attention\.linear_qkv_down_proj\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
@@ -34,8 +34,8 @@ _SAVED_AS = (  # pieces, and names of other versions, and what they are compared
 
 
 def parameter_of(name: str) -> str:
-    """Return a name that is the same for a parameter in the map and for all that is saved of it."""
-    for pattern, same in _SAVED_AS:
+    """Return a normalized name: equal for a parameter in `GROUP_MAP` and for all entries that are saved for it."""
+    for pattern, same in _NORMALIZATIONS:
         name = re.sub(pattern, same, name)
     return name
 
@@ -46,51 +46,54 @@ BY_PARAMETER = ("state", GROUP_MAP)
 
 
 class EntryPlace(NamedTuple):
-    """A key path at which each parameter has an entry of one kind, with the name of the parameter left out."""
+    """A key path pattern of one kind of entry that every parameter has, with a gap for the parameter's name."""
 
     before: KeyPath
     text: str = "{}"
     after: KeyPath = ()
 
     def key(self, name: str) -> KeyPath:
-        """Return the way to the entry of a parameter."""
+        """Return the key path of the entry of a parameter."""
         return (*self.before, self.text.format(name), *self.after)
 
 
 def find_entry(key: KeyPath, own: Container[str] = ()) -> tuple[EntryPlace, str] | None:
-    """Return the kind of an entry of an optimizer, and the parameter that it belongs to; None for any other entry.
+    """Return the kind of an optimizer's entry and the parameter that it belongs to; None for any other entry.
 
-    `own` are the names of the model's parameters: they tell where the state of a parameter begins that is nested
-    deeper. The parameter is a number if the optimizer counts its parameters.
+    `own` are the names of the model's parameters. They are needed to find the parameter if its state is nested deeper.
+    The returned parameter is a number if the optimizer uses parameter indices.
     """
     last = key[-1]
     if isinstance(last, str) and last.startswith(FLATTENED):
         kind, parameter, what = split_flattened(last, own)
         return EntryPlace(key[:-1], f"{kind}.{{}}.{what}"), parameter
-    at = find_state(key, own)
+    at = index_of_state(key, own)
     if at is None:
         return None
-    if is_own(last, own):  # the moment comes first
+    if is_own(last, own):  # the key path ends with the parameter: the entry's name is in front
         return EntryPlace(key[:-1]), str(last)
     return EntryPlace(key[: at + 1], after=key[at + 2 :]), str(key[at + 1])
 
 
-def find_state(key: KeyPath, own: Container[str]) -> int | None:
-    """Return at which step of a key path the states of an optimizer begin; None for what is no state."""
+def index_of_state(key: KeyPath, own: Container[str]) -> int | None:
+    """Return the index of the step `state` (or `GROUP_MAP`) in the key path of an optimizer's state.
+
+    Returns None for other entries.
+    """
     if len(key) > 2 and key[-3] in BY_PARAMETER:
         return len(key) - 3
     deeper = range(len(key) - 4, -1, -1)
-    return next((at for at in deeper if key[at] in BY_PARAMETER and is_own(key[at + 1], own)), None)
+    return next((index for index in deeper if key[index] in BY_PARAMETER and is_own(key[index + 1], own)), None)
 
 
-def is_own(step: object, own: Container[str]) -> bool:
-    return isinstance(step, str) and own_name(step, own) in own
+def is_own(part: object, own: Container[str]) -> bool:
+    return isinstance(part, str) and own_name(part, own) in own
 
 
 def split_flattened(step: str, own: Container[str] = ()) -> tuple[str, str, str]:
-    """Return `state` or `param_groups`, the parameter and the entry in a step that torch has flattened.
+    """Split a step that torch has flattened into `state` or `param_groups`, the parameter, and the entry.
 
-    Names that are the model's `own` tell where the parameter ends and a nested state begins.
+    The `own` names of the model decide where the parameter's name ends, if its state is nested.
     """
     kind, _, rest = step.partition(".")
     dots = [at for at, letter in enumerate(rest) if letter == "."]
@@ -99,9 +102,9 @@ def split_flattened(step: str, own: Container[str] = ()) -> tuple[str, str, str]
 
 
 def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName) -> tuple[Layout, dict[str, str]]:
-    """Return the checkpoint with its parameters renamed, and by old name the new one of each entry that has one.
+    """Return the checkpoint with its parameters renamed, and the new name of each changed entry by its old name.
 
-    `weights` are the entries that are the model's own. The optimizer of another model stays as it is.
+    `weights` are the entries of the model. The optimizer of another model does not change.
     """
     own = {str(layout.key(name)[-1]) for name in weights}
     others = entries_of_other_models(layout, weights)
@@ -115,36 +118,37 @@ def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName
 
 
 def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
-    """Return the entries of optimizers by name whose parameters another model has, and the model of the weights not."""
+    """Return the entries of optimizers (with names) whose parameters belong to another model than `weights`."""
     entries: dict[KeyPath, set[str]] = {}
     trained: dict[KeyPath, set[str]] = {}
     beside: dict[KeyPath, set[str]] = {}
     own = {name: str(layout.key(name)[-1]) for name in weights}
-    mine = set(own.values())
+    own_names = set(own.values())
     for name in layout.names if own else ():
         key = layout.key(name)
-        way = way_in_optimizer(key, mine)
-        if way is None:
+        inner_path = way_in_optimizer(key, own_names)
+        if inner_path is None:
             if name not in own and name in layout.tensors:
                 beside.setdefault(key[:-1], set()).add(str(key[-1]))
             continue
-        above = key[:-1] if str(key[-1]).startswith(FLATTENED) else key[: -len(way)]
+        above = key[:-1] if str(key[-1]).startswith(FLATTENED) else key[: -len(inner_path)]
         entries.setdefault(above, set()).add(name)
-        if way[0] == "state":
-            trained.setdefault(above, set()).add(str(way[1]))
+        if inner_path[0] == "state":
+            trained.setdefault(above, set()).add(str(inner_path[1]))
     others = [
         above
         for above, names in trained.items()
-        if not {own_name(name, mine) for name in names} <= mine and any(names <= model for model in beside.values())
+        if not {own_name(name, own_names) for name in names} <= own_names
+        and any(names <= model for model in beside.values())
     ]
     return {name for above in others for name in entries[above]}
 
 
 def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = (), others: Container[str] = ()) -> Layout:
-    """Return the checkpoint with other names in the lists of its optimizers; the layout itself if none changes.
+    """Return the checkpoint with other names in the lists of its optimizers; the same layout if nothing changes.
 
-    A recorded name may have a wrapper's prefix that the `own` names of the model do not have, and then loses it. The
-    entries that are `others` stay as they are.
+    A recorded name may have a wrapper's prefix that the model's `own` names do not have; the prefix is removed. Entries
+    in `others` do not change.
     """
 
     def from_recorded(name: str) -> str:
@@ -162,7 +166,7 @@ def rename_lists(layout: Layout, new_name: NewName, own: Container[str] = (), ot
 
 
 def parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
-    """Return the names that `rename_parameters` replaces: those of the `weights`, and those in optimizers."""
+    """Return the names that `rename_parameters` replaces: those of `weights`, and those in optimizers."""
     weights = set(weights)
     others = entries_of_other_models(layout, weights)
     own = {str(layout.key(name)[-1]) for name in weights}
@@ -171,43 +175,44 @@ def parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
 
 
 def rename_in(key: KeyPath, new_name: NewName, is_weight: bool, own: Container[str] = ()) -> KeyPath:
-    """Return a key path with the parameter's name in it replaced; `own` are the names of all parameters."""
+    """Return a key path with the parameter's name replaced. `own` are the names of all parameters."""
     if is_weight:
         return (*key[:-1], new_name(key[-1])) if isinstance(key[-1], str) else key
-    found = find_entry(key, own)
-    if found is None or found[1].isdecimal():
+    entry = find_entry(key, own)
+    if entry is None or entry[1].isdecimal():
         return key
-    place, parameter = found
+    place, parameter = entry
     return place.key(new_name(parameter))
 
 
 def way_in_optimizer(key: KeyPath, own: Container[str] = ()) -> KeyPath | None:
-    """Return where an entry lies in an optimizer's state dict as torch nests it; None for what is of no optimizer.
+    """Return the key path of an entry inside its optimizer's state dict; None if it belongs to no optimizer.
 
-    Groups flattened by torch are given by the name of each parameter, not by number. For `own` see `find_entry`.
+    In groups that torch has flattened, the second step is the name of each parameter instead of the group's index. For
+    `own` see `find_entry`.
     """
     last = key[-1]
     if isinstance(last, str) and last.startswith(FLATTENED):
         return split_flattened(last, own)
     if len(key) > 2 and key[-3] == "param_groups":
         return key[-3:]
-    at = find_state(key, own)
+    at = index_of_state(key, own)
     return None if at is None else key[at:]
 
 
 def is_list_of_parameters(key: KeyPath) -> bool:
-    """Return True for the way to the parameters of an optimizer's group."""
+    """Return whether a key path leads to the list `params` of a parameter group."""
     return len(key) > 2 and key[-3] == "param_groups" and key[-1] == "params"
 
 
 def is_list_of_names(key: KeyPath) -> bool:
-    """Return True for the way to the names that torch records in a group, also where torch has flattened it."""
+    """Return whether a key path leads to the names that torch records in a group, flattened or not."""
     way = way_in_optimizer(key)
     return way is not None and way[0] == "param_groups" and way[2] == PARAM_NAMES
 
 
 def rename_list(layout: Layout, blob: Blob, new_name: NewName) -> Blob:
-    """Return a list of parameters under their new names; of numbers, or without a new name, as it is."""
+    """Return a list of parameters with new names; a list of indices, or without new names, is returned unchanged."""
     value = load_value(layout.root, blob)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return blob

@@ -1,7 +1,8 @@
-"""Find the prefix that a trainer's own module puts before all names of a model, and take it off.
+"""Find and remove the prefix that a trainer's own module puts before all names of a model.
 
 `ckptkit.layout.wrappers` has the prefixes of torch's wrappers, `ckptkit.models.names.weights` finds the model's key in
-a checkpoint. A prefix such as `model.` or `net.` may be a part of the model's own names: only the model tells.
+a checkpoint. A prefix such as `model.` or `net.` may be part of the model's own names: only config.json or a known
+family decides.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from ckptkit.models.names.weights import Weights
 Shapes = Mapping[str, Shape]
 
 
-def remove_prefix(found: Weights, config: Mapping[str, Any] | None) -> tuple[Weights, list[str]]:
-    """Return weights without the prefix before all their names, and words on it; as they are, if there is none."""
-    shapes = found.layout.shapes
+def remove_prefix(weights: Weights, config: Mapping[str, Any] | None) -> tuple[Weights, list[str]]:
+    """Return weights without the prefix of all their names, and notes; unchanged if there is no such prefix."""
+    shapes = weights.layout.shapes
     of_family = prefix_of_family(shapes)
     prefix = of_family or prefix_of_config(shapes, config or {})
     if not prefix:
-        return found, []
+        return weights, []
     whose = "of a known family" if of_family else "that config.json describes"
-    came_from = {name.removeprefix(prefix): old for name, old in found.came_from.items()}
-    layout = edits.rename(found.layout, lambda name: name.removeprefix(prefix))
+    came_from = {name.removeprefix(prefix): old for name, old in weights.came_from.items()}
+    layout = edits.rename(weights.layout, lambda name: name.removeprefix(prefix))
     remark = f"removed the prefix `{prefix}` from all names: the rest are names {whose}"
-    return replace(found, layout=layout, came_from=came_from), [remark]
+    return replace(weights, layout=layout, came_from=came_from), [remark]
 
 
 def prefix_of_family(shapes: Shapes) -> str:
-    """Return the first step of all names if they are a family's without it; "" else."""
+    """Return the first step of all names, if the names without it belong to a family; else ""."""
     first = next(iter(shapes), "").partition(".")[0] + "."
     if family_of(shapes) or not all(name.startswith(first) for name in shapes):
         return ""
@@ -43,9 +44,9 @@ def prefix_of_family(shapes: Shapes) -> str:
 
 
 def prefix_of_config(shapes: Shapes, config: Mapping[str, Any]) -> str:
-    """Return what stands before every name, if without it all are there that a config calls for.
+    """Return the prefix of all names, if the names without it are all that a config describes.
 
-    Returns "" where the names fit as they are, or fit neither way.
+    Returns "" if the names fit with the prefix, or do not fit in either case.
     """
     if not config or len({name.partition(".")[0] for name in shapes}) != 1:
         return ""
@@ -59,10 +60,10 @@ def prefix_of_config(shapes: Shapes, config: Mapping[str, Any]) -> str:
 
 
 def prefix_of_form(shapes: Shapes, form: Form) -> str:
-    """Return what stands before every name, if without it the tensors are of a form; "" else."""
+    """Return the prefix of all names, if the tensors without it fit a form; else ""."""
     first = min(form.needed)
     ends = [name for name in shapes if name.endswith(f".{first}")]
     prefix = ends[0].removesuffix(first) if len(ends) == 1 else ""
-    found = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
-    fits = len(found) == len(shapes) and all(found.get(name) == form.shapes[name] for name in form.needed)
+    stripped = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    fits = len(stripped) == len(shapes) and all(stripped.get(name) == form.shapes[name] for name in form.needed)
     return prefix if fits else ""

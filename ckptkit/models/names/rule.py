@@ -1,9 +1,9 @@
-"""Say how tensors of a family are called and folded, and how the same are on the Hub. Rules are data.
+"""Rules: how the tensors of a family are named and stacked, and how the same tensors are on the Hub.
 
-A name is written with its numbers in braces: `layers.{layer}.attention.wq.weight`. A number that stands on one side
-only is an axis on the other, in front of the tensor's own: `layers.{layer}.moe.experts.w1` has all experts in it. What
-stands in brackets may be missing, and its number is such an axis then: `layers[.{layer}].mlp.linear_fc2.weight`.
-Several ways to call one tensor are told apart by ` | `; the first is the one that is written.
+Names have placeholders for their numbers: `layers.{layer}.attention.wq.weight`. A placeholder on one side only is an
+axis on the other side, in front of the tensor's own axes: `layers.{layer}.moe.experts.w1` contains all experts. A part
+in brackets is optional; without it, its placeholder is such an axis: `layers[.{layer}].mlp.linear_fc2.weight`.
+Alternative names of a tensor are separated by ` | `; the first one is written.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from itertools import product
 
 from ckptkit.models.names.steps import Same, TensorStep
 
-# a step of a name that is a number, or one at the end of `weight` or `bias`, as experts in one module have it
+# a number that is a whole step of a name, or follows `weight` or `bias`, as in modules with several experts
 _NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])|(?:(?<=\.weight)|(?<=\.bias))[0-9]{1,9}(?![^._])")
 
 Numbers = tuple[int, ...]
 
 
 def outline_of(name: str) -> tuple[str, Numbers]:
-    """Return a name with `#` for every number that is a step of it, or ends `weight` or `bias`, and these numbers."""
+    """Return a name with `#` in place of its numbers, and the numbers.
+
+    A number is a whole step, or ends `weight` or `bias`.
+    """
     return _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
 
 
@@ -32,14 +35,14 @@ _OPTION = re.compile(r"\[([^\]]*)\]")
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A name with `captures`, what its numbers count, in place of the numbers; `text` has `{}` there."""
+    """A name with `{}` in place of its numbers (`text`), and the names of its placeholders (`captures`)."""
 
     text: str
     captures: tuple[str, ...]
 
     @property
     def outline(self) -> str:
-        """Return the name with `#` for every number: what the outline of a matching name is equal to."""
+        """Return the name with `#` for every number, for comparison with `outline_of`."""
         return self.text.replace("{}", "#")
 
     def name(self, numbers: Numbers) -> str:
@@ -47,9 +50,9 @@ class Pattern:
 
 
 def patterns_of(text: str) -> Iterator[Pattern]:
-    """Yield each way to call a tensor that a text of a rule gives, the one that is written first."""
+    """Yield each alternative name in the text of a rule; the first is the one that is written."""
     for way in text.split(" | "):
-        pieces = _OPTION.split(way)  # every second one may be missing
+        pieces = _OPTION.split(way)  # every second piece is optional
         for kept in product(*(((piece, "") if i % 2 else (piece,)) for i, piece in enumerate(pieces))):
             name = "".join(kept)
             yield Pattern(_CAPTURE.sub("{}", name), tuple(_CAPTURE.findall(name)))
@@ -57,10 +60,10 @@ def patterns_of(text: str) -> Iterator[Pattern]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The tensors of the family that become, by a step, those of the Hub: a text for each.
+    """Tensors of the family, the tensors of the Hub that they become, and the step that converts them; names are texts.
 
-    Where a number counts what lies one below the other in the first axis of the family's tensor, and has no axis of its
-    own there, `flat` is the symbol for how many there are.
+    `flat` is for a placeholder without an axis of its own in the family's tensor, whose items are stacked in the first
+    axis: it is the symbol of their number.
     """
 
     family: tuple[str, ...]
@@ -72,7 +75,7 @@ class Rule:
     def of(
         cls, family: str | tuple[str, ...], hub: str | tuple[str, ...], step: TensorStep | None = None, flat: str = ""
     ) -> Rule:
-        """Return a rule, for which one name may stand alone."""
+        """Return a rule; a single name may be given as a string."""
         return cls(as_tuple(family), as_tuple(hub), step or Same(), flat)
 
 
@@ -83,11 +86,11 @@ def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 def with_bias(
     family: str | tuple[str, ...], hub: str | tuple[str, ...], step: TensorStep | None = None
 ) -> Iterator[Rule]:
-    """Yield the rule for the weight of a module, given by its name, and the one for its bias."""
+    """Yield the rule for the weight of a module, given by the module's name, and the rule for its bias."""
     for leaf in (".weight", ".bias"):
-        own, there = (tuple(add_to_each(name, leaf) for name in as_tuple(side)) for side in (family, hub))
-        yield Rule(own, there, step or Same())
+        own, hub_names = (tuple(add_suffix(name, leaf) for name in as_tuple(side)) for side in (family, hub))
+        yield Rule(own, hub_names, step or Same())
 
 
-def add_to_each(text: str, end: str) -> str:
+def add_suffix(text: str, end: str) -> str:
     return " | ".join(way + end for way in text.split(" | "))

@@ -1,4 +1,4 @@
-"""The sizes from config.json that the rules between names need, and what experts are called in each type of model."""
+"""The sizes from config.json that rules for names need, and the names of experts in each model type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYER = "model.layers.{layer}."
 
 
 class ExpertNames(NamedTuple):
-    """The modules of a mixture of experts on the Hub, below a layer: gate, up and down projection, and the router."""
+    """The modules of a mixture of experts on the Hub, below a layer."""
 
     gate: str = "mlp.experts.{expert}.gate_proj"
     up: str = "mlp.experts.{expert}.up_proj"
@@ -38,7 +38,7 @@ _EXPERTS = {
     "qwen3_next": ExpertNames(shared="mlp.shared_expert"),
 }
 
-# types whose files have a tensor for each expert, and whose fused experts have all gates above all up projections
+# types whose files have one tensor per expert, and whose fused tensor has the gate rows before the up rows
 SEPARATE = frozenset(
     {
         *("mixtral", "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
@@ -49,7 +49,7 @@ SEPARATE = frozenset(
 
 
 def experts_of(model_type: str) -> ExpertNames:
-    """Return the names for a type of model; those of most for one that is not listed."""
+    """Return the names of experts for a model type; the common names for a type that is not listed."""
     return _EXPERTS.get(model_type, ExpertNames())
 
 
@@ -58,12 +58,12 @@ def has_experts(layer: int, sizes: Sizes) -> bool:
     config = sizes.text
     first = config.get("first_k_dense_replace", 1 if sizes.model_type == "glm4_moe" else 0)
     step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
-    is_behind = type(first) is not int or layer >= first
+    is_after_dense = type(first) is not int or layer >= first
     is_nth = type(step) is not int or step < 1 or (layer + 1) % step == 0
-    return is_behind and is_nth and not (isinstance(dense, list) and layer in dense)
+    return is_after_dense and is_nth and not (isinstance(dense, list) and layer in dense)
 
 
-# by the symbol that rules use: the keys of config.json that give it, in order of precedence
+# the keys of config.json for each symbol in rules, in order of precedence
 _KEYS = {
     "heads": ("num_attention_heads", "n_head"),
     "key_heads": ("num_key_value_heads", "num_attention_heads", "n_head"),
@@ -84,9 +84,9 @@ SYMBOLS = tuple(_KEYS)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers in the config of a model, or of its text model if it has others.
+    """The numbers in the config of a model, or of its text model if it is multimodal.
 
-    `ask_base` gives the names of the tensors that a training began with, None if it had none.
+    `ask_base` returns the names of the base's tensors, None if there is no base.
     """
 
     config: Mapping[str, Any]
@@ -94,11 +94,11 @@ class Sizes:
 
     @property
     def model_type(self) -> str:
-        """Return the type of the model, "" where the config says none."""
+        """Return the model type; "" if the config does not name it."""
         return str(self.text.get("model_type") or self.config.get("model_type") or "")
 
     def require_type(self, family: str, known: Sequence[str]) -> str:
-        """Return the type of the model. Raises `Unsupported` if it is not among those that a family's table knows."""
+        """Return the model type. Raises `Unsupported` if it is not among the types that a family's table knows."""
         if self.model_type not in known:
             message = f"ckptkit does not know {family}'s names for a model of type `{self.model_type}`"
             raise Unsupported(message, hint=f"pass a table of your own with --map; ckptkit knows {', '.join(known)}")
@@ -110,20 +110,20 @@ class Sizes:
         return inner if isinstance(inner, Mapping) else self.config
 
     def find(self, symbol: str) -> int | None:
-        """Return the number that a symbol stands for, None if the config does not say it."""
+        """Return the number that a symbol stands for; None if the config does not have it."""
         values = (self.text.get(key) for key in _KEYS[symbol])
         return next((value for value in values if type(value) is int and value > 0), None)
 
     def __getitem__(self, symbol: str) -> int:
-        """Return the number that a symbol stands for. Raises `Mismatch` if the config does not say it."""
-        found = self.find(symbol)
-        if found is not None:
-            return found
+        """Return the number that a symbol stands for. Raises `Mismatch` if the config does not have it."""
+        number = self.find(symbol)
+        if number is not None:
+            return number
         raise Mismatch(f"config.json does not have `{_KEYS[symbol][0]}`, which translating the names needs")
 
     @property
     def head_width(self) -> int:
-        """Return the width of one head. Raises `Mismatch` if the config does not say it."""
+        """Return the width of one head. Raises `Mismatch` if the config does not determine it."""
         width = self.text.get("head_dim") or default_head_width(self.model_type)
         if type(width) is int and width > 0:
             return width

@@ -1,7 +1,7 @@
-"""The steps that turn tensors of a family into tensors of the Hub, each with its inverse.
+"""The steps that convert tensors of a family into tensors of the Hub, each with its inverse.
 
-A step is given the tensors that one rule brings together and returns those that they become. Nothing is computed:
-chunks move, by the arithmetic in `ckptkit.layout.axes`.
+A step takes the tensors that one rule combines, and returns the tensors that they become. Steps compute no values: they
+move chunks, with the functions in `ckptkit.layout.axes`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Tensors = tuple[StoredTensor, ...]
 
 
 class TensorStep(Protocol):
-    """A change of tensors, and the change that undoes it. Both raise `Mismatch` for shapes that do not fit."""
+    """A conversion of tensors and its inverse. Both raise `Mismatch` for shapes that do not fit."""
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors: ...
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return the tensors as they are in the family."""
+        """Return the tensors as the family has them."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """No change: only the names differ."""
+    """The identity: only the names differ."""
 
     def to_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         return tensors
@@ -42,18 +42,18 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Several steps, in the order that leads to the Hub."""
+    """Several steps, in the order from the family to the Hub."""
 
     steps: tuple[TensorStep, ...]
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Take each step."""
+        """Apply all steps."""
         for step in self.steps:
             tensors = step.to_hub(tensors, sizes)
         return tensors
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Take each step back, the last one first."""
+        """Apply the inverses of all steps, the last one first."""
         for step in reversed(self.steps):
             tensors = step.from_hub(tensors, sizes)
         return tensors
@@ -61,43 +61,46 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The order of a head's rows: pairs that rotary embeddings turn lie together in the family, in halves on the Hub.
+    """The order of rows in a head: rows that rotary embeddings rotate together are adjacent, on the Hub in two halves.
 
-    Row `2i + c` of a head in the family is row `c * width / 2 + i` of it on the Hub. `heads` is the symbol for how many
-    heads the rows are of. Source: transformers/models/llama/convert_llama_weights_to_hf.py, `permute`.
+    Row `2i + c` of a head in the family is row `c * width / 2 + i` on the Hub. `heads` is the symbol for the number of
+    heads in the rows. Source: transformers/models/llama/convert_llama_weights_to_hf.py, `permute`.
     """
 
     heads: str
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return each with the first rows of all pairs of a head before the second ones."""
-        return tuple(exchange_rows(one, (*self.of(one, sizes), 2)) for one in tensors)
+        """Return each tensor with the first rows of all pairs of a head before the second rows."""
+        return tuple(swap_row_axes(one, (*self.of(one, sizes), 2)) for one in tensors)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return each with the rows of a head in pairs."""
-        found = []
+        """Return each tensor with the rows of a head in pairs."""
+        paired = []
         for one in tensors:
             heads, half = self.of(one, sizes)
-            found.append(exchange_rows(one, (heads, 2, half)))
-        return tuple(found)
+            paired.append(swap_row_axes(one, (heads, 2, half)))
+        return tuple(paired)
 
     def of(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
-        """Return how many heads the rows are of, and half the rows of each."""
+        """Return the number of heads, and half the number of rows of each."""
         rows, heads, width = tensor.spec.shape[0], sizes[self.heads], sizes.head_width
         if rows != heads * width or width % 2:
             raise Mismatch(f"expected {heads} heads of {width} (config.json), found {rows} rows")
         return heads, width // 2
 
 
-def exchange_rows(tensor: StoredTensor, extents: tuple[int, int, int]) -> StoredTensor:
-    """Return a tensor whose rows are split in three axes, with the second and the third of these exchanged."""
+def swap_row_axes(tensor: StoredTensor, extents: tuple[int, int, int]) -> StoredTensor:
+    """Return a tensor with its rows split into three axes, and the second and third of these swapped."""
     apart = axes.split(tensor, 0, extents)
     return axes.merge(axes.permute(apart, (0, 2, 1, *range(3, len(apart.spec.shape)))), 0, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """One tensor in which each key head has the rows of its queries, of its key and of its value; three on the Hub."""
+    """Queries, keys and values: one tensor in the family, three tensors on the Hub.
+
+    In the family's tensor, the rows of each key head are together: its queries, its key, its value.
+    """
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         """Return queries, keys and values."""
@@ -112,7 +115,7 @@ class Grouped:
         return tuple(axes.merge(axes.cut(apart, 1, start, stop), 0, 3) for start, stop in ends)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return the one tensor of three."""
+        """Return the fused tensor."""
         groups, per_group, width = group(sizes)
         apart = [
             axes.split(tensor, 0, (groups, heads, width))
@@ -122,7 +125,7 @@ class Grouped:
 
 
 def group(sizes: Sizes) -> tuple[int, int, int]:
-    """Return how many key heads there are, the query heads of each, and their width."""
+    """Return the number of key heads, the number of query heads for each, and the head width."""
     heads, groups = sizes["heads"], sizes["key_heads"]
     if heads % groups:
         raise Mismatch(f"expected key heads that divide {heads} heads (config.json), found {groups}")
@@ -131,10 +134,10 @@ def group(sizes: Sizes) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Concatenated:
-    """One tensor in the family that is several on the Hub, which follow each other along an axis.
+    """One tensor in the family that is several on the Hub, concatenated along an axis.
 
-    They are of one extent, which is the number that `size` stands for if it is given; or of those that `extents` gives:
-    "heads" and "key_heads" are so many heads' rows.
+    All have the same extent, given by the symbol `size` or else by division. With `extents`, each has its own: "heads"
+    and "key_heads" stand for the rows of so many heads.
     """
 
     count: int
@@ -143,19 +146,19 @@ class Concatenated:
     size: str = ""
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return the tensors that the one is joined of."""
-        (whole,) = tensors
-        ends = (0, *accumulate(self.of(whole.spec.shape[self.axis], sizes)))
-        if ends[-1] != whole.spec.shape[self.axis]:
-            found = f"found {whole.spec.shape[self.axis]} along axis {self.axis}"
+        """Return the parts of the concatenated tensor."""
+        (fused,) = tensors
+        ends = (0, *accumulate(self.of(fused.spec.shape[self.axis], sizes)))
+        if ends[-1] != fused.spec.shape[self.axis]:
+            found = f"found {fused.spec.shape[self.axis]} along axis {self.axis}"
             raise Mismatch(f"expected {ends[-1]} (config.json), {found}")
-        return tuple(axes.cut(whole, self.axis, start, stop) for start, stop in pairwise(ends))
+        return tuple(axes.cut(fused, self.axis, start, stop) for start, stop in pairwise(ends))
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         return (axes.concatenate(tensors, self.axis),)
 
     def of(self, extent: int, sizes: Sizes) -> Shape:
-        """Return the extent of each."""
+        """Return the extent of each part."""
         if self.extents:
             return tuple(sizes[symbol] * sizes.head_width for symbol in self.extents)
         if self.size:
@@ -167,24 +170,24 @@ class Concatenated:
 
 @dataclass(frozen=True, slots=True)
 class Alternating:
-    """One tensor in the family that is several on the Hub, whose elements along an axis come in turn."""
+    """One tensor in the family that is several on the Hub, interleaved along an axis."""
 
     count: int
     axis: int = 0
 
     def to_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
-        """Return the tensors whose elements come in turn."""
-        (whole,) = tensors
-        extent = whole.spec.shape[self.axis]
+        """Return the tensors that are interleaved."""
+        (interleaved,) = tensors
+        extent = interleaved.spec.shape[self.axis]
         if extent % self.count:
             raise Mismatch(
                 f"expected elements of {self.count} tensors in turn along axis {self.axis}, found {extent} elements"
             )
-        apart = axes.split(whole, self.axis, (extent // self.count, self.count))
+        apart = axes.split(interleaved, self.axis, (extent // self.count, self.count))
         return tuple(axes.take(apart, self.axis + 1, i) for i in range(self.count))
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
-        """Return the one tensor of several."""
+        """Return the interleaved tensor."""
         apart = [axes.insert(tensor) for tensor in tensors]
         stacked = axes.concatenate(apart, 0)
         order = [*range(1, self.axis + 2), 0, *range(self.axis + 2, len(stacked.spec.shape))]
@@ -193,7 +196,7 @@ class Alternating:
 
 @dataclass(frozen=True, slots=True)
 class SwappedAxes:
-    """A tensor two of whose axes are the other way round on the Hub."""
+    """A tensor with two axes swapped on the Hub."""
 
     axes: tuple[int, int] = (0, 1)
 
@@ -203,7 +206,7 @@ class SwappedAxes:
     from_hub = to_hub
 
     def order(self, ndim: int) -> Sequence[int]:
-        """Return the order of `ndim` axes."""
+        """Return the permutation of `ndim` axes."""
         order = list(range(ndim))
         one, other = self.axes
         order[one], order[other] = order[other], order[one]
@@ -212,38 +215,39 @@ class SwappedAxes:
 
 @dataclass(frozen=True, slots=True)
 class Cropped:
-    """A tensor with more rows than on the Hub, behind those that it has there: they pad it.
+    """A tensor that has padding rows at its end in the family, and does not have them on the Hub.
 
-    `rows` is the symbol for how many there are on the Hub. None are put back: the family loads it without.
+    `rows` is the symbol for the number of rows on the Hub. `from_hub` adds no padding: the family loads the tensor
+    without.
     """
 
     rows: str
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        """Return each without the rows that pad it; one with less rows as it is."""
+        """Return each tensor without its padding rows; a tensor with fewer rows is unchanged."""
         return tuple(axes.cut(one, 0, 0, min(sizes[self.rows], one.spec.shape[0])) for one in tensors)
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
-        """Return each as it is."""
+        """Return the tensors unchanged."""
         return tensors
 
 
 @dataclass(frozen=True, slots=True)
 class FlatFront:
-    """A tensor that is flat in the family, and on the Hub has an axis for as many things as a symbol stands for."""
+    """A tensor with one axis in the family and two on the Hub: the items that a symbol counts, and their rows."""
 
     symbol: str
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        """Return each with an axis in front."""
+        """Return each tensor with its first axis split in two."""
         return tuple(axes.split(tensor, 0, self.of(tensor, sizes)) for tensor in tensors)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - the others have use for it
-        """Return each with its first two axes as one."""
+        """Return each tensor with its first two axes merged."""
         return tuple(axes.merge(tensor, 0, 2) for tensor in tensors)
 
     def of(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
-        """Return the extents that the first axis is split in."""
+        """Return the two extents that the first axis is split into."""
         count, extent = sizes[self.symbol], tensor.spec.shape[0]
         if extent % count:
             raise Mismatch(f"expected rows of {count} {self.symbol}, found {extent} rows")
@@ -252,16 +256,16 @@ class FlatFront:
 
 @dataclass(frozen=True, slots=True)
 class RequiredExtent:
-    """No change of tensors whose extent along an axis is in the family what a symbol stands for, and else an error.
+    """The identity, with a check: raises `Mismatch` unless an axis has the extent that a symbol stands for.
 
-    It tells a matrix from the same the other way round, as an older version may have had it.
+    The check detects a matrix that an older version of the family saved transposed.
     """
 
     axis: int
     symbol: str
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        """Return the tensors."""
+        """Return the tensors unchanged."""
         for tensor in tensors:
             shape, wanted = tensor.spec.shape, sizes[self.symbol]
             if len(shape) <= self.axis or shape[self.axis] != wanted:
@@ -274,7 +278,7 @@ class RequiredExtent:
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """A step for each of several tensors."""
+    """One step for each of several tensors."""
 
     steps: tuple[TensorStep, ...]
 
@@ -283,19 +287,19 @@ class Each:
         return tuple(one for step, tensor in pairs for one in step.to_hub((tensor,), sizes))
 
     def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        """Take the step of each back."""
+        """Apply the inverse of each step."""
         pairs = zip(self.steps, tensors, strict=True)
         return tuple(one for step, tensor in pairs for one in step.from_hub((tensor,), sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class Reversed:
-    """A step the other way: what it makes of the Hub's tensors is made of the family's."""
+    """A step in the other direction: its inverse leads to the Hub."""
 
     step: TensorStep
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        """Take the step back."""
+        """Apply the inverse of the step."""
         return self.step.from_hub(tensors, sizes)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:

@@ -1,8 +1,8 @@
-"""Know the names of torchtitan, of all its versions, and map them to the Hub's.
+"""The names of torchtitan, in all its versions, and the rules that translate them to the Hub's.
 
 Source: torchtitan/models/{llama3,llama4,qwen3,deepseek_v3,gpt_oss}/state_dict_adapter.py, and their history: the head
-was `output`; projections lay in `attention` itself, and for two months in one matrix; experts had no letters for
-their axes.
+was named `output`; the projections were directly in `attention`, and for two months in one matrix; the names of experts
+had no letters for their axes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ckptkit.models.names.steps import (
     TensorStep,
 )
 
-_IN_PAIRS = ("llama",)  # types whose rotary embeddings turn pairs of neighbors here, and halves on the Hub
+_INTERLEAVED = ("llama",)  # types whose rotary embeddings rotate adjacent pairs in torchtitan, and halves on the Hub
 _DEEPSEEK, _GPT_OSS, _LLAMA4 = "deepseek_v3", "gpt_oss", "llama4_text"
-_TYPES = (*_IN_PAIRS, "qwen3", "qwen3_moe", _DEEPSEEK, _GPT_OSS, _LLAMA4)
+_TYPES = (*_INTERLEAVED, "qwen3", "qwen3_moe", _DEEPSEEK, _GPT_OSS, _LLAMA4)
 _ATTENTION = "layers.{layer}.attention."
 _EXPERTS = "layers.{layer}.moe."
 
 
 def rules(sizes: Sizes, *, is_older: bool = False) -> tuple[Rule, ...]:
-    """Return the table for a type of model; with `is_older` it writes the names of before version 0.3.
+    """Return the table for a model type. With `is_older`, it writes the names of versions before 0.3.
 
-    Raises `Unsupported` for a type that is not known here.
+    Raises `Unsupported` for an unknown type.
     """
     model = sizes.require_type(TORCHTITAN.name, _TYPES)
     prefix = "language_model." if model == _LLAMA4 and "text_config" in sizes.config else ""
@@ -46,16 +46,15 @@ def rules(sizes: Sizes, *, is_older: bool = False) -> tuple[Rule, ...]:
         Rule.of("norm.weight", prefix + "model.norm.weight"),
         Rule.of(ways("lm_head.weight", "output.weight", is_older=is_older), prefix + "lm_head.weight"),
         *norms(model, layer),
-        *attention(layer, is_in_pairs=model in _IN_PAIRS, is_older=is_older or model == _DEEPSEEK),
+        *attention(layer, is_in_pairs=model in _INTERLEAVED, is_older=is_older or model == _DEEPSEEK),
         *with_bias(_ATTENTION + "wo", layer + "self_attn.o_proj"),
         *feed_forward("layers.{layer}.feed_forward", layer + ("feed_forward" if model == _LLAMA4 else "mlp")),
-        *{_GPT_OSS: mixture_with_biases, _LLAMA4: mixture_in_one}.get(model, mixture)(model, layer, is_older),
+        *{_GPT_OSS: mixture_with_biases, _LLAMA4: fused_mixture}.get(model, mixture)(model, layer, is_older),
         *(latent_attention() if model == _DEEPSEEK else ()),
     )
 
 
 def norms(model: str, layer: str) -> tuple[Rule, ...]:
-    """Return the rules for the norms of a layer."""
     names = {
         "attention_norm": "input_layernorm",
         "ffn_norm": "post_attention_layernorm",
@@ -66,20 +65,20 @@ def norms(model: str, layer: str) -> tuple[Rule, ...]:
 
 
 def attention(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[Rule, ...]:
-    """Return the rules for queries, keys and values, apart or in one matrix."""
-    turns: tuple[TensorStep, ...] = (Same(), Same(), Same())
+    """Return the rules for queries, keys and values, as separate matrices or as one."""
+    steps: tuple[TensorStep, ...] = (Same(), Same(), Same())
     if is_in_pairs:
-        turns = (Rotary("heads"), Rotary("key_heads"), Same())
+        steps = (Rotary("heads"), Rotary("key_heads"), Same())
     hub = tuple(f"{layer}self_attn.{one}_proj" for one in "qkv")
     return (
         *(
             rule
-            for own, there, turn in zip(("wq", "wk", "wv"), hub, turns, strict=True)
+            for own, hub_name, step in zip(("wq", "wk", "wv"), hub, steps, strict=True)
             for rule in with_bias(
-                ways(f"{_ATTENTION}qkv_linear.{own}", _ATTENTION + own, is_older=is_older), there, turn
+                ways(f"{_ATTENTION}qkv_linear.{own}", _ATTENTION + own, is_older=is_older), hub_name, step
             )
         ),
-        *with_bias(f"{_ATTENTION}qkv_linear.wqkv", hub, Chain((Grouped(), Each(turns)))),
+        *with_bias(f"{_ATTENTION}qkv_linear.wqkv", hub, Chain((Grouped(), Each(steps)))),
     )
 
 
@@ -89,7 +88,7 @@ def feed_forward(own: str, hub: str) -> tuple[Rule, ...]:
 
 
 def ways(*texts: str, is_older: bool) -> str:
-    """Return every way to call a tensor, from the newest on: the first is written, the last if it `is_older`."""
+    """Return all alternative names of a tensor, newest first; oldest first if `is_older`. The first is written."""
     return " | ".join(reversed(texts) if is_older else texts)
 
 
@@ -99,7 +98,7 @@ def experts(name: str, letters: str, is_older: bool) -> str:
 
 
 def mixture(model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
-    """Return the rules for a mixture of experts that are apart on the Hub."""
+    """Return the rules for a mixture whose experts are separate tensors on the Hub."""
     hub = experts_of(model)
     bias = Rule.of(ways(_EXPERTS + "expert_bias_E", _EXPERTS + "expert_bias", is_older=is_older), layer + hub.bias)
     return (
@@ -112,8 +111,8 @@ def mixture(model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
     )
 
 
-def mixture_in_one(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
-    """Return the rules for a mixture of experts that lie in one tensor on the Hub too, each the other way round."""
+def fused_mixture(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+    """Return the rules for a mixture whose experts are fused on the Hub too, and transposed."""
     both = Chain((RequiredExtent(2, "hidden"), SwappedAxes((1, 2)), Reversed(Concatenated(2, axis=2))))
     return (
         Rule.of(f"{_EXPERTS}router.gate.weight", layer + "feed_forward.router.weight"),
@@ -132,7 +131,7 @@ def mixture_in_one(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
 
 
 def mixture_with_biases(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
-    """Return the rules for a mixture of experts of two matrices and biases, these the other way round on the Hub."""
+    """Return the rules for a mixture with biases: its experts have two matrices each, transposed on the Hub."""
     hub = layer + "mlp.experts."
     first, second = (Chain((RequiredExtent(axis, "hidden"), SwappedAxes((1, 2)))) for axis in (2, 1))
     return (
@@ -146,7 +145,7 @@ def mixture_with_biases(_model: str, layer: str, is_older: bool) -> tuple[Rule, 
 
 
 def latent_attention() -> tuple[Rule, ...]:
-    """Return the rules for attention with latent heads."""
+    """Return the rules for multi-head latent attention (MLA)."""
     names = {
         "wkv_a": "kv_a_proj_with_mqa",
         "kv_norm": "kv_a_layernorm",

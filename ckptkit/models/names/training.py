@@ -1,8 +1,8 @@
-"""Give a training's entries other names: the model's parameters, and all that optimizers have of each of them.
+"""Translate a training checkpoint: the model's parameters, and every optimizer entry that belongs to a parameter.
 
-A state with one element for each of its parameter's is cut, joined and permuted as the parameter is. A number, such as
-the step, goes along with each part; where several parameters become one, theirs have to be equal. Any other state, such
-as a preconditioner, follows a parameter only to a new name.
+A state with one element per element of its parameter is cut, joined and permuted as the parameter is. A single number,
+such as the step, is copied to each result; if several parameters are merged, their numbers must be equal. Any other
+state, such as a preconditioner, can only be renamed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ckptkit.models.names.parameters import (
 from ckptkit.models.names.translate import Translated, Turn
 from ckptkit.models.names.weights import Weights
 
-# states that have one element for each of their parameter's: those of torch/optim, and fp32 masters
+# elementwise states: those of torch/optim, and fp32 master weights
 ELEMENTWISE = frozenset(
     [
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg", "sum", "ax"),
         *("momentum_buffer", "momentum", "prev", "step_size", "master_param", "fp32_param"),
     ]
 )
-Origins = Mapping[str, tuple[str, ...]]  # the old names that each new one came from
+Origins = Mapping[str, tuple[str, ...]]  # the old names of each new name
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +50,27 @@ class ParameterEntries:
     blobs: dict[str, Blob] = field(default_factory=dict)
 
 
-def translate_training(layout: Layout, found: Weights, prefix: KeyPath, turn: Turn) -> tuple[Layout, Translated]:
-    """Return a located checkpoint with its parameters as `turn` makes them, and what it made of the weights.
+def translate_training(
+    layout: Layout, model_tensors: Weights, prefix: KeyPath, turn: Turn
+) -> tuple[Layout, Translated]:
+    """Return a located checkpoint with its parameters translated by `turn`, and the translated weights.
 
-    `found` are the model's tensors, under `prefix`. Raises `Unsupported` for an optimizer with numbers for parameters,
-    and for a state that has neither the shape of its parameter nor is one number; `Mismatch` for parameters that become
-    one and differ in these, or belong to different groups.
+    `model_tensors` are under `prefix`. Raises `Unsupported` for an optimizer with parameter indices, and for a state
+    that is neither elementwise nor a single number; `Mismatch` for merged parameters whose numbers or groups differ.
     """
-    names = {old: new for new, old in found.came_from.items()}
-    weights = turn(found.layout.tensors)
-    kinds, rest = sort_entries(layout, names, prefix)
+    names = {old: new for new, old in model_tensors.came_from.items()}
+    weights = turn(model_tensors.layout.tensors)
+    kinds, rest = entries_by_kind(layout, names, prefix)
     tensors = {name: layout.tensors[name] for name in rest if name in layout.tensors}
     blobs = {name: layout.blobs[name] for name in rest if name in layout.blobs}
     keys = {name: layout.key(name) for name in rest}
     for place, entries in kinds.items():
-        made = weights if place == EntryPlace(prefix) else follow(layout, entries, found.layout, weights, turn, place)
-        for name, tensor in made.tensors.items():
+        translated = (
+            weights
+            if place == EntryPlace(prefix)
+            else follow(layout, entries, model_tensors.layout, weights, turn, place)
+        )
+        for name, tensor in translated.tensors.items():
             key = place.key(name)
             tensors[dotted(key)], keys[dotted(key)] = tensor, key
         for name, blob in copy_blobs(layout, entries.blobs, weights.came_from, place).items():
@@ -82,18 +87,21 @@ def dotted(key: KeyPath) -> str:
     return ".".join(map(str, key))
 
 
-def sort_entries(
+def entries_by_kind(
     layout: Layout, weights: Mapping[str, str], prefix: KeyPath
 ) -> tuple[dict[EntryPlace, ParameterEntries], list[str]]:
-    """Return the entries of parameters by their kind, and the names of all others. `weights` are the model's own."""
+    """Return the entries of parameters by their kind, and the names of all other entries.
+
+    `weights` are the model's entries.
+    """
     own = set(weights.values())
     kinds: dict[EntryPlace, ParameterEntries] = {EntryPlace(prefix): ParameterEntries()}
     rest = []
     for name in layout.names:
-        found = [(EntryPlace(prefix), weights[name])] if name in weights else find_places(layout.key(name), own)
-        if not found:
+        matches = [(EntryPlace(prefix), weights[name])] if name in weights else find_places(layout.key(name), own)
+        if not matches:
             rest.append(name)
-        for place, parameter in found:
+        for place, parameter in matches:
             entries = kinds.setdefault(place, ParameterEntries())
             if parameter in entries.tensors or parameter in entries.blobs:
                 raise Mismatch(f"`{parameter}` has this state twice", path=layout.path, tensor=name)
@@ -105,23 +113,26 @@ def sort_entries(
 
 
 def find_places(key: KeyPath, own: set[str]) -> list[tuple[EntryPlace, str]]:
-    """Return the kind of an entry of an optimizer with its parameter, or with both halves that were saved apart."""
-    found = find_place(key, own)
-    if found or key[-3:-2] != (GROUP_MAP,):
-        return [found] if found else []
+    """Return the kind and parameter of an optimizer's entry.
+
+    Returns two results if the entry belongs to both saved halves of a parameter.
+    """
+    entry = find_place(key, own)
+    if entry or key[-3:-2] != (GROUP_MAP,):
+        return [entry] if entry else []
     place = EntryPlace(key[:-2], "{}", key[-1:])
     return [half for end in HALVES if (half := choose(place, f"{key[-2]}{end}", own))]
 
 
 def find_place(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] | None:
-    """Return the kind of an entry of an optimizer and its parameter, one of `own`; None for any other entry.
+    """Return the kind of an optimizer's entry and its parameter, one of `own`; None for any other entry.
 
-    Raises `Unsupported` for an optimizer that numbers its parameters.
+    Raises `Unsupported` for an optimizer with parameter indices.
     """
-    found = find_entry(key, own)
-    if found is None:
+    entry = find_entry(key, own)
+    if entry is None:
         return None
-    place, parameter = found
+    place, parameter = entry
     if parameter.isdecimal():
         hint = "pass --optimizer-keys names to name them first"
         raise Unsupported("expected parameter names in the optimizer, found numbers", tensor=dotted(key), hint=hint)
@@ -141,53 +152,55 @@ def clean(parameter: str, own: set[str]) -> str | None:
 def follow(
     layout: Layout, entries: ParameterEntries, weights: Layout, translated: Translated, turn: Turn, place: EntryPlace
 ) -> Translated:
-    """Return the states of one kind as their parameters became."""
+    """Return the states of one kind, translated as their parameters are."""
     shaped = elementwise(entries, weights, place)
-    made = turn(shaped)
-    others = {name: one for name, one in entries.tensors.items() if name not in shaped}
+    following = turn(shaped)
+    other_states = {name: one for name, one in entries.tensors.items() if name not in shaped}
     for new, olds in translated.came_from.items():
-        there = [old for old in olds if old in others]
-        if not there:
+        present = [old for old in olds if old in other_states]
+        if not present:
             continue
-        require_all(layout, there, olds, place)
-        one = others[there[0]]
-        if is_untouched(new, olds, translated, weights):
-            made.tensors[new] = one
+        require_all(layout, present, olds, place)
+        one = other_states[present[0]]
+        if is_untouched(new, olds, translated, weights):  # only renamed: any state can follow
+            following.tensors[new] = one
         elif one.spec.numel == 1:
-            found = {old: value_of(layout, others[old]) for old in there if not others[old].is_lost}
-            if found:
-                require_equal(layout, found, place)
-            made.tensors[new] = others[next(iter(found), there[0])]
+            values = {old: value_of(layout, other_states[old]) for old in present if not other_states[old].is_lost}
+            if values:
+                require_equal(layout, values, place)
+            following.tensors[new] = other_states[next(iter(values), present[0])]
         else:
-            shapes = f"{list(weights.tensors[there[0]].spec.shape)}, this state {list(one.spec.shape)}"
+            shapes = f"{list(weights.tensors[present[0]].spec.shape)}, this state {list(one.spec.shape)}"
             message = (
                 f"its parameter has shape {shapes}: ckptkit reorders, joins or cuts the parameter, and the state "
                 "cannot follow, because it does not have one element for each of the parameter's"
             )
             above = dotted(place.before[:-1] if place.before[-1] in BY_PARAMETER else place.before) or "state"
             hint = f"keep the names and rows, or drop the optimizer with --exclude '{above}.*'"
-            raise Unsupported(message, path=layout.path, tensor=dotted(place.key(there[0])), hint=hint)
-    return made
+            raise Unsupported(message, path=layout.path, tensor=dotted(place.key(present[0])), hint=hint)
+    return following
 
 
 def elementwise(entries: ParameterEntries, weights: Layout, place: EntryPlace) -> dict[str, StoredTensor]:
-    """Return the states of a kind if they have one element for each of their parameter's, otherwise {}.
+    """Return the states of a kind if they have one element for each element of their parameter, otherwise {}.
 
-    A square matrix may also be a preconditioner of a square parameter: a kind whose other states tell nothing has to be
-    one that torch's optimizers have.
+    A square state may be a preconditioner of a square parameter. If no other state of its kind shows which it is, the
+    kind must be known from torch's optimizers.
     """
     pairs = {name: (one.spec.shape, weights.tensors[name].spec.shape) for name, one in entries.tensors.items()}
     shaped = {name: one for name, one in entries.tensors.items() if pairs[name][0] == pairs[name][1]}
     if kind_of(place).rpartition(".")[2] in ELEMENTWISE:
         return shaped
-    others = [found for found, own in pairs.values() if found != own and prod(found) != 1]
-    is_plain = any(found == own and len(set(found)) > 1 for found, own in pairs.values())
-    is_shown = is_plain or all(len(found) < 2 for found, _ in pairs.values())
+    others = [
+        state_shape for state_shape, own_shape in pairs.values() if state_shape != own_shape and prod(state_shape) != 1
+    ]
+    is_plain = any(state_shape == own_shape and len(set(state_shape)) > 1 for state_shape, own_shape in pairs.values())
+    is_shown = is_plain or all(len(state_shape) < 2 for state_shape, _ in pairs.values())
     return {} if others or not is_shown else shaped
 
 
 def kind_of(place: EntryPlace) -> str:
-    """Return what the entries at a place are called below their parameter, or above it: `exp_avg`, `GG.0`."""
+    """Return the name of a kind of entries: `exp_avg`, `GG.0`."""
     flattened = place.text.partition("{}.")[2]
     return flattened or ".".join(map(str, place.after or place.before[-1:]))
 
@@ -198,28 +211,28 @@ def is_untouched(new: str, olds: Iterable[str], translated: Translated, weights:
 
 
 def copy_blobs(layout: Layout, blobs: Mapping[str, Blob], origins: Origins, place: EntryPlace) -> dict[str, Blob]:
-    """Return the entries of one kind that are no tensors for the new parameters."""
-    made = {}
+    """Return the non-tensor entries of one kind for the new parameters."""
+    copied = {}
     for new, olds in origins.items():
-        there = [old for old in olds if old in blobs]
-        if there:
-            require_all(layout, there, olds, place)
-            if len(there) > 1:
-                require_equal(layout, {old: load_value(layout.root, blobs[old]) for old in there}, place)
-            made[new] = blobs[there[0]]
-    return made
+        present = [old for old in olds if old in blobs]
+        if present:
+            require_all(layout, present, olds, place)
+            if len(present) > 1:
+                require_equal(layout, {old: load_value(layout.root, blobs[old]) for old in present}, place)
+            copied[new] = blobs[present[0]]
+    return copied
 
 
-def require_all(layout: Layout, there: Iterable[str], olds: Iterable[str], place: EntryPlace) -> None:
-    """Raise `Mismatch` if some of the parameters that become one have no such entry."""
-    missing = [old for old in olds if old not in there]
+def require_all(layout: Layout, present: Iterable[str], olds: Iterable[str], place: EntryPlace) -> None:
+    """Raise `Mismatch` if some of the parameters that are merged do not have the entry."""
+    missing = [old for old in olds if old not in present]
     if missing:
-        message = f"it is missing, but `{dotted(place.key(next(iter(there))))}`, which it is merged with, is there"
+        message = f"it is missing, but `{dotted(place.key(next(iter(present))))}`, which it is merged with, is there"
         raise Mismatch(message, path=layout.path, tensor=dotted(place.key(missing[0])))
 
 
 def require_equal(layout: Layout, values: Mapping[str, Any], place: EntryPlace) -> None:
-    """Raise `Mismatch` if parameters that become one differ in an entry."""
+    """Raise `Mismatch` if parameters that are merged differ in an entry."""
     (first, value), *others = values.items()
     other = next((name for name, one in others if one != value), None)
     if other is not None:
@@ -233,20 +246,20 @@ def value_of(layout: Layout, tensor: StoredTensor) -> bytes:
 
 
 def rename_group(layout: Layout, name: str, blob: Blob, origins: Origins, weights: Mapping[str, str]) -> Blob:
-    """Return the list of a group's parameters under their new names; those that the model does not have as they are."""
+    """Return the list of a group's parameters under their new names. Unknown names do not change."""
     value = load_value(layout.root, blob)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise Unsupported("the optimizer numbers its parameters", path=layout.path, tensor=name)
     own = set(weights.values())
     listed = {one: clean(one, own) for one in value}
     known = set(listed.values())
-    became: dict[str | None, list[str]] = {}
+    new_names: dict[str | None, list[str]] = {}
     for new, olds in origins.items():
-        here = [old for old in olds if old in known]
-        if here and len(here) < len(olds):
-            message = f"`{here[0]}` is in this group, but not all parameters that it is merged with"
+        listed_olds = [old for old in olds if old in known]
+        if listed_olds and len(listed_olds) < len(olds):
+            message = f"`{listed_olds[0]}` is in this group, but not all parameters that it is merged with"
             raise Mismatch(message, path=layout.path, tensor=name)
-        for old in here[:1]:
-            became.setdefault(old, []).append(new)
-    names = [[one] if old is None else became.get(old, []) for one, old in listed.items()]
+        for old in listed_olds[:1]:
+            new_names.setdefault(old, []).append(new)
+    names = [[one] if old is None else new_names.get(old, []) for one, old in listed.items()]
     return with_value(blob, list(chain.from_iterable(names)))

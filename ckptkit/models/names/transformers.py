@@ -1,8 +1,8 @@
-"""Know the names that transformers' models have in memory, which since version 5 are others than on disk.
+"""The names that transformers' models have in memory. Since version 5 they differ from the names on disk.
 
-Experts are fused in memory, the parts of a vision-language model lie under a prefix, some heads are called otherwise.
-What they are called on disk says transformers' own table, which differs by version and type of model. For the types
-that ckptkit knows itself, rules say the same without transformers.
+In memory, experts are fused, the components of a vision-language model have a prefix, and some heads have other names.
+transformers' own table translates to the names on disk; it depends on the version and the model type. For the types in
+ckptkit's own table, rules do the same without transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptkit.models.names.steps import Concatenated
 from ckptkit.models.names.translate import Translated, translate
 from ckptkit.models.transformers_model import NotBuilt, NotInstalled, UnknownType
 
-# types whose experts, or prefixes, are on disk as they are in memory
+# types whose experts or prefixes are equal on disk and in memory
 _SAME = frozenset(
     {
         *("gpt_oss", "llama4", "llama4_text", "qwen3_vl", "qwen3_vl_text", "gemma4", "gemma4_text", "idefics3"),
@@ -32,13 +32,13 @@ _SAME = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class InMemory(Family):
-    """The names in memory of models of transformers, whose table is transformers' own but for a few types."""
+    """The names of transformers' models in memory. The rules are transformers' own table, except for a few types."""
 
     def is_of(self, shapes: Mapping[str, Shape], sizes: Sizes, *, looks_it: bool) -> bool:
-        """Return whether names are those in memory of a model for which there are others on disk.
+        """Return whether tensors have the in-memory names of a model whose names on disk differ.
 
-        They look it where some are what the table of families has of it. Raises `Unsupported` where they do, and
-        transformers cannot be used; and whatever they look like, where it knows the type and cannot build the model.
+        `looks_it` is True if some names match the pattern of this family. Raises `Unsupported` if `looks_it` and
+        transformers cannot be used, and in any case if transformers knows the type but cannot build the model.
         """
         try:
             forms = expected(sizes.config, sizes.ask_base).forms
@@ -62,55 +62,55 @@ class InMemory(Family):
         """Return the tensors as `save_pretrained` writes them."""
         model = expected(sizes.config, sizes.ask_base)
         check_shapes(tensors, model.shapes)
-        there = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
+        known = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
         if isinstance(model, ExpectedByTransformers):
-            made = reverted(there, model)
+            translated = reverted(known, model)
         else:
-            made = by_rules(there, model.forms[0], sizes, to_hub=True)
-        check_whole(made.came_from, model.forms[0])
-        return replace(made, unplaced=tuple(name for name in tensors if name not in there))
+            translated = by_rules(known, model.forms[0], sizes, to_hub=True)
+        require_all_sources(translated.came_from, model.forms[0])
+        return replace(translated, unplaced=tuple(name for name in tensors if name not in known))
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-        """Return tensors of the disk as `from_pretrained` has them in memory."""
+        """Return tensors from disk as `from_pretrained` has them in memory."""
         model = expected(sizes.config, lambda: frozenset(tensors))
-        check_all_there(tensors.keys(), closest(model.forms, tensors.keys()))
+        require_all_merged(tensors.keys(), closest(model.forms, tensors.keys()))
         if isinstance(model, ExpectedByTransformers):
-            made = loaded(tensors, model)
+            translated = loaded(tensors, model)
         else:
-            made = by_rules(tensors, model.forms[-1], sizes, to_hub=False)
-        found = {name: tensor for name, tensor in made.tensors.items() if name in model.shapes}
-        check_shapes(found, model.shapes)
-        unplaced = [old for name, olds in made.came_from.items() if name not in found for old in olds]
-        came_from = {name: made.came_from[name] for name in found}
-        return Translated(found, came_from, tuple(unplaced))
+            translated = by_rules(tensors, model.forms[-1], sizes, to_hub=False)
+        known = {name: tensor for name, tensor in translated.tensors.items() if name in model.shapes}
+        check_shapes(known, model.shapes)
+        unplaced = [old for name, olds in translated.came_from.items() if name not in known for old in olds]
+        came_from = {name: translated.came_from[name] for name in known}
+        return Translated(known, came_from, tuple(unplaced))
 
 
 def reverted(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
-    """Return tensors of the memory as transformers' own table has them on disk."""
+    """Return tensors in memory, translated to disk by transformers' own table."""
     from ckptkit.models.names.moved import MovedTensor
     from ckptkit.models.transformers_table import to_disk, transforms_of
 
     moved = {name: MovedTensor(tensor) for name, tensor in tensors.items()}
-    made = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
-    return Translated({name: one.stored for name, one in made.tensors.items()}, made.came_from)
+    on_disk = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
+    return Translated({name: one.stored for name, one in on_disk.tensors.items()}, on_disk.came_from)
 
 
 def loaded(tensors: Mapping[str, StoredTensor], model: ExpectedByTransformers) -> Translated:
-    """Return tensors of the disk as transformers' own table has them in memory."""
+    """Return tensors on disk, translated to memory by transformers' own table."""
     from ckptkit.models.names.moved import MovedTensor
     from ckptkit.models.transformers_table import to_memory
 
-    made = to_memory(model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
-    return Translated({name: one.stored for name, one in made.tensors.items()}, made.came_from)
+    in_memory = to_memory(model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
+    return Translated({name: one.stored for name, one in in_memory.tensors.items()}, in_memory.came_from)
 
 
 def by_rules(tensors: Mapping[str, StoredTensor], wanted: Form, sizes: Sizes, *, to_hub: bool) -> Translated:
-    """Return the tensors of a model with experts as a form has them. What has no rule stays as it is."""
+    """Return the tensors of a model with experts in another form. Tensors without a rule do not change."""
     same = Translated.of({name: tensor for name, tensor in tensors.items() if name in wanted.shapes})
     others = {name: tensor for name, tensor in tensors.items() if name not in wanted.shapes}
-    turned = translate(others, rules_of_experts(sizes), sizes, to_hub=to_hub)
-    left = Translated.of({name: tensors[name] for name in turned.unplaced})
-    every = (same, turned, left)
+    by_rule = translate(others, rules_of_experts(sizes), sizes, to_hub=to_hub)
+    unchanged = Translated.of({name: tensors[name] for name in by_rule.unplaced})
+    every = (same, by_rule, unchanged)
     return Translated(
         {name: tensor for one in every for name, tensor in one.tensors.items()},
         {name: olds for one in every for name, olds in one.came_from.items()},
@@ -118,36 +118,36 @@ def by_rules(tensors: Mapping[str, StoredTensor], wanted: Form, sizes: Sizes, *,
 
 
 def check_shapes(tensors: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]) -> None:
-    """Raise `Mismatch` for a tensor that has another shape than the model's."""
+    """Raise `Mismatch` for a tensor whose shape differs from the model's."""
     for name, tensor in tensors.items():
         if name in shapes and tensor.spec.shape != shapes[name]:
             message = f"expected shape {list(shapes[name])} (config.json), found {list(tensor.spec.shape)}"
             raise Mismatch(message, tensor=name, hint="check that config.json belongs to this model")
 
 
-def check_whole(came_from: Mapping[str, tuple[str, ...]], form: Form) -> None:
-    """Raise `Mismatch` if some of the tensors that one comes from were not there."""
+def require_all_sources(came_from: Mapping[str, tuple[str, ...]], form: Form) -> None:
+    """Raise `Mismatch` if some of the in-memory tensors that make up a tensor on disk are missing."""
     for name, olds in came_from.items():
         missing = set(form.came_from.get(name, ())) - set(olds)
         if missing:
             raise Mismatch(f"missing: `{olds[0]}` is here, and the two become one tensor", tensor=min(missing))
 
 
-def check_all_there(names: Collection[str], form: Form) -> None:
-    """Raise `Mismatch` if some of the tensors that become one in memory are not there."""
+def require_all_merged(names: Collection[str], form: Form) -> None:
+    """Raise `Mismatch` if some of the tensors that are merged into one in memory are missing."""
     parts: dict[str, list[str]] = {}
     for disk, olds in form.came_from.items():
         for old in olds:
             parts.setdefault(old, []).append(disk)
-    for together in parts.values():
-        there = [name for name in together if name in names]
-        missing = [name for name in together if name not in names]
-        if there and missing:
-            raise Mismatch(f"missing: `{there[0]}` is here, and the two become one tensor", tensor=missing[0])
+    for merged in parts.values():
+        present = [name for name in merged if name in names]
+        missing = [name for name in merged if name not in names]
+        if present and missing:
+            raise Mismatch(f"missing: `{present[0]}` is here, and the two become one tensor", tensor=missing[0])
 
 
 def rules_of_experts(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the rules for the experts of the types that ckptkit's own table knows."""
+    """Return the rules for the experts of the types in ckptkit's own table."""
     hub, memory = experts_of(sizes.model_type), f"{LAYER}mlp."
     both = tuple(f"{LAYER}{name}.weight" for name in (hub.gate, hub.up))
     return (

@@ -14,14 +14,14 @@ from ckptkit.models.names.rule import Numbers, Pattern, Rule, outline_of, patter
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import FlatFront
 
-_MOST = 1 << 20  # layers times experts; ten times those of any model
+_MAX_STACKED = 1 << 20  # layers times experts; ten times more than any model has
 
-Found = dict[int, tuple[str, StoredTensor]]  # the tensors that a rule brings together, by their place in it
+Found = dict[int, tuple[str, StoredTensor]]  # the name and tensor that a rule combines, by position in the rule
 
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """Tensors under their new names, the old ones that each `came_from`, and the names that no rule has a place for."""
+    """Tensors under their new names, the old names that each `came_from`, and the old names that no rule translates."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     came_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Translated:
         return cls(dict(tensors), {name: (name,) for name in tensors})
 
     def renamed(self, new_name: Callable[[str], str]) -> Self:
-        """Return them under other names yet."""
+        """Return the tensors with `new_name` applied to their new names."""
         tensors = {new_name(name): tensor for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, came_from={new_name(name): old for name, old in self.came_from.items()})
 
@@ -42,7 +42,7 @@ Turn = Callable[[Mapping[str, StoredTensor]], Translated]
 
 
 class Slot(NamedTuple):
-    """The place of a tensor in a rule, the way to call it by which it was found, and all that its rule counts."""
+    """The position of a tensor in a rule, the name pattern that matched, and all placeholders of the rule."""
 
     rule: Rule
     place: int
@@ -51,7 +51,7 @@ class Slot(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """One direction of a table: to the Hub, or from it."""
+    """The direction of a translation: to the Hub, or from it."""
 
     to_hub: bool
 
@@ -60,7 +60,7 @@ class Direction(NamedTuple):
         return rule.family if self.to_hub else rule.hub
 
     def targets(self, rule: Rule) -> tuple[Pattern, ...]:
-        """Return the names that are written."""
+        """Return the patterns of the names that are written."""
         return tuple(next(patterns_of(text)) for text in (rule.hub if self.to_hub else rule.family))
 
     def take(self, rule: Rule, tensors: tuple[StoredTensor, ...], sizes: Sizes) -> tuple[StoredTensor, ...]:
@@ -72,7 +72,8 @@ def translate(
 ) -> Translated:
     """Return the tensors as the other side of a table has them.
 
-    Raises `Mismatch` for one whose shape a step cannot have, or that others must go with which are not there.
+    Raises `Mismatch` for a tensor whose shape does not fit its step, and for one that its rule combines with missing
+    ones.
     """
     side = Direction(to_hub)
     slots = find_slots(rules, side)
@@ -86,12 +87,12 @@ def translate(
             continue
         members = groups.setdefault(slot.rule, {})
         for full, one in unfold(slot, numbers, tensor, sizes):
-            found = members.setdefault(full, {})
-            if slot.place in found:
+            by_place = members.setdefault(full, {})
+            if slot.place in by_place:
                 raise Mismatch(
-                    f"the tensor is the same as `{found[slot.place][0]}`: two names of one tensor", tensor=name
+                    f"the tensor is the same as `{by_place[slot.place][0]}`: two names of one tensor", tensor=name
                 )
-            found[slot.place] = name, one
+            by_place[slot.place] = name, one
     translated = Translated(unplaced=tuple(unplaced))
     for rule, members in groups.items():
         fold(rule, members, sizes, side, translated)
@@ -99,7 +100,7 @@ def translate(
 
 
 def find_slots(rules: Iterable[Rule], side: Direction) -> dict[str, Slot]:
-    """Return the place of each tensor that rules know, by the outline of its name; an earlier rule counts."""
+    """Return the slot for each outline of a name that rules know. The first matching rule wins."""
     slots: dict[str, Slot] = {}
     for rule in rules:
         captures = captures_of(rule, side)
@@ -110,13 +111,13 @@ def find_slots(rules: Iterable[Rule], side: Direction) -> dict[str, Slot]:
 
 
 def captures_of(rule: Rule, side: Direction) -> tuple[str, ...]:
-    """Return all that the numbers in the names of a rule count: what the written ones have, and then the others."""
+    """Return all placeholders of a rule: those of the written names first."""
     read = [capture for text in side.sources(rule) for pattern in patterns_of(text) for capture in pattern.captures]
     return tuple(dict.fromkeys([*side.targets(rule)[0].captures, *read]))
 
 
 def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> Iterable[tuple[Numbers, StoredTensor]]:
-    """Yield the tensors that one is made of by its first axes, each with all numbers that its rule counts."""
+    """Yield the tensors that are stacked in the first axes of a tensor, each with the numbers of all placeholders."""
     folded = [capture for capture in slot.captures if capture not in slot.pattern.captures]
     if folded and slot.rule.flat:
         (tensor,) = FlatFront(slot.rule.flat).to_hub((tensor,), sizes)
@@ -125,23 +126,26 @@ def unfold(slot: Slot, numbers: Numbers, tensor: StoredTensor, sizes: Sizes) -> 
         raise Mismatch(
             f"expected an axis for each {' and each '.join(folded)}, found shape {shape}", tensor=slot.pattern.text
         )
-    if prod(tensor.spec.shape[: len(folded)]) > _MOST or max(tensor.spec.shape[: len(folded)], default=0) > _MOST:
+    if (
+        prod(tensor.spec.shape[: len(folded)]) > _MAX_STACKED
+        or max(tensor.spec.shape[: len(folded)], default=0) > _MAX_STACKED
+    ):
         message = (
             f"found shape {list(tensor.spec.shape)}: no known model has an axis of so many {' and '.join(folded)}s"
         )
         raise Mismatch(message, tensor=slot.pattern.text)
     own = dict(zip(slot.pattern.captures, numbers, strict=True))
-    for indices, one in take_all(tensor, len(folded)):
+    for indices, one in index_front_axes(tensor, len(folded)):
         numbered = own | dict(zip(folded, indices, strict=True))
         yield tuple(numbered[capture] for capture in slot.captures), one
 
 
-def take_all(tensor: StoredTensor, count: int) -> list[tuple[Numbers, StoredTensor]]:
-    """Return the tensors at each index of the first `count` axes, without these."""
-    found: list[tuple[Numbers, StoredTensor]] = [((), tensor)]
+def index_front_axes(tensor: StoredTensor, count: int) -> list[tuple[Numbers, StoredTensor]]:
+    """Return the tensor at each index of the first `count` axes, without these axes."""
+    indexed: list[tuple[Numbers, StoredTensor]] = [((), tensor)]
     for _ in range(count):
-        found = [((*at, i), inner) for at, one in found for i, inner in enumerate(axes.unstack(one))]
-    return found
+        indexed = [((*at, i), inner) for at, one in indexed for i, inner in enumerate(axes.unstack(one))]
+    return indexed
 
 
 def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Direction, translated: Translated) -> None:
@@ -149,47 +153,47 @@ def fold(rule: Rule, members: Mapping[Numbers, Found], sizes: Sizes, side: Direc
     captures, targets = captures_of(rule, side), side.targets(rule)
     folded = [i for i, capture in enumerate(captures) if capture not in targets[0].captures]
     kept = [i for i in range(len(captures)) if i not in folded]
-    made: dict[Numbers, dict[Numbers, tuple[StoredTensor, ...]]] = {}
+    converted: dict[Numbers, dict[Numbers, tuple[StoredTensor, ...]]] = {}
     origin: dict[Numbers, dict[str, None]] = {}
-    for numbers, found in members.items():
-        names, tensors = require_all(rule, found, numbers, captures, side)
+    for numbers, by_place in members.items():
+        names, tensors = require_all(rule, by_place, numbers, captures, side)
         at = tuple(numbers[i] for i in kept)
-        made.setdefault(at, {})[tuple(numbers[i] for i in folded)] = step(rule, names, tensors, sizes, side)
+        converted.setdefault(at, {})[tuple(numbers[i] for i in folded)] = step(rule, names, tensors, sizes, side)
         origin.setdefault(at, {}).update(dict.fromkeys(names))
-    for at, parts in made.items():
+    for at, parts in converted.items():
         for place, target in enumerate(targets):
             name = target.name(at)
             if name in translated.tensors:
                 clash = f"`{translated.came_from[name][0]}` and `{next(iter(origin[at]))}` would both get this name"
                 raise Mismatch(clash, tensor=name)
-            one = {index: tensors[place] for index, tensors in parts.items()}
-            stacked = stack_all(one, [captures[i] for i in folded], name)
+            by_index = {index: tensors[place] for index, tensors in parts.items()}
+            stacked = stack_all(by_index, [captures[i] for i in folded], name)
             translated.tensors[name] = axes.merge(stacked, 0, 2) if folded and rule.flat else stacked
             translated.came_from[name] = tuple(origin[at])
 
 
 def require_all(
-    rule: Rule, found: Found, numbers: Numbers, captures: Sequence[str], side: Direction
+    rule: Rule, by_position: Found, numbers: Numbers, captures: Sequence[str], side: Direction
 ) -> tuple[tuple[str, ...], tuple[StoredTensor, ...]]:
-    """Return the names and tensors that a rule brings together. Raises `Mismatch` if one is missing."""
+    """Return the names and tensors that a rule combines. Raises `Mismatch` if one is missing."""
     for place, text in enumerate(side.sources(rule)):
-        if place not in found:
-            there, _ = next(iter(found.values()))
+        if place not in by_position:
+            present_name, _ = next(iter(by_position.values()))
             pattern = next(patterns_of(text))
             numbered = dict(zip(captures, numbers, strict=True))
             name = pattern.name(tuple(numbered[capture] for capture in pattern.captures))
-            raise Mismatch(f"missing: `{there}` is here and needs this tensor too", tensor=name)
-    pairs = [found[place] for place in sorted(found)]
+            raise Mismatch(f"missing: `{present_name}` is here and needs this tensor too", tensor=name)
+    pairs = [by_position[place] for place in sorted(by_position)]
     return tuple(name for name, _ in pairs), tuple(tensor for _, tensor in pairs)
 
 
 def step(
     rule: Rule, names: Sequence[str], tensors: tuple[StoredTensor, ...], sizes: Sizes, side: Direction
 ) -> tuple[StoredTensor, ...]:
-    """Take the step of a rule. An error names the tensor."""
+    """Apply the step of a rule. Adds the tensor's name to errors."""
     try:
         return side.take(rule, tensors, sizes)
-    except IndexError:  # a step asks for an axis that a tensor has not
+    except IndexError:  # a step needs an axis that the tensor does not have
         shapes = " and ".join(str(list(tensor.spec.shape)) for tensor in tensors)
         raise Mismatch(f"found shape {shapes}: an axis that the rule needs is missing", tensor=names[0]) from None
     except CkptError as error:
@@ -197,7 +201,7 @@ def step(
 
 
 def stack_all(parts: Mapping[Numbers, StoredTensor], counted: Sequence[str], name: str) -> StoredTensor:
-    """Return the tensors at each index of as many axes as there are things `counted`, as one with these in front."""
+    """Return tensors stacked along new axes in front, one axis for each of `counted`. Raises `Mismatch` for a gap."""
     if not counted:
         return parts[()]
     extents = [len({at[axis] for at in parts}) for axis in range(len(counted))]

@@ -1,7 +1,7 @@
-"""Find the model's entries in a training checkpoint, and what the model calls them. By names only.
+"""Find the model's entries in a training checkpoint, and the model's own names for them. Uses names only.
 
-The names that a checkpoint was flattened to (`model.model.norm.weight`) do not tell where a wrapper ends and the
-model's own names begin; the recorded key paths do: `("model", "model.norm.weight")`.
+Flattened names (`model.model.norm.weight`) do not show where a wrapper ends and the model's own names begin; recorded
+key paths do: `("model", "model.norm.weight")`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ckptkit.layout.wrappers import find_average, unwrapped, without_ddp
 from ckptkit.words import count
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module")
-_FLAX = "params"  # flax's collection of a model's parameters, beside which a TrainState has a step
-_MAXTEXT = frozenset({"decoder", "token_embedder"})  # the modules of a MaxText model, whose names are nested keys
-_FLAX_OPTIMIZER, _FLAX_STEP = "opt_state", "step"  # what a TrainState has beside them
+_FLAX = "params"  # flax's collection of model parameters
+_MAXTEXT = frozenset({"decoder", "token_embedder"})  # modules of a MaxText model, whose names are nested keys
+_FLAX_OPTIMIZER, _FLAX_STEP = "opt_state", "step"  # other entries of flax's TrainState
 _TRAINING_STATE = (
     "optim",
     _FLAX_OPTIMIZER,
@@ -37,10 +37,10 @@ _TRAINING_STATE = (
     OWN,
 )
 _GENERATOR = re.compile(r"(^|_)rng(_|s?$)|random_state")
-JOINED = " + "  # between the names of entries that one tensor came from
-OF_ONE = "/shard_"  # what follows tells the objects apart that each layer and rank has under one name
+JOINED = " + "  # separator between source names of one tensor
+OF_ONE = "/shard_"  # the suffix after it distinguishes objects of layers and ranks with one name
 
-# Why an entry of a checkpoint is not among the model's tensors. Nobody asked to leave out what is UNKNOWN.
+# Reasons why an entry does not belong to the model. No option asks to leave out entries that are UNKNOWN.
 TRAINING = "state of the training"
 AVERAGE = "counter of the average"
 VALUE = "not a tensor"
@@ -49,7 +49,7 @@ UNKNOWN = "unknown: perhaps another model"
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Entries that are not written: those under `name`, how many, their bytes, and why."""
+    """Entries that are not written: their common `name`, their number, their bytes, and why."""
 
     name: str
     entries: int
@@ -59,9 +59,10 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The model's tensors under their own names; each `came_from` a name of the checkpoint, of which all is `whole`.
+    """The model's tensors under their own names.
 
-    They lie under the key path `prefix`. `left_out` is why each other entry of the checkpoint is not among them.
+    `came_from` are their names in the checkpoint, `whole` its full layout. The model is under the key path `prefix`.
+    `left_out` gives the reason for each other entry of the checkpoint.
     """
 
     layout: Layout
@@ -72,21 +73,21 @@ class Weights:
 
     @property
     def wrapper(self) -> str:
-        """Return the keys that the model is under, joined by dots."""
+        """Return the keys above the model, joined by dots."""
         return ".".join(map(str, self.prefix))
 
     def origins_of(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the entries of the checkpoint that tensors of these names are made of."""
+        """Return the entries of the checkpoint that these tensors are made from."""
         olds = (self.came_from[name] for name in names if name in self.came_from)
         return frozenset(old for joined in olds for old in joined.split(JOINED))
 
     def summarize(self) -> tuple[LeftOut, ...]:
-        """Count what was left out, by where it lies and why."""
+        """Count the entries that were left out, by location and reason."""
         return summarize(self.whole, self.prefix, self.left_out, self.came_from.values())
 
 
 def find_weights(layout: Layout) -> Weights:
-    """Take the model's tensors out of a checkpoint of whatever nesting. Raises `Mismatch` if there are none."""
+    """Return the model's tensors in a checkpoint with any nesting. Raises `Mismatch` if there are none."""
     prefix = find_model_key(layout)
     training = training_state(layout, prefix)
     check_ranks_agree(layout, prefix, training)
@@ -101,9 +102,9 @@ def find_weights(layout: Layout) -> Weights:
 
 
 def averaged_names(layout: Layout, prefix: KeyPath, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the names in the model of an average by entry, without the prefix and the counters of the average.
+    """Return the model's names by entry, without the prefix and the counters of a weight average (such as EMA).
 
-    Names that are those of a plain model stay. Raises `SeveralModels` for an average beside the model that it is of.
+    Names of a plain model do not change. Raises `SeveralModels` if both the average and the model are present.
     """
     average = find_average(names.values())
     if average is None:
@@ -118,15 +119,15 @@ def averaged_names(layout: Layout, prefix: KeyPath, names: Mapping[str, str]) ->
 
 
 def reasons_for(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> dict[str, str]:
-    """Return why entries are not among the tensors of the model under `prefix`."""
+    """Return why entries do not belong to the model under `prefix`."""
     training = [training_state(layout, prefix[:depth]) for depth in range(len(prefix) + 1)]
 
     def reason(name: str) -> str:
         key = layout.key(name)
-        if key[0] == OWN and name in layout.tensors:  # a rank's own: a state of the training, or anything else
+        if key[0] == OWN and name in layout.tensors:  # per-rank state may contain any tensor
             is_state = any(str(step).startswith(_TRAINING_STATE) for step in key[2:3]) or is_generator(key)
             return TRAINING if is_state else UNKNOWN
-        depth = depth_shared(key, prefix)
+        depth = shared_depth(key, prefix)
         if depth < len(key) and (key[depth] in training[depth] or is_generator(key)):
             return TRAINING
         return VALUE if name in layout.blobs else UNKNOWN
@@ -135,18 +136,18 @@ def reasons_for(layout: Layout, prefix: KeyPath, names: Iterable[str]) -> dict[s
 
 
 def is_generator(key: KeyPath) -> bool:
-    """Return whether a step of a key path says that a state of a random generator lies there."""
+    """Return whether a key path belongs to the state of a random generator."""
     return any(_GENERATOR.search(step) for step in key if isinstance(step, str))
 
 
-def depth_shared(key: KeyPath, prefix: KeyPath) -> int:
-    """Return how many first steps two key paths have in common."""
+def shared_depth(key: KeyPath, prefix: KeyPath) -> int:
+    """Return the number of leading steps that two key paths share."""
     pairs = enumerate(zip(key, prefix, strict=False))
     return next((depth for depth, (a, b) in pairs if a != b), min(len(key), len(prefix)))
 
 
 def check_ranks_agree(layout: Layout, prefix: KeyPath, training: Collection[str | int]) -> None:
-    """Raise `Corrupt` if a tensor of the model is there once for each rank, as ranks saved different values."""
+    """Raise `Corrupt` if ranks saved different values of a tensor of the model."""
     for name, key in keys_below(layout, (OWN,)):
         own, below = key[2:], key[2 + len(prefix) :]
         is_of_model = own[: len(prefix)] == prefix and below and below[0] not in training
@@ -159,32 +160,35 @@ def check_ranks_agree(layout: Layout, prefix: KeyPath, training: Collection[str 
 
 
 def has_weights(layout: Layout) -> bool:
-    """Return whether there is anything but a training's state: an optimizer may have a directory to itself."""
+    """Return whether there are tensors besides training state.
+
+    Some trainers save the optimizer in its own directory.
+    """
     training = training_state(layout, ())
     return any(layout.key(name)[0] not in training for name in layout.tensors)
 
 
 def may_have_weights(layout: Layout) -> bool:
-    """Return whether any tensor may be a model's: one with axes that is no state of a training or of a generator."""
+    """Return whether any tensor may belong to a model: it has axes and is no training or generator state."""
     training = training_state(layout, ())
     keys = (layout.key(name) for name, tensor in layout.tensors.items() if tensor.spec.shape)
     return any(key[0] not in training and not is_generator(key) for key in keys)
 
 
 def find_model_key(layout: Layout) -> KeyPath:
-    """Return the key path under which the model lies: through `state`, `app`, `model`, to where tensors have names."""
+    """Return the key path of the model: descends through `state`, `app`, `model` to the level of parameter names."""
     prefix: KeyPath = ()
     while True:
         training = training_state(layout, prefix)
         below = [key[len(prefix) :] for _, key in keys_below(layout, prefix) if key[len(prefix)] not in training]
         branches = Counter(key[0] for key in below if len(key) > 1)
         known = next((name for name in _MODEL_KEYS if name in branches), None)
-        if known is not None:
+        if known is not None:  # a conventional key such as `model`, even beside other branches
             prefix = (*prefix, known)
         elif branches.keys() == {_FLAX}:
             prefix = (*prefix, _FLAX)
         elif branches.keys() >= _MAXTEXT or len(branches) < len({key[0] for key in below}):
-            return prefix
+            return prefix  # some tensors are directly here, so this is the level of parameter names
         elif len(branches) == 1:
             prefix = (*prefix, *branches)
         else:
@@ -192,7 +196,7 @@ def find_model_key(layout: Layout) -> KeyPath:
 
 
 def keys_below(layout: Layout, prefix: KeyPath) -> Iterator[tuple[str, KeyPath]]:
-    """Name and key path of every tensor under `prefix`."""
+    """Yield name and key path of every tensor under `prefix`."""
     for name in layout.tensors:
         key = layout.key(name)
         if key[: len(prefix)] == prefix and len(key) > len(prefix):
@@ -200,7 +204,7 @@ def keys_below(layout: Layout, prefix: KeyPath) -> Iterator[tuple[str, KeyPath]]
 
 
 def names_of_training(layout: Layout) -> set[str]:
-    """Return the tensors that belong to a training's state, at any depth, as `training_state` knows it at one."""
+    """Return the tensors that belong to training state, at any depth."""
     keys = {name: layout.key(name) for name in layout.names}
     optimizers = {
         key[:at] for key in keys.values() for at, step in enumerate(key) if at and str(step).startswith("param_groups")
@@ -217,37 +221,37 @@ def names_of_training(layout: Layout) -> set[str]:
 
 
 def is_in_flat_optimizer(layout: Layout, name: str) -> bool:
-    """Return whether a name without a key path begins as an optimizer's do."""
+    """Return whether a name without a recorded key path starts like an optimizer's."""
     return not layout.keys and name.startswith(("optim.", "optimizer."))
 
 
 def training_state(layout: Layout, prefix: KeyPath) -> set[str | int]:
-    """Return the steps below `prefix` that lead to a training's state, by name or because `param_groups` follow."""
-    found: set[str | int] = set()
-    at = len(prefix)
+    """Return the steps below `prefix` that lead to training state: by their name, or because `param_groups` follow."""
+    steps: set[str | int] = set()
+    depth = len(prefix)
     for name in (*layout.tensors, *layout.blobs):
         key = layout.key(name)
-        if key[:at] != prefix or len(key) <= at:
+        if key[:depth] != prefix or len(key) <= depth:
             continue
-        leads_on = len(key) > at + 1
-        is_named = leads_on and str(key[at]).startswith(_TRAINING_STATE)
-        has_groups = leads_on and str(key[at + 1]).startswith("param_groups")
+        leads_on = len(key) > depth + 1
+        is_named = leads_on and str(key[depth]).startswith(_TRAINING_STATE)
+        has_groups = leads_on and str(key[depth + 1]).startswith("param_groups")
         if is_in_flat_optimizer(layout, name) or is_named or has_groups:
-            found.add(key[at])
-    return found | {_FLAX_STEP} if _FLAX_OPTIMIZER in found else found
+            steps.add(key[depth])
+    return steps | {_FLAX_STEP} if _FLAX_OPTIMIZER in steps else steps
 
 
 def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | SeveralModels:
-    """Return the error for a checkpoint in which the model cannot be found."""
+    """Return the error for a checkpoint in which no model can be found."""
     candidates = sorted(map(str, branches))
     if candidates:
         message = f"several entries could be the model: {', '.join(candidates)}"
         globs = [f"{escape(candidate)}.*" for candidate in candidates]
         return SeveralModels(message, path=layout.path, hint=f"choose with --include {quote(globs[0])}", globs=globs)
     tops = Counter(str(layout.key(name)[0]) for name in (*layout.tensors, *layout.blobs))
-    held = ", ".join(f"{count(n, 'entry')} under `{name}`" for name, n in tops.most_common(4)) or "no tensors"
+    contents = ", ".join(f"{count(n, 'entry')} under `{name}`" for name, n in tops.most_common(4)) or "no tensors"
     return Mismatch(
-        f"expected model weights, found only {held}",
+        f"expected model weights, found only {contents}",
         path=layout.path,
         hint="look for the model in a directory beside it",
     )
@@ -256,26 +260,26 @@ def no_model(layout: Layout, branches: Iterable[str | int]) -> Mismatch | Severa
 def summarize(
     layout: Layout, prefix: KeyPath, left_out: Mapping[str, str], written: Iterable[str]
 ) -> tuple[LeftOut, ...]:
-    """Count entries by why they are left out and where they lie; objects of layers as one.
+    """Count entries that are left out, by reason and location; the entries of all layers count as one location.
 
-    That is where their key path leaves `prefix`, or where the last name in it differs from all that are `written`.
+    The location is the step where a key path leaves `prefix`, or where the last name differs from all `written` names.
     """
-    taken = {head for name in written for head in heads_of(name)} if left_out else frozenset()
+    used_heads = {head for name in written for head in dotted_prefixes(name)} if left_out else frozenset()
     entries: Counter[tuple[str, str]] = Counter()
     nbytes: Counter[tuple[str, str]] = Counter()
     for name, why in left_out.items():
         key = layout.key(name)
-        way = key[: depth_shared(key, prefix) + 1]
-        group = ".".join(map(str, way))
-        if way == key:
-            group = next((head for head in heads_of(group) if head not in taken), group)
+        shared = key[: shared_depth(key, prefix) + 1]
+        group = ".".join(map(str, shared))
+        if shared == key:
+            group = next((head for head in dotted_prefixes(group) if head not in used_heads), group)
         group = group.partition(OF_ONE)[0]
         entries[group, why] += 1
         nbytes[group, why] += layout.tensors[name].spec.nbytes if name in layout.tensors else layout.blobs[name].length
     return tuple(LeftOut(group, count, nbytes[group, why], why) for (group, why), count in entries.items())
 
 
-def heads_of(name: str) -> Iterator[str]:
-    """Yield the parts of a dotted name before each of its dots, the shortest first."""
+def dotted_prefixes(name: str) -> Iterator[str]:
+    """Yield each prefix of a dotted name that ends before a dot, the shortest first."""
     dots = (match.start() for match in re.finditer(r"\.", name))
     return (name[:dot] for dot in dots)

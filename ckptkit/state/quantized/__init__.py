@@ -1,1 +1,1 @@
-"""Know quantized weights: small numbers with scales beside them. By names, shapes and a config.json alone."""
+"""Quantized weights: low-precision numbers with scales. Recognized by names, shapes and config.json."""

@@ -1,7 +1,7 @@
-"""Read from config.json how a model was quantized, and tell at a glance by names and dtypes whether it may be.
+"""Read from config.json how a model was quantized, and check quickly by names and dtypes whether it may be.
 
-Sources: transformers/utils/quantization_config.py, compressed_tensors/quantization/quant_args.py, and
-mlx_lm/utils.py. The blocks of DeepSeek's models are 128 x 128 where nothing says otherwise.
+Sources: transformers/utils/quantization_config.py, compressed_tensors/quantization/quant_args.py, and mlx_lm/utils.py.
+The default block is 128 x 128, as in DeepSeek's models.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Spec
 
-KEYS = ("quantization_config", "compression_config")  # of config.json
-MLX = "quantization"  # where MLX says it, once more in `quantization_config`
-TEXT = "text_config"  # where some models with images say it
+KEYS = ("quantization_config", "compression_config")  # sections of config.json
+MLX = "quantization"  # MLX's section, which it repeats in `quantization_config`
+TEXT = "text_config"  # some multimodal models have the section in here
 OF_WEIGHTS = (".weight_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale")
-_BYTES = ("int8", "uint8", "int32", "uint32")  # what packed numbers are stored as
+_BYTES = ("int8", "uint8", "int32", "uint32")  # dtypes that packed numbers are stored in
 
 
 def may_be_quantized(specs: Mapping[str, Spec]) -> bool:
-    """Return whether some of these tensors may be quantized weights, or the scales of such."""
+    """Return whether some of these tensors may be quantized weights or their scales."""
     return any(name.endswith(OF_WEIGHTS) for name in specs) or any(map(may_be_packed, specs.values()))
 
 
 def may_hold_quantized(specs: Mapping[str, Spec], config: Mapping[str, Any]) -> bool:
-    """Return whether some of these tensors may be quantized, or config.json says that the model is."""
+    """Return whether some of these tensors may be quantized, or config.json declares the model as quantized."""
     return is_declared_quantized(config) or may_be_quantized(specs)
 
 
 def is_declared_quantized(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json says that the weights are quantized."""
+    """Return whether a config.json declares the weights as quantized."""
     text = config.get(TEXT)
     sections = [config, text] if isinstance(text, dict) else [config]
     return any(is_about_quantization(key, section[key]) for section in sections for key in section)
 
 
 def is_about_quantization(key: str, value: object) -> bool:
-    """Return whether an entry of a config.json says how weights are quantized."""
+    """Return whether an entry of a config.json describes the quantization of weights."""
     return key in KEYS or (key == MLX and isinstance(value, dict) and "bits" in value)
 
 
 def may_be_packed(spec: Spec) -> bool:
-    """Return whether a tensor may hold the numbers of quantized weights, by its dtype."""
+    """Return whether a tensor's dtype is one that quantized numbers are stored in."""
     return spec.dtype.kind == "small_float" or spec.dtype.name in _BYTES
 
 
 _COMPRESSED, _MODELOPT, OF_MLX = "compressed-tensors", "modelopt", "mlx"
-_PLAIN = (None, "fp8", "fbgemm_fp8", _COMPRESSED, "mxfp4", _MODELOPT, OF_MLX)  # the methods that ckptkit can undo
-_KINDS: Mapping[str, tuple[str, ...]] = {  # what of a method ckptkit can undo, where it comes in several kinds
+_PLAIN = (None, "fp8", "fbgemm_fp8", _COMPRESSED, "mxfp4", _MODELOPT, OF_MLX)  # methods that ckptkit can undo
+_KINDS: Mapping[str, tuple[str, ...]] = {  # variants that ckptkit can undo, for methods with several
     _COMPRESSED: (
         *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized", "mixed-precision"),
         *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
@@ -57,17 +57,17 @@ _KINDS: Mapping[str, tuple[str, ...]] = {  # what of a method ckptkit can undo, 
     _MODELOPT: ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MXFP4", "MXFP8", "MIXED_PRECISION"),
     OF_MLX: ("affine",),
 }
-_USUAL = (128, 128)
-_LARGEST = 1 << 16  # ten times the widest block of any model
-_EXPERTS = "expert_dtype"  # of DeepSeek V4: the dtype of its quantized experts
+_DEFAULT_BLOCK = (128, 128)
+_MAX_BLOCK = 1 << 16  # ten times larger than any model's
+_EXPERTS = "expert_dtype"  # DeepSeek V4's dtype of quantized experts
 
 Block = tuple[int, int]
 
 
 class Integers(NamedTuple):
-    """How integers stand for weights: their bits, and how many neighbors have one scale (None: a row, or all).
+    """The encoding of weights as integers: their bits, and how many neighbors share one scale (None: a row, or all).
 
-    They have zero points unless it `is_symmetric`. Columns that are in the order of activations are `is_ordered`.
+    Without `is_symmetric` they have zero points. With `is_ordered`, columns are in the order of activations.
     """
 
     bits: int
@@ -78,68 +78,70 @@ class Integers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """The words of a config: the method, None if it says nothing, and the blocks of rows and columns with one scale.
+    """The quantization that a config declares: the method (None without one), and the blocks that share one scale.
 
-    `kind` is the kind of the method where it has several; `integers` are the ways in which weights are integers;
-    `modules` are those of MLX that are not like the others, each with its way.
+    Blocks are (rows, columns). `kind` is the variant of the method, if it has several. `integers` are the encodings of
+    integer weights. `modules` are modules of an MLX model with an encoding of their own.
     """
 
     method: str | None = None
-    blocks: tuple[Block, ...] = (_USUAL,)
+    blocks: tuple[Block, ...] = (_DEFAULT_BLOCK,)
     kind: str | None = None
     integers: tuple[Integers, ...] = ()
     modules: Mapping[str, Integers] = field(default_factory=dict)
 
     @property
     def is_known(self) -> bool:
-        """Return whether ckptkit knows the method."""
+        """Return whether ckptkit can undo the method."""
         kinds = _KINDS.get(str(self.method))
         return self.method in _PLAIN and (kinds is None or self.kind is None or self.kind in kinds)
 
     @property
     def words(self) -> str:
-        """Return the method, and its kind."""
+        """Return the method and its kind as text."""
         return f"{self.method} {self.kind}" if self.kind else str(self.method)
 
 
 def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationConfig:
-    """Return what a config says of quantized weights. Raises `Corrupt` for what cannot be so."""
-    found = words_in(config or {})
-    if found is None:
+    """Return the quantization that a config declares. Raises `Corrupt` for invalid values."""
+    section = quantization_section(config or {})
+    if section is None:
         return QuantizationConfig()
-    if "quant_method" not in found and "bits" in found:
-        return read_mlx(found)
-    method, kind = str(found.get("quant_method", _COMPRESSED)), found.get("format")
+    if "quant_method" not in section and "bits" in section:
+        return read_mlx(section)
+    method, kind = str(section.get("quant_method", _COMPRESSED)), section.get("format")
     if method.startswith(_MODELOPT):
-        method, kind = _MODELOPT, found.get("quant_algo")
-    blocks = tuple(dict.fromkeys(blocks_in(found)))
-    integers = tuple(dict.fromkeys(map(as_integers, integers_in(found))))
-    return QuantizationConfig(method, blocks or (_USUAL,), str(kind) if method in _KINDS and kind else None, integers)
+        method, kind = _MODELOPT, section.get("quant_algo")
+    blocks = tuple(dict.fromkeys(blocks_in(section)))
+    integers = tuple(dict.fromkeys(map(read_integer_encoding, integers_in(section))))
+    return QuantizationConfig(
+        method, blocks or (_DEFAULT_BLOCK,), str(kind) if method in _KINDS and kind else None, integers
+    )
 
 
-def words_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the section on quantization; None without any. That of a text model may lie deeper."""
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the section on quantization, of the model or of its text model; None without one."""
     text = config.get(TEXT)
     for section in (config, text) if isinstance(text, dict) else (config,):
         for key in (*KEYS, MLX):
-            found = section.get(key)
-            if isinstance(found, dict) and is_about_quantization(key, found):
-                return found
+            entry = section.get(key)
+            if isinstance(entry, dict) and is_about_quantization(key, entry):
+                return entry
     return None
 
 
-def read_mlx(found: Mapping[str, Any]) -> QuantizationConfig:
-    """Return what a config of MLX says: of all modules, and of those that it names."""
-    own = {name: as_affine({**found, **value}) for name, value in found.items() if isinstance(value, dict)}
-    modes = {str(value.get("mode", "affine")) for value in (found, *found.values()) if isinstance(value, dict)}
+def read_mlx(section: Mapping[str, Any]) -> QuantizationConfig:
+    """Return the quantization in an MLX config: the default, and modules with their own values."""
+    by_module = {name: read_affine({**section, **value}) for name, value in section.items() if isinstance(value, dict)}
+    modes = {str(value.get("mode", "affine")) for value in (section, *section.values()) if isinstance(value, dict)}
     kind = next(iter(sorted(modes - {"affine"})), "affine")
-    return QuantizationConfig(OF_MLX, kind=kind, integers=(as_affine(found),), modules=own)
+    return QuantizationConfig(OF_MLX, kind=kind, integers=(read_affine(section),), modules=by_module)
 
 
-def as_affine(value: Mapping[str, Any]) -> Integers:
-    """Return the bits and groups of MLX's weights. Raises `Corrupt` for others than it has."""
+def read_affine(value: Mapping[str, Any]) -> Integers:
+    """Return the bits and group size of MLX's weights. Raises `Corrupt` for values that MLX does not have."""
     match value.get("bits"), value.get("group_size"):
-        case [2 | 3 | 4 | 5 | 6 | 8 as bits, int(group)] if group > 0 and group % 32 == 0 and group <= _LARGEST:
+        case [2 | 3 | 4 | 5 | 6 | 8 as bits, int(group)] if group > 0 and group % 32 == 0 and group <= _MAX_BLOCK:
             return Integers(bits, group, is_symmetric=False)
         case [bits, group]:
             message = "config.json: expected weights of 2 to 6 or 8 bits, in groups of a multiple of 32"
@@ -147,7 +149,7 @@ def as_affine(value: Mapping[str, Any]) -> Integers:
 
 
 def weights_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield what is stated of the weights of each group of modules."""
+    """Yield the description of the weights for each group of modules."""
     groups = stated.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -156,49 +158,49 @@ def weights_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def blocks_in(stated: Mapping[str, Any]) -> Iterator[Block]:
-    """Yield the sizes of blocks: of the whole model, or of groups of modules."""
+    """Yield the block sizes: of the whole model, or of groups of modules."""
     if stated.get("weight_block_size") is not None:
-        yield as_block(stated["weight_block_size"])
+        yield read_block(stated["weight_block_size"])
     for weights in weights_in(stated):
         if weights.get("block_structure") is not None:
-            yield as_block(weights["block_structure"])
+            yield read_block(weights["block_structure"])
         elif is_grouped(weights):
-            yield as_block([1, weights.get("group_size")])
+            yield read_block([1, weights.get("group_size")])
 
 
 def integers_in(stated: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield what is stated of weights that are integers."""
+    """Yield the descriptions of weights that are integers."""
     return (weights for weights in weights_in(stated) if str(weights.get("type", "int")).lower() == "int")
 
 
 def is_grouped(weights: Mapping[str, Any]) -> bool:
-    """Return whether some neighbors of a row have a scale of their own."""
+    """Return whether groups of neighbors in a row have their own scales."""
     strategy, size = weights.get("strategy"), weights.get("group_size")
     return strategy in ("group", "tensor_group") or (strategy is None and size not in (None, -1))
 
 
-def as_integers(weights: Mapping[str, Any]) -> Integers:
-    """Return how integers stand for weights. Raises `Corrupt` for what compressed-tensors would not have either."""
+def read_integer_encoding(weights: Mapping[str, Any]) -> Integers:
+    """Return the encoding of integer weights. Raises `Corrupt` for values that compressed-tensors refuses too."""
     bits, is_symmetric = weights.get("num_bits", 8), weights.get("symmetric", True)
     if not (isinstance(bits, int) and 1 <= bits <= 16):
         raise Corrupt(f"config.json: expected weights of 1 to 16 bits, found {bits!r}")
     if not isinstance(is_symmetric, bool):
         raise Corrupt(f"config.json: `symmetric`: expected true or false, found {is_symmetric}")
-    group = as_block([1, weights.get("group_size")])[1] if is_grouped(weights) else None
+    group = read_block([1, weights.get("group_size")])[1] if is_grouped(weights) else None
     order = weights.get("actorder")
     return Integers(bits, group, is_symmetric, order is True or str(order).lower() in ("group", "dynamic"))
 
 
-def as_block(value: object) -> Block:
+def read_block(value: object) -> Block:
     """Return rows and columns of a block. Raises `Corrupt` for anything else."""
     match value:
-        case [int(rows), int(columns)] if 0 < rows <= _LARGEST and 0 < columns <= _LARGEST:
+        case [int(rows), int(columns)] if 0 < rows <= _MAX_BLOCK and 0 < columns <= _MAX_BLOCK:
             return rows, columns
     raise Corrupt(f"config.json: expected two sizes as blocks of quantized weights, found {value}")
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config of the same model with its weights as plain numbers."""
+    """Return the config of the same model with plain weights."""
     plain = {key: value for key, value in config.items() if not (is_about_quantization(key, value) or key == _EXPERTS)}
     if isinstance(config.get(TEXT), dict):
         plain[TEXT] = without_quantization(config[TEXT])

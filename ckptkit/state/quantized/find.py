@@ -1,8 +1,6 @@
 """Find the quantized weights of a checkpoint and their scales, by names, dtypes, shapes and config.json.
 
-And sum them up.
-
-How each way of storing them looks, `stored` says, a module each.
+The modules in `stored` know the storage schemes, one module each.
 """
 
 from __future__ import annotations
@@ -35,11 +33,10 @@ from ckptkit.state.quantized.stored.table import SCHEMES
 
 @dataclass(frozen=True, slots=True)
 class InspectedQuantized:
-    """Quantized weights at a glance: the method, and the boxes of a weight that have one scale, each size once.
+    """A summary of quantized weights: the method, counts, and the sizes of the blocks that share one scale.
 
-    The size is () where one is for the whole weight. `stored` are the elements of all tensors that they are kept in.
-    `refusal` says why `--dtype` cannot make plain weights of them,
-    None if it can.
+    A size is () if one scale is for the whole weight. `stored` is the number of elements of all tensors that store the
+    weights. `refusal` says why `--dtype` cannot make plain weights of them, None if it can.
     """
 
     method: str
@@ -50,25 +47,26 @@ class InspectedQuantized:
     refusal: str | None
 
 
-def inspect_quantized(part: Component) -> InspectedQuantized | None:
-    """Return what is quantized in the part with the model; None where nothing is."""
+def inspect_quantized(component: Component) -> InspectedQuantized | None:
+    """Return a summary of the quantized weights in the model's component; None without any."""
     try:
-        found = find_quantized(part.layout, find_config(part.path))
+        quantized = find_quantized(component.layout, find_config(component.path))
     except (Corrupt, Mismatch, Unsupported) as error:
         where = f"`{error.tensor}`: " if error.tensor else ""
         return InspectedQuantized("unknown", 0, 0, 0, (), f"{where}{error.message}")
-    return look(found) if found else None
+    return look(quantized) if quantized else None
 
 
-def look(found: Quantized) -> InspectedQuantized:
-    """Look at quantized weights."""
-    sizes = tuple(sorted({packed.group for packed in found.weights.values()}))
-    stored = sum(found.layout.tensors[name].spec.numel for name in found.members) if found.weights else 0
-    return InspectedQuantized(found.method, len(found.weights), found.parameters, stored, sizes, found.refusal)
+def look(quantized: Quantized) -> InspectedQuantized:
+    """Return a summary of quantized weights."""
+    sizes = tuple(sorted({packed.group for packed in quantized.weights.values()}))
+    stored = sum(quantized.layout.tensors[name].spec.numel for name in quantized.members) if quantized.weights else 0
+    return InspectedQuantized(
+        quantized.method, len(quantized.weights), quantized.parameters, stored, sizes, quantized.refusal
+    )
 
 
-# Recognize quantized weights that ckptkit does not support, by the names of the tensors beside them.
-#
+# Names of related tensors by which ckptkit recognizes unsupported quantization.
 # Sources: bitsandbytes/functional.py (QuantState.as_dict), the state dicts of GPTQModel and AutoAWQ,
 # torchao/prototype/safetensors, compressed_tensors/compressors, NVIDIA's ModelOpt.
 _BY_INFIX = {".quant_state.bitsandbytes__": "bitsandbytes in 4 bits"}
@@ -87,9 +85,9 @@ _ZEROS, _OF_FLOATS = ".weight_zero_point", "compressed-tensors with zero points 
 
 
 def find_foreign(specs: Mapping[str, Spec]) -> tuple[str, frozenset[str]] | None:
-    """Return how weights are quantized that are not computed here, and all tensors of these modules; None without any.
+    """Return the method of weights that ckptkit cannot dequantize, and all tensors of these modules; None without any.
 
-    Biases are plain numbers, whatever the weight is.
+    Biases are not included: they are always plain.
     """
     marked: dict[str, str] = {}
     for name in specs:
@@ -103,7 +101,7 @@ def find_foreign(specs: Mapping[str, Spec]) -> tuple[str, frozenset[str]] | None
 
 
 def method_of(name: str, specs: Mapping[str, Spec]) -> str | None:
-    """Return the method that leaves a tensor of this name; None for any other."""
+    """Return the method that a tensor's name reveals; None for any other name."""
     by_infix = next((method for infix, method in _BY_INFIX.items() if infix in name), None)
     by_suffix = next((method for suffix, method in _BY_SUFFIX.items() if name.endswith(suffix)), None)
     if by_infix or by_suffix:
@@ -115,8 +113,8 @@ def method_of(name: str, specs: Mapping[str, Spec]) -> str | None:
 
 
 def module_of(name: str) -> str:
-    before, found, _ = name.partition(".weight.")
-    return before if found else name.rpartition(".")[0].partition("._weight")[0]
+    before, separator, _ = name.partition(".weight.")
+    return before if separator else name.rpartition(".")[0].partition("._weight")[0]
 
 
 _OF_MODULE = ".scale"
@@ -128,10 +126,10 @@ _BESIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The quantized weights of a checkpoint by the names of the tensors that hold their numbers.
+    """The quantized weights of a checkpoint, by the names of the tensors with their numbers.
 
-    `members` are all tensors that mean nothing without others: numbers, scales, and what else lies beside them.
-    `refusal` says why the weights cannot be computed, where they cannot.
+    `members` are all tensors that are useless without others: numbers, scales, and related tensors. `refusal` says why
+    ckptkit cannot compute the weights, None if it can.
     """
 
     layout: Layout
@@ -145,20 +143,21 @@ class Quantized:
         return sum(prod(packed.shape) for packed in self.weights.values())
 
     def require_known(self) -> None:
-        """Raise `Unsupported` for weights that cannot be computed."""
+        """Raise `Unsupported` for weights that ckptkit cannot compute."""
         if self.refusal is not None:
             hint = "drop --dtype to copy them unchanged, or dequantize them with the library that quantized them"
             raise Unsupported(self.refusal, path=self.layout.path, tensor=min(self.members), hint=hint)
 
 
 def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantized | None:
-    """Return the quantized weights in a checkpoint, by any names; None without any.
+    """Return the quantized weights in a checkpoint with any names; None without any.
 
-    Raises `Mismatch` for scales that are missing or do not fit, `Corrupt` for a config that cannot be so.
+    Raises `Mismatch` for scales that are missing or do not fit, `Corrupt` for an invalid config.
     """
     specs = layout.specs
     if not may_hold_quantized(specs, config or {}):
         return None
+    # first, because the tensors of unsupported methods can look like supported ones
     foreign = find_foreign(specs)
     if foreign is not None:
         method, members = foreign
@@ -181,25 +180,25 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
 
 
 def is_plain(specs: Mapping[str, Spec]) -> bool:
-    """Return whether there is nothing quantized among tensors, whatever a config says: neither numbers nor scales."""
+    """Return whether no tensor is quantized, regardless of the config: there are neither packed numbers nor scales."""
     has_packed = any(may_be_packed(spec) and len(spec.shape) > 1 for spec in specs.values())
     return not (has_packed or find_foreign(specs) or any(name.endswith(OF_WEIGHTS) for name in specs))
 
 
 def unknown(layout: Layout, stated: QuantizationConfig) -> Quantized:
-    """Return weights that config.json says are quantized in some way not known here: any tensor may belong to them."""
+    """Return weights quantized by an unknown method that config.json declares: every tensor may belong to them."""
     names = frozenset(layout.tensors)
     refusal = f"config.json says that the weights are quantized by `{stated.words}`, which ckptkit does not know"
     return Quantized(layout, stated.words, members=names, refusal=refusal)
 
 
 def is_half(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
-    """Return whether a tensor means nothing without another: numbers without scales, or scales."""
+    """Return whether a tensor is useless without another: numbers that need scales, or scales."""
     return are_numbers(name, spec, stated) or are_scales(name, spec, stated)
 
 
 def are_numbers(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
-    """Return whether a tensor is numbers that need scales: of a quantized model, each matrix of whole numbers."""
+    """Return whether a tensor contains numbers that need scales; in a quantized model, each integer matrix does."""
     is_block = name.endswith(BLOCKS) and spec.dtype.name == "uint8"
     is_matrix = name.endswith(".weight") and len(spec.shape) > 1 and may_be_packed(spec)
     is_packed = stated.method is not None and is_matrix and not is_eight_bits(spec)
@@ -208,13 +207,16 @@ def are_numbers(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
 
 
 def are_scales(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
-    """Return whether a tensor is scales that need numbers."""
+    """Return whether a tensor contains scales that need numbers."""
     is_of_module = name.endswith(_OF_MODULE) and spec.dtype.name == "float8_e8m0fnu"
     return name.endswith(OF_WEIGHTS) or is_of_module or (stated.method == OF_MLX and name.endswith(SCALES))
 
 
 def check_partners(layout: Layout, taken: set[str], stated: QuantizationConfig) -> None:
-    """Raise `Mismatch` for a quantized weight without scales, or scales without a weight, but for those `taken`."""
+    """Raise `Mismatch` for a quantized weight without scales, or scales without a weight.
+
+    Tensors in `taken` have theirs.
+    """
     specs, hint = layout.specs, "check that no file of the model is missing"
     rest = {name: spec for name, spec in specs.items() if name not in taken}
     alone = min((name for name, spec in rest.items() if are_numbers(name, spec, stated)), default=None)
@@ -225,9 +227,9 @@ def check_partners(layout: Layout, taken: set[str], stated: QuantizationConfig) 
     orphan = min((name for name, spec in rest.items() if are_scales(name, spec, stated)), default=None)
     if orphan is not None:
         weight = f"{orphan.rpartition('.')[0]}.weight"
-        found = specs.get(weight, "missing")
+        found_spec = specs.get(weight, "missing")
         raise Mismatch(
-            f"these scales belong to no quantized weight: `{weight}` is {found}",
+            f"these scales belong to no quantized weight: `{weight}` is {found_spec}",
             path=layout.path,
             tensor=orphan,
             hint=hint,

@@ -1,8 +1,8 @@
-"""Compute weights of few bits, whole groups of neighbors at a time: numbers in a stream of bits, times scales.
+"""Compute low-bit weights in groups of neighbors: unpack numbers from a bit stream, then apply scales.
 
-A row of a weight is cut into groups. Further tensors have an element for each group: a scale, a zero point, a bias. A
-part of a recipe applies one of them. All is computed in float32; products that a library rounds to another dtype are
-rounded to it.
+Rows of a weight are divided into groups. Further tensors have one element per group: a scale, a zero point, a bias.
+Each `GroupStep` of a recipe applies one of them. All is computed in float32; products are rounded to another dtype
+where the quantizing library does so.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ FOUR_BITS = SMALL_FLOATS["float4_e2m1fn_x2"].numbers
 
 
 class GroupStep(Protocol):
-    """What is done to the numbers of groups, with tensors that have an element for each group.
+    """A step that changes the numbers of groups, with tensors that have one element per group.
 
-    The region of an operand is given a box of groups: the rows of the weight, and groups in place of its columns.
+    The region of an operand receives a box of groups: rows of the weight, and group indices instead of columns.
     """
 
     @property
     def operands(self) -> Sequence[Operand]:
-        """Return the tensors that it reads."""
+        """Return the tensors that the step reads."""
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
-        """Change the numbers of groups in place; their last axis is that of a group's numbers.
+        """Change the numbers of groups in place; the last axis runs over the numbers of a group.
 
-        Returns whether there is something to note. Raises `Corrupt` for elements that there cannot be.
+        Returns whether there is something to report. Raises `Corrupt` for invalid elements.
         """
 
 
 class Codes(NamedTuple):
-    """Numbers of so many `bits`, one after another from the lowest bit on, and the number that each pattern is."""
+    """Numbers of `bits` bits each, packed from the lowest bit on, and the value of each bit pattern."""
 
     bits: int
     numbers: tuple[float, ...]
 
     def unpack(self, raw: Array) -> Array:
-        """Return the numbers that rows of bytes hold, as float32."""
+        """Return the numbers in rows of bytes, as float32."""
         if self.bits == 8:
             return table(self.numbers).take(raw)
         if self.bits == 4:
-            found: Array = pairs(self.numbers).take(raw).view(np.float32)
-            return found
-        runs = raw.reshape(*raw.shape[:-1], -1, self.bits)  # eight numbers in each
+            unpacked: Array = pairs(self.numbers).take(raw).view(np.float32)
+            return unpacked
+        runs = raw.reshape(*raw.shape[:-1], -1, self.bits)  # each has eight numbers in `bits` bytes
         streams = sum(runs[..., number].astype(np.uint64) << np.uint64(8 * number) for number in range(self.bits))
         shifts = np.arange(8, dtype=np.uint64) * np.uint64(self.bits)
         patterns = (np.asarray(streams)[..., None] >> shifts) & np.uint64((1 << self.bits) - 1)
@@ -70,8 +70,8 @@ class Codes(NamedTuple):
 class GroupedRecipe:
     """The recipe of a weight whose rows are groups of `group` numbers, stored as `codes` in the first operand.
 
-    `parts` are applied in their order; a product of theirs is rounded to the dtype `rounds_to` before the one that is
-    asked for. Groups divide the rows of `shape`.
+    `parts` are applied in order. The product is rounded to `rounds_to` before it is cast to the requested dtype. The
+    group size must divide the rows of `shape`.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class GroupedRecipe:
         self._codes, self._parts, self._shape, self._group = codes, parts, shape, group
         self._rounds_to = rounds_to
         self._bits = 8 * numbers.dtype.itemsize
-        self._unit = lcm(self._bits, codes.bits, 8 * codes.bits) // codes.bits  # numbers in whole elements
+        self._unit = (
+            lcm(self._bits, codes.bits, 8 * codes.bits) // codes.bits
+        )  # fewest numbers that fill whole stored elements
         is_row = group == shape[-1]
         self._step = self._unit if is_row else lcm(self._unit, group)
         self.operands = (numbers._replace(region=self._stored), *map(self._of_groups, self._operands_of_parts()))
@@ -99,25 +101,25 @@ class GroupedRecipe:
         return operand._replace(region=lambda box: operand.region(self._groups(box)))
 
     def _columns(self, box: Box) -> tuple[int, int]:
-        """Return the columns that are computed for a box: whole groups, in whole elements."""
+        """Return the range of columns to compute for a box: whole groups, in whole stored elements."""
         low = box.start[-1] // self._step * self._step
         high = -(-box.stop[-1] // self._step) * self._step
         return low, min(high, self._shape[-1])
 
     def _stored(self, box: Box) -> Box:
-        """Return the elements that hold the columns of a box."""
+        """Return the box of stored elements that contain the columns of a box."""
         low, high = self._columns(box)
         start, stop = low * self._codes.bits // self._bits, -(-high * self._codes.bits // self._bits)
         return Box((*box.start[:-1], start), (*box.size[:-1], stop - start))
 
     def _groups(self, box: Box) -> Box:
-        """Return the groups that hold the columns of a box."""
+        """Return the box of groups that contain the columns of a box."""
         low, high = self._columns(box)
         start, stop = low // self._group, -(-high // self._group)
         return Box((*box.start[:-1], start), (*box.size[:-1], stop - start))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the elements of a box as `dtype`, and whether a part has something to note."""
+        """Return the elements of a box as `dtype`, and whether a step has something to report."""
         low, high = self._columns(box)
         raw = np.frombuffer(blocks[0], np.uint8).reshape(*box.size[:-1], -1)
         rows = self._padded(raw)
@@ -136,27 +138,27 @@ class GroupedRecipe:
         return as_stored(values[..., first : first + box.size[-1]], FLOAT32, dtype), has_remark
 
     def _padded(self, raw: Array) -> Array:
-        """Return rows of bytes that end with a whole run of eight numbers."""
+        """Return rows of bytes padded to a multiple of eight numbers, which `Codes.unpack` needs."""
         lacking = -raw.shape[-1] % self._codes.bits if self._codes.bits not in (4, 8) else 0
         return np.pad(raw, [(0, 0)] * (raw.ndim - 1) + [(0, lacking)]) if lacking else raw
 
 
 class Factors:
-    """Multiply the numbers of each group with its scale, of which none is negative.
+    """Multiply the numbers of each group with its scale, which must not be negative.
 
-    `largest` is the magnitude of the largest number. A scale of 0 is an error if the numbers are not 0, unless it
-    `may_vanish`: rounded to few bits, a small scale is 0.
+    `largest` is the magnitude of the largest number. A scale of 0 is an error if the numbers are not 0, unless
+    `may_vanish`: a small scale that is rounded to few bits may become 0.
     """
 
     def __init__(self, scales: Operand, shape: Shape, largest: float, *, may_vanish: bool = False) -> None:
-        self.operands: Sequence[Operand] = (of_each_group(scales, shape),)
+        self.operands: Sequence[Operand] = (per_group_operand(scales, shape),)
         self._name, self._largest, self._may_vanish = scales.name, largest, may_vanish
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
-        """Multiply. Raises `Corrupt` for scales that are none."""
+        """Multiply. Raises `Corrupt` for invalid scales."""
         factors = self._factors(blocks)
         check_factors(factors, self._name, self._largest)
-        spread = spread_over(factors, groups)
+        spread = broadcast_over(factors, groups)
         if not (self._may_vanish or factors.all()) and values[np.broadcast_to(spread == 0, values.shape)].any():
             raise Corrupt(f"a scale in `{self._name}` is 0, but the numbers that it scales are not")
         values *= spread
@@ -167,11 +169,11 @@ class Factors:
 
 
 class TwoLevels(Factors):
-    """Multiply the numbers of each group with its scale times, or divided by, one number for the whole weight."""
+    """Multiply the numbers of each group with its scale, times (or divided by) one scale for the whole weight."""
 
     def __init__(self, scales: Operand, whole_scale: Operand, shapes: tuple[Shape, Shape], *, divides: bool) -> None:
         super().__init__(scales, shapes[0], max(FOUR_BITS), may_vanish=True)
-        self.operands = (*self.operands, of_each_group(whole_scale, shapes[1]))
+        self.operands = (*self.operands, per_group_operand(whole_scale, shapes[1]))
         self._divides = divides
 
     def _factors(self, blocks: Sequence[memoryview]) -> Array:
@@ -180,39 +182,38 @@ class TwoLevels(Factors):
             worst = f"expected a scale in `{self.operands[1].name}`, found {level[0]:g}"
             raise Corrupt(worst, hint="run `ckptkit verify`: these bytes may belong to another tensor")
         with np.errstate(over="ignore"):
-            found: Array = scales / level if self._divides else scales * level
-        return found
+            combined: Array = scales / level if self._divides else scales * level
+        return combined
 
 
 class ZeroPoints:
-    """Subtract the zero point of each group: an integer for each, or packed in words as the codes of `bits` bits are.
+    """Subtract the zero point of each group: one int8 each, or packed in 32-bit words with `bits` bits each.
 
-    Words hold the zero points of so many rows, one below another.
+    A word contains the zero points of consecutive rows.
     """
 
     def __init__(self, zeros: Operand, shape: Shape, bits: int | None = None) -> None:
         self._words = 0 if bits is None else 32 // bits
         self._bits = bits or 0
-        region = self._words_of if bits else zeros.region
-        self.operands = (zeros._replace(region=region) if bits else of_each_group(zeros, shape),)
+        region = self._box_of_words if bits else zeros.region
+        self.operands = (zeros._replace(region=region) if bits else per_group_operand(zeros, shape),)
 
-    def _words_of(self, groups: Box) -> Box:
+    def _box_of_words(self, groups: Box) -> Box:
         row, number = groups.start[-2], groups.size[-2]
         start, stop = row // self._words, -(-(row + number) // self._words)
         first = (*groups.start[:-2], start, groups.start[-1])
         return Box(first, (*groups.size[:-2], stop - start, groups.size[-1]))
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
-        """Subtract."""
         if not self._words:
-            values -= spread_over(np.frombuffer(blocks[0], np.int8).astype(np.float32), groups)
+            values -= broadcast_over(np.frombuffer(blocks[0], np.int8).astype(np.float32), groups)
             return False
-        there = self._words_of(groups)
-        words = np.frombuffer(blocks[0], np.uint32).reshape(*there.size[:-1], 1, there.size[-1])
+        word_box = self._box_of_words(groups)
+        words = np.frombuffer(blocks[0], np.uint32).reshape(*word_box.size[:-1], 1, word_box.size[-1])
         shifts = np.arange(self._words, dtype=np.uint32)[:, None] * np.uint32(self._bits)
         zeros = ((words >> shifts) & np.uint32((1 << self._bits) - 1)).astype(np.float32)
-        zeros = zeros.reshape(*there.size[:-2], -1, there.size[-1]) - np.float32(1 << (self._bits - 1))
-        first = groups.start[-2] - there.start[-2] * self._words
+        zeros = zeros.reshape(*word_box.size[:-2], -1, word_box.size[-1]) - np.float32(1 << (self._bits - 1))
+        first = groups.start[-2] - word_box.start[-2] * self._words
         values -= zeros[..., first : first + groups.size[-2], :, None]
         return False
 
@@ -221,26 +222,26 @@ class Affine:
     """Multiply the numbers of each group with its scale, round, and add its bias, as MLX does on a CPU."""
 
     def __init__(self, scales: Operand, biases: Operand, stored_as: DType) -> None:
-        self.operands = (scales._replace(region=the_same), biases._replace(region=the_same))
+        self.operands = (scales._replace(region=same_box), biases._replace(region=same_box))
         self._rounds_to = stored_as
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
-        """Multiply and add. Raises `Corrupt` for scales and biases that are no numbers. A scale may be negative."""
+        """Multiply and add. Raises `Corrupt` for scales and biases that are not finite. A scale may be negative."""
         scales, biases = (np.frombuffer(block, np.float32) for block in blocks)
-        for operand, found in zip(self.operands, (scales, biases), strict=True):
-            if not np.isfinite(found).all():
-                worst = found[~np.isfinite(found)][0]
+        for operand, values_read in zip(self.operands, (scales, biases), strict=True):
+            if not np.isfinite(values_read).all():
+                worst = values_read[~np.isfinite(values_read)][0]
                 hint = "run `ckptkit verify`: these bytes may belong to another tensor"
                 raise Corrupt(f"`{operand.name}` has the number {worst:g}", hint=hint)
-        values *= spread_over(scales, groups)
+        values *= broadcast_over(scales, groups)
         if self._rounds_to != FLOAT32:
             round_to(self._rounds_to, values)
-        values += spread_over(biases, groups)
+        values += broadcast_over(biases, groups)
         return False
 
 
 class DeclaredShape:
-    """Compare the shape that a tensor says a weight has with the one that it was found to have."""
+    """Compare the shape of a weight that a tensor declares with the shape that was found."""
 
     def __init__(self, declared: Operand, shape: Shape) -> None:
         self.operands = (declared._replace(region=lambda _: whole((len(shape),))),)
@@ -249,17 +250,17 @@ class DeclaredShape:
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:  # noqa: ARG002
         """Raise `Corrupt` for another shape."""
         (operand,) = self.operands
-        found = np.frombuffer(blocks[0], f"i{operand.dtype.itemsize}").tolist()
-        if tuple(found) != self._shape:
-            raise Corrupt(f"`{operand.name}`: expected {list(self._shape)}, found {found}")
+        declared = np.frombuffer(blocks[0], f"i{operand.dtype.itemsize}").tolist()
+        if tuple(declared) != self._shape:
+            raise Corrupt(f"`{operand.name}`: expected {list(self._shape)}, found {declared}")
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class Requantized:
-    """Whether integers of so many bits would be the same if their weights were quantized again.
+    """The verdict whether integers of `bits` bits would be the same if their weights were quantized again.
 
-    The scale of a group is then its maximum, divided by the largest integer.
+    A new quantization would use the maximum of each group, divided by the largest integer, as scale.
     """
 
     bits: int
@@ -269,7 +270,7 @@ class Requantized:
         return (1 << (self.bits - 1)) - 1
 
     def words(self, judged: Sequence[str], noted: Collection[str]) -> str:
-        """Return for how many weights it is so; `noted` are the others."""
+        """Return a sentence on how many weights would be the same; those in `noted` would not."""
         others = [name for name in judged if name in noted]
         again = f"if you quantize them to int{self.bits} again, with scales of maximum / {self.largest}"
         if not others:
@@ -279,9 +280,9 @@ class Requantized:
 
 
 class Extremes:
-    """Note a group whose integers would be others if its weights were quantized again.
+    """Report groups whose integers would change if their weights were quantized again.
 
-    That is a group without an integer of the largest magnitude, or with a larger one, unless all of them are 0.
+    These are groups that have no integer of the largest magnitude, or a larger one, unless all are 0.
     """
 
     operands: Sequence[Operand] = ()
@@ -290,37 +291,39 @@ class Extremes:
         self.verdict = Requantized(bits)
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:  # noqa: ARG002
-        """Return whether there is one."""
-        peaks = peaks_of(values)
+        """Return whether there is such a group."""
+        peaks = group_maxima(values)
         return bool(((peaks != self.verdict.largest) & (peaks != 0)).any())
 
 
-def peaks_of(values: Array) -> Array:
-    """Return the largest magnitude in each group: neighbors are compared, which takes a sixth of numpy's time."""
-    found, size = np.abs(values).reshape(-1), values.shape[-1]
+def group_maxima(values: Array) -> Array:
+    """Return the largest magnitude in each group.
+
+    Halves pairs of neighbors, which takes a sixth of the time of `max(-1)`.
+    """
+    maxima, size = np.abs(values).reshape(-1), values.shape[-1]
     while size % 2 == 0:
-        found, size = np.maximum(found[::2], found[1::2]), size // 2
-    peaks: Array = found.reshape(-1, size).max(-1)
+        maxima, size = np.maximum(maxima[::2], maxima[1::2]), size // 2
+    peaks: Array = maxima.reshape(-1, size).max(-1)
     return peaks
 
 
-def of_each_group(operand: Operand, shape: Shape) -> Operand:
-    """Return a tensor that has an element for each group, or a single one for all of them."""
-    return operand._replace(region=(lambda _: whole(shape)) if prod(shape) == 1 else the_same)
+def per_group_operand(operand: Operand, shape: Shape) -> Operand:
+    """Return an operand with one element per group, or a single element for all groups."""
+    return operand._replace(region=(lambda _: whole(shape)) if prod(shape) == 1 else same_box)
 
 
-def the_same(groups: Box) -> Box:
-    """Return the box of groups itself."""
+def same_box(groups: Box) -> Box:
     return groups
 
 
-def spread_over(found: Array, groups: Box) -> Array:
-    """Return what groups have with an axis for their numbers."""
-    return found if found.size == 1 else found.reshape(*groups.size, 1)
+def broadcast_over(values: Array, groups: Box) -> Array:
+    """Return values of groups with an extra axis for broadcasting over their numbers."""
+    return values if values.size == 1 else values.reshape(*groups.size, 1)
 
 
 def round_to(dtype: DType, values: Array) -> None:
-    """Round float32 to another dtype, and put the rounded numbers in place."""
+    """Round float32 values to another dtype, in place."""
     flat = values.reshape(-1)
     rounded = np.empty(flat.size, f"u{dtype.itemsize}")
     cast(flat, FLOAT32, dtype, rounded)
@@ -334,7 +337,7 @@ def table(numbers: tuple[float, ...]) -> Array:
 
 @cache
 def pairs(numbers: tuple[float, ...]) -> Array:
-    """Return the two numbers that each byte is, the low half first, as one of 8 bytes."""
+    """Return a lookup table for bytes: the two 4-bit numbers of each, low half first, as one element of 8 bytes."""
     both = np.arange(256)
     halves = np.stack([table(numbers)[both & 15], table(numbers)[both >> 4]], axis=1)
     return np.ascontiguousarray(halves).view(np.uint64).reshape(-1)

@@ -10,16 +10,16 @@ from ckptkit.layout.box import Shape
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.state.quantized.config import QuantizationConfig
 
-BLOCKS, _PACKED = "_blocks", "_packed"  # ends of names that a plain weight does not have
+BLOCKS, _PACKED = "_blocks", "_packed"  # suffixes of packed tensors' names
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A quantized weight, by the `method` that made it, and its plain `shape`.
+    """A quantized weight: the `method` that quantized it, and its plain `shape`.
 
-    `beside` are the names of the tensors that it is computed from together with its numbers. `group` is the rows and
-    columns that have one scale, () if the whole weight has one. `make` returns the recipe of the plain weight, of the
-    operands that its numbers and the tensors beside them are, in this order, in the dtypes in which they are stored.
+    `beside` are the names of the other tensors that it is computed from. `group` is the (rows, columns) that share one
+    scale, () for a single scale. `make` returns the recipe of the plain weight; its operands are the numbers and the
+    tensors in `beside`, in this order, in the dtypes in which they are stored.
     """
 
     method: str
@@ -36,12 +36,12 @@ Finder = Callable[
 
 
 def plain_name(name: str) -> str:
-    """Return what a weight is called when its numbers are not packed any more."""
+    """Return the name of a weight after dequantization."""
     return name.removesuffix(BLOCKS).removesuffix(_PACKED)
 
 
 def renamed_alike(names: Sequence[str], news: Sequence[str | None]) -> bool:
-    """Return whether the tensors of one weight have new names that still go together, or none of them has one."""
+    """Return whether the tensors of one weight get new names that still match each other, or none of them gets one."""
     if None in news:
         return all(new is None for new in news)
     alike = (len(set(letters)) == 1 for letters in zip(*names, strict=False))

@@ -1,6 +1,6 @@
-"""Make plain weights of quantized ones where you ask for a dtype, and refuse to tear them from their scales.
+"""Dequantize weights if the user requests a dtype, and refuse changes that separate weights from their scales.
 
-Weights are known by the names that their numbers have in the checkpoint, whatever they are called in the result.
+Weights are identified by the names of their numbers in the checkpoint, not by names in the result.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BY_LIBRARY = "dequantize them first, with the library that made them"
 
 
 def open_quantized(model: Model, options: ConvertOptions) -> Model:
-    """Make the quantized weights plain ones if you ask for a dtype; else keep each with its scales, or refuse.
+    """Dequantize the quantized weights if the user requests a dtype; otherwise keep them with their scales, or refuse.
 
-    Raises `Unsupported` for the mean of quantized weights, and for quantized weights that are to be quantized.
+    Raises `Unsupported` for an average of quantized weights, and for a second quantization.
     """
     asked = options.edits
     is_concerned = options.weights or options.quantize or asked.dtype or asked.changes_names
@@ -43,28 +43,28 @@ def open_quantized(model: Model, options: ConvertOptions) -> Model:
     if options.quantize:
         refuse_quantized(model.part, quantized)
         model = without_declaration(model)
-    chosen = choose_plain(quantized, model.weights, asked)
+    chosen = weights_to_dequantize(quantized, model.weights, asked)
     if quantized is None or not chosen:
-        check_together(quantized, model, asked)
+        require_scales_with_weights(quantized, model, asked)
         return without_false_declaration(model)
     return make_plain(model, quantized, chosen)
 
 
-def look_for_quantized(part: Component, base: Mapping[str, Any] | None = None) -> Quantized | None:
-    """Return the quantized weights in a part of a checkpoint; None without any.
+def look_for_quantized(component: Component, base: Mapping[str, Any] | None = None) -> Quantized | None:
+    """Return the quantized weights in a component of a checkpoint; None without any.
 
-    The config.json of a `base` says how they are quantized where none lies beside them.
+    If no config.json is beside them, the `base` config says how they are quantized.
     """
-    return find_quantized(part.layout, find_config(part.path) or base)
+    return find_quantized(component.layout, find_config(component.path) or base)
 
 
-def refuse_quantized(part: Component, quantized: Quantized | None) -> None:
-    """Raise `Unsupported` for a model to be quantized whose weights are quantized already."""
+def refuse_quantized(component: Component, quantized: Quantized | None) -> None:
+    """Raise `Unsupported` for a model to quantize whose weights are already quantized."""
     if quantized is not None:
         message = f"the weights are quantized already ({quantized.method})"
         ours = "dequantize them first: ckptkit consolidate SRC OUT --dtype bf16"
         hint = "dequantize them with the library that quantized them" if quantized.refusal else ours
-        raise Unsupported(message, path=part.path, hint=hint)
+        raise Unsupported(message, path=component.path, hint=hint)
 
 
 def without_declaration(model: Model) -> Model:
@@ -76,9 +76,9 @@ def without_declaration(model: Model) -> Model:
 
 
 def without_false_declaration(model: Model) -> Model:
-    """Return a model whose config.json does not call plain weights quantized.
+    """Return a model whose config.json does not declare plain weights as quantized.
 
-    A training that began with a quantized model has plain weights, and the config.json of that model.
+    After training from a quantized model, the weights are plain but config.json may be unchanged.
     """
     stated = read_quantization_config(model.companions.config).method
     if stated is None or not is_plain(model.part.layout.specs):
@@ -89,29 +89,29 @@ def without_false_declaration(model: Model) -> Model:
     return model.with_config(without_quantization(model.config)).say(note)
 
 
-def choose_plain(quantized: Quantized | None, found: Weights, asked: Edits) -> frozenset[str]:
-    """Return the quantized weights that you ask a dtype for, by their names in the checkpoint.
+def weights_to_dequantize(quantized: Quantized | None, weights: Weights, asked: Edits) -> frozenset[str]:
+    """Return the quantized weights for which the user requests a dtype, by their names in the checkpoint.
 
-    Raises `Unsupported` if ckptkit cannot compute them, `Usage` if you ask for a dtype of some of them only.
+    Raises `Unsupported` if ckptkit cannot compute them, `Usage` if the request matches only some of them.
     """
     if quantized is None or not asked.dtype:
         return frozenset()
     if asked.dtype_of_weights is not None:
         quantized.require_known()
-    names = {old: plain_name(new) for new, old in found.came_from.items() if old in quantized.weights}
-    asked, _ = asked.with_dtypes_of({names.get(old, new): (old,) for new, old in found.came_from.items()})
+    names = {old: plain_name(new) for new, old in weights.came_from.items() if old in quantized.weights}
+    asked, _ = asked.with_dtypes_of({names.get(old, new): (old,) for new, old in weights.came_from.items()})
     chosen = {old for old, new in names.items() if asked.wanted_dtype(new, is_weight=True) is not None}
-    if chosen and (left := sorted(names[old] for old in names.keys() - chosen)):
+    if chosen and (missed := sorted(names[old] for old in names.keys() - chosen)):
         hint = "pass one dtype for all weights, like --dtype bf16"
         raise Usage(
-            f"--dtype matches only some quantized weights: not {count(len(left), 'weight')} such as `{left[0]}`",
+            f"--dtype matches only some quantized weights: not {count(len(missed), 'weight')} such as `{missed[0]}`",
             hint=hint,
         )
     return frozenset(chosen)
 
 
 def make_all_plain(model: Model) -> Model:
-    """Return a model with plain weights of the dtype that its config.json says.
+    """Return a model with plain weights in the dtype of its config.json.
 
     Raises `Unsupported` if ckptkit cannot compute them.
     """
@@ -129,7 +129,7 @@ def make_all_plain(model: Model) -> Model:
 
 
 def dtype_of(config: Mapping[str, Any]) -> DType:
-    """Return the dtype that a config.json says its model has, bfloat16 if it says none of 16 bits or more."""
+    """Return the model's dtype from config.json; bfloat16 if it does not name a float dtype of 16 bits or more."""
     stated = DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))))
     return stated if stated is not None and stated.kind == "float" else DTYPES["bfloat16"]
 
@@ -137,14 +137,14 @@ def dtype_of(config: Mapping[str, Any]) -> DType:
 def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype: DType = DTYPES["float32"]) -> Model:
     """Return a model with a recipe for each chosen weight in place of its numbers and scales.
 
-    The operands of the recipes are numbers and scales as they are stored: a further source.
+    The stored numbers and scales become a further source of the model.
     """
     number = len(model.others) + 1
     source = edits.select(quantized.layout, quantized.members.__contains__)
     weights = unpack(model.weights, quantized, chosen, dtype)
-    made = {new: old for new, old in weights.came_from.items() if old in chosen}
-    recipes = {new: always(recipe_of(quantized, old, number)) for new, old in made.items()}
-    stored_as = {new: f"{quantized.layout.tensors[old].spec.dtype} times scales" for new, old in made.items()}
+    dequantized = {new: old for new, old in weights.came_from.items() if old in chosen}
+    recipes = {new: always(recipe_of(quantized, old, number)) for new, old in dequantized.items()}
+    stored_as = {new: f"{quantized.layout.tensors[old].spec.dtype} times scales" for new, old in dequantized.items()}
     note = f"dequantized {count(len(chosen), 'weight')} ({quantized.method})"
     if (plain := without_quantization(model.config)) != model.config:
         model = model.with_config(plain)
@@ -153,28 +153,28 @@ def make_plain(model: Model, quantized: Quantized, chosen: frozenset[str], dtype
     return replace(model, weights=weights, others=others, recipes=recipes, stored_as=stored_as).say(note)
 
 
-def unpack(found: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
-    """Return the weights of a checkpoint with plain ones for the chosen, which have no bytes yet."""
-    names = {new: plain_name(new) if old in chosen else new for new, old in found.came_from.items()}
-    kept = [new for new, old in found.came_from.items() if old in chosen or old not in quantized.members]
+def unpack(weights: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
+    """Return the weights of a checkpoint with plain ones for the chosen weights; these have no bytes yet."""
+    names = {new: plain_name(new) if old in chosen else new for new, old in weights.came_from.items()}
+    kept = [new for new, old in weights.came_from.items() if old in chosen or old not in quantized.members]
 
     def plain(new: str) -> StoredTensor:
-        old = found.came_from[new]
+        old = weights.came_from[new]
         if old not in chosen:
-            return found.layout.tensors[new]
+            return weights.layout.tensors[new]
         return StoredTensor(Spec(dtype, quantized.weights[old].shape), ())
 
     return replace(
-        found,
-        layout=replace(found.layout, tensors={names[new]: plain(new) for new in kept}, keys={}),
-        came_from={names[new]: found.came_from[new] for new in kept},
+        weights,
+        layout=replace(weights.layout, tensors={names[new]: plain(new) for new in kept}, keys={}),
+        came_from={names[new]: weights.came_from[new] for new in kept},
     )
 
 
-def check_together(quantized: Quantized | None, model: Model, asked: Edits) -> None:
+def require_scales_with_weights(quantized: Quantized | None, model: Model, asked: Edits) -> None:
     """Raise `Usage` if quantized weights would be written without their scales, or under names that do not match.
 
-    Where you select and rename nothing they stay together.
+    Without a selection or a rename they stay together.
     """
     if quantized is None or not asked.changes_names:
         return
@@ -190,32 +190,33 @@ def check_together(quantized: Quantized | None, model: Model, asked: Edits) -> N
 
 
 def check_casts(model: Model, options: ConvertOptions) -> Model:
-    """Refuse casts that tear quantized weights from their scales, and report weights of 8 bits that stay as they are.
+    """Refuse casts that separate quantized weights from their scales, and add a note on unchanged 8-bit weights.
 
-    Raises `Unsupported` or `Usage` if scales or packed numbers would be rounded by themselves.
+    Raises `Unsupported` or `Usage` if scales or packed numbers would be rounded on their own.
     """
-    if model.stored_as:  # plain weights were made of them
+    if model.stored_as:  # the quantized weights were dequantized
         return model
     refuse_separated(model.part, model.casts, model.weights.came_from)
     return model.say(*say_small(model.layout, options.edits))
 
 
-def refuse_separated(part: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
-    """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded by themselves."""
-    quantized = look_for_quantized(part) if casts else None
+def refuse_separated(component: Component, casts: Mapping[str, str], came_from: Mapping[str, str]) -> None:
+    """Raise `Unsupported` or `Usage` if scales or packed numbers would be rounded on their own."""
+    quantized = look_for_quantized(component) if casts else None
     if quantized is None:
         return
-    torn = sorted(new for new in casts if came_from.get(new, new) in quantized.members)
-    if torn:
+    separated = sorted(new for new in casts if came_from.get(new, new) in quantized.members)
+    if separated:
         quantized.require_known()
         hint = "ckptkit consolidate SRC OUT --dtype bf16 dequantizes the model; do that first, or drop --dtype"
         raise Usage(
-            f"{abridge(torn)} belong to quantized weights ({quantized.method}): rounding would destroy them", hint=hint
+            f"{abridge(separated)} belong to quantized weights ({quantized.method}): rounding would destroy them",
+            hint=hint,
         )
 
 
 def say_small(layout: Layout, asked: Edits) -> list[str]:
-    """Return words on weights of 8 bits that stay what they are though you ask for a dtype: they have no scales."""
+    """Return a note on 8-bit weights without scales: they do not change although the user requests a dtype."""
     small = sorted(name for name, spec in layout.specs.items() if spec.dtype.kind == "small_float")
     if asked.dtype_of_weights is None or not small:
         return []
@@ -224,6 +225,9 @@ def say_small(layout: Layout, asked: Edits) -> list[str]:
 
 
 def recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
-    """Return the recipe of a weight, by the name of its numbers in the checkpoint, the source of this number."""
+    """Return the recipe of a weight, by the name of its numbers in the checkpoint.
+
+    `source` is the index of that source.
+    """
     packed, tensors = quantized.weights[name], quantized.layout.tensors
     return packed.make([Operand(source, one, tensors[one].spec.dtype) for one in (name, *packed.beside)])

@@ -1,4 +1,4 @@
-"""Compute quantized weights, block by block: numbers of few bits by a table, times their scales.
+"""Compute quantized weights block by block: look up low-bit numbers in a table, and multiply them with their scales.
 
 All is computed in float32 and rounded once, as torch's QuantizedHuggingFaceStorageReader and transformers do.
 """
@@ -21,15 +21,15 @@ from ckptkit.layout.plan import Operand, Region, same
 from ckptkit.layout.small_floats import SMALL_FLOATS
 
 _E8M0, _UINT8 = DTYPES["float8_e8m0fnu"], DTYPES["uint8"]
-_PART = 1 << 18  # elements at a time, as in `casting`
-_GROUP = 32  # numbers of MXFP4 with one scale, two in a byte
-_HIGHEST = 252  # the scale whose product with the largest number of 4 bits is the last that float32 holds
+_BLOCK_ELEMENTS = 1 << 18  # elements at a time, as in `casting`: fits a CPU cache
+_GROUP = 32  # numbers of MXFP4 that share a scale, two per byte
+_MAX_EXPONENT = 252  # largest scale whose product with the largest 4-bit number fits float32
 
 
 class Scaled:
-    """The recipe of a tensor of numbers of 8 bits, of which each box of size `steps` has one scale.
+    """The recipe of a tensor of 8-bit numbers, in which each box of size `steps` has one scale.
 
-    Boxes at the edges may be smaller; a single scale, of whatever shape, is for the whole tensor.
+    Boxes at the edges may be smaller. A single scale, of any shape, is for the whole tensor.
     """
 
     def __init__(self, numbers: Operand, scales: Operand, shape_of_scales: Shape, steps: Shape) -> None:
@@ -38,34 +38,39 @@ class Scaled:
         self._steps = steps
 
     def _boxes(self, box: Box) -> Box:
-        """Return the scales of which some box meets this one."""
+        """Return the box of scales that apply to a box of elements."""
         start = tuple(a // step for a, step in zip(box.start, self._steps, strict=True))
         stop = (-(-b // step) for b, step in zip(box.stop, self._steps, strict=True))
         return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the elements of a box as `dtype`. Raises `Corrupt` for scales that are none."""
+        """Return the elements of a box as `dtype`. Raises `Corrupt` for invalid scales."""
         numbers, scales = self.operands
         raw = np.frombuffer(blocks[0], np.uint8)
         factors = as_numbers(scales, blocks[1])
         check_factors(factors, scales.name, largest(numbers.dtype))
-        there = self._boxes(box)
+        scale_box = self._boxes(box)
         if len(factors) > 1:
-            factors = factors.reshape(there.size)
-        made = np.empty(box.numel, f"u{dtype.itemsize}")
+            factors = factors.reshape(scale_box.size)
+        converted = np.empty(box.numel, f"u{dtype.itemsize}")
         stop = 0
-        for part in cut(box, _PART):
-            start, stop = stop, stop + part.numel
-            own = self._spread(view_of(factors, self._boxes(part), there), part) if factors.ndim > 1 else factors
-            values = decode(raw[start:stop], numbers.dtype).reshape(part.size)
-            if not own.all() and values[np.broadcast_to(own == 0, values.shape)].any():
+        for block in cut(box, _BLOCK_ELEMENTS):
+            start, stop = stop, stop + block.numel
+            block_factors = (
+                self._spread(view_of(factors, self._boxes(block), scale_box), block) if factors.ndim > 1 else factors
+            )
+            values = decode(raw[start:stop], numbers.dtype).reshape(block.size)
+            if not block_factors.all() and values[np.broadcast_to(block_factors == 0, values.shape)].any():
                 raise Corrupt(f"a scale in `{scales.name}` is 0, but the numbers that it scales are not")
-            values *= own
-            cast(values.reshape(-1), FLOAT32, dtype, made[start:stop])
-        return made.data.cast("B"), False
+            values *= block_factors
+            cast(values.reshape(-1), FLOAT32, dtype, converted[start:stop])
+        return converted.data.cast("B"), False
 
     def _spread(self, factors: Array, box: Box) -> Array:
-        """Return the factors of a box's elements, with an axis of 1 where one is for all. Last axes are the largest."""
+        """Return the factors of a box's elements, with extent 1 on axes that share a scale.
+
+        The last axes are the largest.
+        """
         for axis, step in reversed(list(enumerate(self._steps))):
             if step > 1 and factors.shape[axis] > 1:
                 index = np.arange(box.start[axis], box.stop[axis]) // step - box.start[axis] // step
@@ -74,10 +79,10 @@ class Scaled:
 
 
 class Transposed4:
-    """The recipe of a tensor `[E, G*32, R]` of numbers of 4 bits: MXFP4, stored as bytes `[E, R, G, 16]`.
+    """The recipe of a tensor `[E, G*32, R]` of 4-bit numbers: MXFP4, stored as bytes `[E, R, G, 16]`.
 
-    The low half of a byte comes first; each 16 bytes have a scale of `[E, R, G]`, a power of 2. All of an expert is at
-    hand for any of its rows, since in the file they are columns.
+    The low half of a byte comes first. Each 16 bytes have a scale in `[E, R, G]`, a power of 2. Any row needs all bytes
+    of its expert, because rows of the weight are columns in the file.
     """
 
     def __init__(self, numbers: Operand, scales: Operand, shape: Shape) -> None:
@@ -93,14 +98,16 @@ class Transposed4:
         return Box((box.start[0], *(0 for _ in rest)), (box.size[0], *rest))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the elements of a box as `dtype`. Raises `Corrupt` for scales that are none."""
+        """Return the elements of a box as `dtype`. Raises `Corrupt` for invalid scales."""
         numbers, scales = self.operands
         low, high = box.start[1] // _GROUP, -(-box.stop[1] // _GROUP)
         part = (slice(None), slice(box.start[2], box.stop[2]), slice(low, high))
         raw = np.frombuffer(blocks[0], np.uint8).reshape(numbers.region(box).size)[part]
         exponents = np.frombuffer(blocks[1], np.uint8).reshape(scales.region(box).size)[part]
-        if exponents.size and (worst := int(exponents.max())) > _HIGHEST:
-            raise Corrupt(f"expected scales of at most 2**{_HIGHEST - 127} in `{scales.name}`, found 2**{worst - 127}")
+        if exponents.size and (worst := int(exponents.max())) > _MAX_EXPONENT:
+            raise Corrupt(
+                f"expected scales of at most 2**{_MAX_EXPONENT - 127} in `{scales.name}`, found 2**{worst - 127}"
+            )
         values = pairs().take(raw).view(np.float32).reshape(*exponents.shape, _GROUP)
         values *= table(_E8M0)[exponents][..., None]
         rows = values.reshape(*exponents.shape[:2], -1).transpose(0, 2, 1)
@@ -109,12 +116,12 @@ class Transposed4:
 
 
 def scaled(numbers: Operand, scales: Operand, shape_of_scales: Shape, steps: Shape) -> Scaled:
-    """Return the recipe of a tensor of numbers of 8 bits; its operands have the dtypes that they are stored in."""
+    """Return the recipe of a tensor of 8-bit numbers. Its operands are read in the dtypes in which they are stored."""
     return Scaled(numbers._replace(region=same), as_read(scales), shape_of_scales, steps)
 
 
 def as_numbers(operand: Operand, block: memoryview) -> Array:
-    """Return scales in a row. Bytes are exponents."""
+    """Return scales as a flat float32 array. Bytes are exponents."""
     if operand.dtype == _UINT8:
         return table(_E8M0)[np.frombuffer(block, np.uint8)]
     if operand.dtype.name in SMALL_FLOATS:
@@ -123,14 +130,16 @@ def as_numbers(operand: Operand, block: memoryview) -> Array:
 
 
 def as_read(scales: Operand) -> Operand:
-    """Return scales as they are read: floats of 16 bits and more as float32, others as they are stored."""
+    """Return scales in the dtype to read them: floats of 16 bits and more as float32, others as they are stored."""
     return scales._replace(dtype=FLOAT32) if scales.dtype.kind == "float" else scales
 
 
 def check_factors(factors: Array, name: str, most: float) -> None:
-    """Raise `Corrupt` for scales that are negative or no numbers, or too large for the largest number."""
+    """Raise `Corrupt` for scales that are negative, NaN, or so large that a product overflows float32."""
     limit = float(np.finfo(np.float32).max) / most
-    if factors.size and not (factors.min() >= 0 and factors.max() <= limit):  # no comparison with NaN is true
+    if factors.size and not (
+        factors.min() >= 0 and factors.max() <= limit
+    ):  # written with `not`: comparisons with NaN are false
         worst = factors[~((factors >= 0) & (factors <= limit))][0]
         raise Corrupt(
             f"expected a scale in `{name}`, found {worst:g}",
@@ -144,22 +153,22 @@ def table(dtype: DType) -> Array:
 
 
 def decode(raw: Array, dtype: DType) -> Array:
-    """Return the numbers that bytes are. Two are looked up at once, which takes half the time."""
+    """Return the numbers that bytes encode. Looks up two at once, which takes half the time."""
     if len(raw) % 2:
         return table(dtype).take(raw)
-    return twos(dtype).take(raw.view(np.uint16)).view(np.float32)
+    return number_pairs(dtype).take(raw.view(np.uint16)).view(np.float32)
 
 
 @cache
-def twos(dtype: DType) -> Array:
-    """Return the two numbers that each two bytes are, as one of 8 bytes."""
+def number_pairs(dtype: DType) -> Array:
+    """Return a lookup table for pairs of bytes: their two numbers as one element of 8 bytes."""
     both = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
     return table(dtype)[both].view(np.uint64)
 
 
 @cache
 def pairs() -> Array:
-    """Return the two numbers that each byte of two is, the low half first, as one of 8 bytes."""
+    """Return a lookup table for bytes: the two 4-bit numbers of each, low half first, as one element of 8 bytes."""
     numbers = np.array(SMALL_FLOATS["float4_e2m1fn_x2"].numbers, np.float32)
     both = np.arange(256)
     halves = np.stack([numbers[both & 15], numbers[both >> 4]], axis=1)

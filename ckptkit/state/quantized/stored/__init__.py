@@ -1,1 +1,1 @@
-"""The ways in which quantized weights are stored, a module each. `table.py` lists them."""
+"""The storage schemes of quantized weights, one module each. `table.py` lists them."""

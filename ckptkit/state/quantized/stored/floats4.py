@@ -1,4 +1,4 @@
-"""Find floats of 4 bits, two in a byte, the low half first: NVFP4, MXFP4 in rows, and the experts of DeepSeek V4.
+"""Find 4-bit floats, two per byte, low half first: NVFP4, MXFP4 in rows, and the experts of DeepSeek V4.
 
 | numbers | scales | |
 |---|---|---|
@@ -7,7 +7,7 @@
 | either | `X.weight_scale` uint8 `[O, I/32]`, exponents | MXFP4 of both |
 | `X.weight` int8 `[O, I/2]` | `X.scale` or `X.weight_scale_inv` e8m0 `[O, I/32]` | DeepSeek V4 |
 
-Numbers are uint8 where nothing else is stated.
+The default dtype of numbers is uint8.
 
 Sources: compressed_tensors/compressors/nvfp4 and mxfp4, modelopt/torch/quantization/qtensor/nvfp4_tensor.py, and
 transformers/integrations/finegrained_fp8.py.
@@ -29,20 +29,20 @@ from ckptkit.state.quantized.stored.scales import is_exponent, mismatch, require
 
 _BYTES = ("uint8", "int8", "float4_e2m1fn_x2")
 _GLOBAL, _SECOND = "_global_scale", "_scale_2"
-_NVFP4, _MXFP4 = 16, 32  # numbers with one scale
+_NVFP4, _MXFP4 = 16, 32  # numbers that share a scale
 
 
 class Level(NamedTuple):
-    """A number for a whole weight, by which its scales are multiplied or divided."""
+    """A scale for a whole weight, by which the scales of its groups are multiplied or divided."""
 
     name: str
     divides: bool
 
 
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
-    """Yield the weights that are floats of 4 bits and have scales.
+    """Yield the weights that are 4-bit floats and have scales.
 
-    Raises `Mismatch` for tensors beside them of other shapes than they need.
+    Raises `Mismatch` for related tensors with a wrong shape.
     """
     for name, spec in specs.items():
         if spec.dtype.name not in _BYTES or len(spec.shape) < 2:
@@ -52,19 +52,19 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
         if scale is None or specs[scale].dtype.name in ("int8", "int32"):
             continue
         level = level_of(stem, specs)
-        may_be_integers = spec.dtype.name == "int8" and stated.method != "fp8"  # of a method that is not known
+        may_be_integers = spec.dtype.name == "int8" and stated.method != "fp8"  # if the method is unknown
         if level is not None or is_exponent(specs[scale]) or not may_be_integers:
             yield name, packed(specs, name, scale, level)
 
 
 def level_of(stem: str, specs: Mapping[str, Spec]) -> Level | None:
-    """Return the number for a whole weight; None without one."""
+    """Return the scale for the whole weight; None without one."""
     levels = (Level(stem + _GLOBAL, divides=True), Level(stem + _SECOND, divides=False))
     return next((level for level in levels if level.name in specs), None)
 
 
 def packed(specs: Specs, name: str, scale: str, level: Level | None) -> Packed:
-    """Return the weight that floats of 4 bits stand for. Raises `Mismatch` for scales of another dtype or shape."""
+    """Return the weight that 4-bit floats encode. Raises `Mismatch` for scales with a wrong dtype or shape."""
     stored, scales = specs[name], specs[scale]
     group = _MXFP4 if level is None else _NVFP4
     fits = is_exponent(scales) if level is None else scales.dtype.name == "float8_e4m3fn"
@@ -78,18 +78,18 @@ def packed(specs: Specs, name: str, scale: str, level: Level | None) -> Packed:
     require_shape(specs, scale, (*shape[:-1], columns // group), f"a scale for {group} numbers,")
     if level is None:
         return Packed("mxfp4", shape, (scale,), (1, group), one_level(shape, scales.shape))
-    found = specs[level.name]
-    if prod(found.shape) != 1 or found.dtype.kind != "float":
-        raise mismatch(level.name, "one number for the whole weight", found)
-    make = two_levels(shape, (scales.shape, found.shape), divides=level.divides)
+    level_spec = specs[level.name]
+    if prod(level_spec.shape) != 1 or level_spec.dtype.kind != "float":
+        raise mismatch(level.name, "one number for the whole weight", level_spec)
+    make = two_levels(shape, (scales.shape, level_spec.shape), divides=level.divides)
     return Packed("nvfp4", shape, (scale, level.name), (1, group), make)
 
 
 def one_level(shape: Shape, of_scales: Shape) -> Callable[[Sequence[Operand]], Recipe]:
-    """Return what makes the recipe of a weight whose scales are powers of 2."""
+    """Return the function that makes the recipe of a weight whose scales are powers of 2."""
 
     def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which no copy needs
+        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
 
         numbers, scales = operands
         part = blocks.Factors(scales, of_scales, max(blocks.FOUR_BITS))
@@ -99,10 +99,10 @@ def one_level(shape: Shape, of_scales: Shape) -> Callable[[Sequence[Operand]], R
 
 
 def two_levels(shape: Shape, of_scales: tuple[Shape, Shape], *, divides: bool) -> Callable[[Sequence[Operand]], Recipe]:
-    """Return what makes the recipe of a weight with scales for groups and one for all of it."""
+    """Return the function that makes the recipe of a weight with scales for its groups and one scale for all of it."""
 
     def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which no copy needs
+        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
         from ckptkit.state.quantized.plain_blocks import as_read
 
         numbers, scales, level = operands

@@ -1,8 +1,9 @@
-"""Find floats of 8 bits with scales beside them.
+"""Find 8-bit floats that have scales.
 
-`X.weight` goes with `X.weight_scale_inv` (DeepSeek's, which multiplies in spite of its name), `X.weight_scale`
-(compressed-tensors, ModelOpt) or `X.scale` (DeepSeek V4). Parameters of experts have an axis for them in front. Scales
-of MXFP8 are exponents, in float8_e8m0fnu or uint8.
+The scales of `X.weight` are `X.weight_scale_inv` (DeepSeek's, which multiplies in spite of its name), `X.weight_scale`
+(compressed-tensors, ModelOpt) or `X.scale` (DeepSeek V4). Fused experts have an additional first axis. Scales of MXFP8
+are exponents, in float8_e8m0fnu or uint8.
+
 Sources: transformers/integrations/finegrained_fp8.py and compressed_tensors/compressors.
 """
 
@@ -22,7 +23,7 @@ from ckptkit.state.quantized.stored.scales import is_exponent, scale_of
 
 
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
-    """Yield the weights that are floats of 8 bits and have scales."""
+    """Yield the weights that are 8-bit floats and have scales."""
     for name, spec in specs.items():
         if is_eight_bits(spec) and (scale := scale_of(name, specs)) is not None:
             steps = steps_for(specs, name, scale, stated.blocks)
@@ -32,47 +33,47 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
 
 
 def is_eight_bits(spec: Spec) -> bool:
-    """Return whether a tensor is of floats of 8 bits that can be weights: those without a mantissa are scales."""
+    """Return whether a tensor has 8-bit floats that can be weights. Floats without a mantissa are scales."""
     return spec.dtype.kind == "small_float" and not spec.dtype.name.endswith(("_x2", "e8m0fnu"))
 
 
 def recipe(shape_of_scales: Shape, steps: Shape, operands: Sequence[Operand]) -> Recipe:
     """Return the recipe of a weight with scales of this shape, each for a box of size `steps`."""
-    from ckptkit.state.quantized.plain_blocks import scaled  # imports numpy, which no copy needs
+    from ckptkit.state.quantized.plain_blocks import scaled  # imports numpy, which plain copies do not need
 
     return scaled(operands[0], operands[1], shape_of_scales, steps)
 
 
 def steps_for(specs: Specs, name: str, scale: str, blocks: tuple[Block, ...]) -> Shape:
-    """Return the box of a weight of 8 bits that has one scale.
+    """Return the box of an 8-bit weight that shares one scale.
 
-    Raises `Mismatch` for scales that are no numbers, or not as many as there have to be, and `Unsupported` if more than
-    one of the sizes of `blocks` would fit.
+    Raises `Mismatch` for scales of a wrong dtype or number, and `Unsupported` if more than one of the sizes in `blocks`
+    fits.
     """
-    shape, found = specs[name].shape, specs[scale]
-    if not (found.dtype.kind == "float" or is_exponent(found)):
-        raise Mismatch(f"expected floats or exponents as scales of {specs[name]}, found {found}", tensor=scale)
-    if prod(found.shape) == 1:
+    shape, scales = specs[name].shape, specs[scale]
+    if not (scales.dtype.kind == "float" or is_exponent(scales)):
+        raise Mismatch(f"expected floats or exponents as scales of {specs[name]}, found {scales}", tensor=scale)
+    if prod(scales.shape) == 1:
         return shape
     sizes = [*blocks, *([(1, shape[-1]), (shape[-2], shape[-1])] if len(shape) > 1 else [])]
-    fitting = dict.fromkeys(steps for size in sizes if (steps := steps_of(shape, found.shape, size)))
+    fitting = dict.fromkeys(steps for size in sizes if (steps := steps_of(shape, scales.shape, size)))
     if not fitting:
         wanted = " or ".join(str(list(size)) for size in blocks)
         message = (
-            f"expected one scale per row or per {wanted} for weights {list(shape)}, found {list(found.shape)} scales"
+            f"expected one scale per row or per {wanted} for weights {list(shape)}, found {list(scales.shape)} scales"
         )
         raise Mismatch(message, tensor=scale)
     if len(fitting) > 1:
         several = " or ".join(str(list(steps)) for steps in fitting)
-        message = f"{list(found.shape)} scales of {list(shape)} weights are ambiguous: one for each {several}"
+        message = f"{list(scales.shape)} scales of {list(shape)} weights are ambiguous: one for each {several}"
         raise Unsupported(message, tensor=scale)
     return next(iter(fitting))
 
 
 def steps_of(shape: Shape, scales: Shape, size: Block) -> Shape | None:
-    """Return the box of a weight that has one scale, if they are for blocks of this size; None if they are not.
+    """Return the box of a weight that shares one scale, if the scales are for blocks of this size; else None.
 
-    Blocks at the edges may be smaller. Of axes in front each index has scales of its own.
+    Blocks at the edges may be smaller. Each index of the axes before the last two has scales of its own.
     """
     if len(shape) < 2 or len(scales) != len(shape):
         return None

@@ -1,8 +1,10 @@
-"""Find integers of compressed-tensors: packed as `X.weight_packed`, or of 8 bits as `X.weight`, with `X.weight_scale`.
+"""Find integers of compressed-tensors: packed as `X.weight_packed`, or int8 as `X.weight`. Scales are `X.weight_scale`.
 
-Packed ones are int32 `[O, I*bits/32]`, the first number in the lowest bits, with what makes them positive added.
-`X.weight_shape` has the shape; `X.weight_zero_point` a zero point for each scale, packed along the rows, or as int8. A
-scale is for a group of neighbors, a row, or the whole weight. Products are rounded to the dtype of the scales.
+Packed integers are int32 `[O, I*bits/32]`, the first number in the lowest bits, with an offset that makes them
+positive. `X.weight_shape` is the shape. `X.weight_zero_point` has a zero point for each scale, packed along the rows,
+or int8. A scale is for a group of neighbors, a row, or the whole weight. Products are rounded to the dtype of the
+scales.
+
 Sources: compressed_tensors/compressors/pack_quantized and naive_quantized, quantization/lifecycle/forward_helpers.py.
 """
 
@@ -28,9 +30,9 @@ _WORD = 32
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How the integers of one weight are to be read: their way, shape, groups, and what lies beside them.
+    """How to read the integers of one weight: their encoding, shape, group size, and related tensors.
 
-    `of_scales` and `of_zeros` are specs, the latter None without zero points.
+    `of_scales` and `of_zeros` are the specs of the scales and zero points (None without zero points).
     """
 
     way: Integers
@@ -45,8 +47,8 @@ class Fit:
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are integers and have scales.
 
-    Raises `Mismatch` for tensors beside them of other shapes than they need, and `Unsupported` for bits that ckptkit
-    does not know.
+    Raises `Mismatch` for related tensors with a wrong shape, and `Unsupported` for a number of bits that ckptkit does
+    not know.
     """
     for name, spec in specs.items():
         stem = stem_of(name, spec)
@@ -55,14 +57,14 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
 
 
 def stem_of(name: str, spec: Spec) -> str | None:
-    """Return the name of the plain weight that integers may stand for; None for other tensors."""
+    """Return the name of the plain weight that integers may encode; None for other tensors."""
     if name.endswith(PACKED) and spec.dtype.name == "int32":
         return name.removesuffix("_packed")
     return name if spec.dtype.name == "int8" and len(spec.shape) > 1 else None
 
 
 def packed(specs: Specs, name: str, stem: str, stated: QuantizationConfig) -> Packed:
-    """Return the weight that integers stand for."""
+    """Return the weight that integers encode."""
     scale, zeros, shape = f"{stem}{_SCALE}", f"{stem}{_ZEROS}", f"{stem}{_SHAPE}"
     fit = fit_of(specs, name, scale, stated)
     beside = [scale]
@@ -84,7 +86,7 @@ def packed(specs: Specs, name: str, stem: str, stated: QuantizationConfig) -> Pa
 
 
 def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> Fit:
-    """Return how a weight is to be read: in the one way of those in config.json that its shapes fit."""
+    """Return how to read a weight: with the only encoding in config.json that fits its shapes."""
     stored, scales = specs[name], specs[scale]
     ways = stated.integers
     if not ways:
@@ -109,57 +111,57 @@ def fit_of(specs: Specs, name: str, scale: str, stated: QuantizationConfig) -> F
     return fit
 
 
-def fitting(stored: Spec, scales: Spec, way: Integers) -> Fit | None:
-    """Return how a weight is to be read in one way, if it may be; None if its shapes do not fit."""
-    bits = way.bits if stored.dtype.name == "int32" else 8
-    if bits != way.bits or len(stored.shape) < 2 or (stored.dtype.name == "int32" and bits > _WORD):
+def fitting(stored: Spec, scales: Spec, encoding: Integers) -> Fit | None:
+    """Return how to read a weight in one encoding; None if its shapes do not fit."""
+    bits = encoding.bits if stored.dtype.name == "int32" else 8
+    if bits != encoding.bits or len(stored.shape) < 2 or (stored.dtype.name == "int32" and bits > _WORD):
         return None
     width = stored.shape[-1] * 8 * stored.dtype.itemsize // bits
-    if way.group is not None and len(scales.shape) == len(stored.shape):
-        columns = scales.shape[-1] * way.group
+    if encoding.group is not None and len(scales.shape) == len(stored.shape):
+        columns = scales.shape[-1] * encoding.group
         is_filled = -(-columns * bits // (8 * stored.dtype.itemsize)) == stored.shape[-1]
         fits = is_filled and scales.shape[:-1] == stored.shape[:-1]
-        return Fit(way, (*stored.shape[:-1], columns), way.group, scales) if fits else None
+        return Fit(encoding, (*stored.shape[:-1], columns), encoding.group, scales) if fits else None
     a_row = (*stored.shape[:-1], 1)
-    if way.group is None and (scales.shape == a_row or prod(scales.shape) == 1):
-        return Fit(way, (*stored.shape[:-1], width), width, scales)
+    if encoding.group is None and (scales.shape == a_row or prod(scales.shape) == 1):
+        return Fit(encoding, (*stored.shape[:-1], width), width, scales)
     return None
 
 
-def describe(way: Integers) -> str:
-    """Return a way in words."""
-    scales = "a scale per row" if way.group is None else f"a scale for {way.group}"
-    return f"{way.bits} bits with {scales}"
+def describe(encoding: Integers) -> str:
+    """Return a description of an encoding."""
+    scales = "a scale per row" if encoding.group is None else f"a scale for {encoding.group}"
+    return f"{encoding.bits} bits with {scales}"
 
 
 def require_zeros(specs: Specs, zeros: str, fit: Fit) -> None:
-    """Raise `Mismatch` for zero points of another shape than the scales, or packed ones that should not be there."""
-    found = specs[zeros]
+    """Raise `Mismatch` for zero points that do not fit the scales, or that a symmetric encoding must not have."""
+    zeros_spec = specs[zeros]
     shape = fit.of_scales.shape
-    if found.dtype.name == "int8":
+    if zeros_spec.dtype.name == "int8":
         require_shape(specs, zeros, shape, "as many zero points as scales")
-    elif found.dtype.name != "int32" or fit.way.is_symmetric:
+    elif zeros_spec.dtype.name != "int32" or fit.way.is_symmetric:
         kind = "symmetric" if fit.way.is_symmetric else "not symmetric"
-        raise mismatch(zeros, f"zero points of a model that config.json calls {kind}", found)
+        raise mismatch(zeros, f"zero points of a model that config.json calls {kind}", zeros_spec)
     else:
         rows = -(-fit.shape[-2] * fit.way.bits // _WORD)
         require_shape(specs, zeros, (*shape[:-2], rows, shape[-1]), "zero points in words")
 
 
 def recipe_of(fit: Fit) -> Callable[[Sequence[Operand]], Recipe]:
-    """Return what makes the recipe of a weight of its operands: numbers, scales, zero points, the shape."""
+    """Return the function that makes the recipe of a weight from numbers, scales, zero points and the shape."""
 
     def make(operands: Sequence[Operand]) -> Recipe:
-        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which no copy needs
+        from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
         from ckptkit.state.quantized.plain_blocks import as_read
 
-        numbers, scales, *rest = operands
+        numbers, scales, *more_operands = operands
         parts: list[blocks.GroupStep] = []
         if fit.is_declared:
-            parts.append(blocks.DeclaredShape(rest.pop(), fit.shape))
+            parts.append(blocks.DeclaredShape(more_operands.pop(), fit.shape))
         if fit.of_zeros is not None:
             bits = fit.way.bits if fit.of_zeros.dtype.name == "int32" else None
-            parts.append(blocks.ZeroPoints(rest.pop(), fit.of_zeros.shape, bits))
+            parts.append(blocks.ZeroPoints(more_operands.pop(), fit.of_zeros.shape, bits))
         elif fit.group < fit.shape[-1]:
             parts.append(blocks.Extremes(fit.way.bits))
         parts.append(blocks.Factors(as_read(scales), fit.of_scales.shape, 1 << fit.way.bits))
@@ -170,7 +172,7 @@ def recipe_of(fit: Fit) -> Callable[[Sequence[Operand]], Recipe]:
 
 
 def patterns(fit: Fit) -> tuple[float, ...]:
-    """Return the integer that each pattern of bits is: half of them are negative."""
+    """Return the integer that each bit pattern encodes; half of them are negative."""
     half = 1 << (fit.way.bits - 1)
     signed = range(-half, half)
     return tuple(map(float, signed if fit.is_packed else (*signed[half:], *signed[:half])))

@@ -1,6 +1,6 @@
 """Find gpt-oss's MXFP4: `X_blocks`, uint8 `[E, R, G, 16]` with 32 numbers in 16 bytes, and `X_scales`, `[E, R, G]`.
 
-They stand for a weight `[E, G*32, R]`. Source: transformers/integrations/mxfp4.py.
+They encode a weight `[E, G*32, R]`. Source: transformers/integrations/mxfp4.py.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.state.quantized.config import QuantizationConfig
 from ckptkit.state.quantized.packed import BLOCKS, Packed, Specs
 
-_SCALES, _PACK = "_scales", 16  # bytes that have one scale
-_MOST_AT_HAND = 1 << 28  # bytes of one expert, where a block needs all of it
+_SCALES, _GROUP_BYTES = "_scales", 16  # bytes that share a scale
+_MAX_EXPERT_BYTES = 1 << 28  # any block needs its whole expert in memory
 
 
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:  # noqa: ARG001
-    """Yield the weights that are blocks of 32 numbers. Raises `Mismatch` for shapes that they cannot have."""
+    """Yield the weights that are blocks of 32 numbers. Raises `Mismatch` for shapes that do not match."""
     for name, blocks in specs.items():
         scale = f"{name.removesuffix(BLOCKS)}{_SCALES}"
         if not name.endswith(BLOCKS) or blocks.dtype.name != "uint8" or scale not in specs:
             continue
         scales = specs[scale]
-        is_sound = len(blocks.shape) == 4 and blocks.shape[-1] == _PACK and blocks.shape[:-1] == scales.shape
-        if not is_sound or scales.dtype.name != "uint8":
+        has_matching_shapes = (
+            len(blocks.shape) == 4 and blocks.shape[-1] == _GROUP_BYTES and blocks.shape[:-1] == scales.shape
+        )
+        if not has_matching_shapes or scales.dtype.name != "uint8":
             raise Mismatch(f"blocks {blocks} do not match scales {scales}", tensor=name)
         experts, rows, groups, _ = blocks.shape
-        shape = (experts, 2 * _PACK * groups, rows)
-        yield name, Packed("mxfp4", shape, (scale,), (1, 2 * _PACK), partial(recipe, shape))
+        shape = (experts, 2 * _GROUP_BYTES * groups, rows)
+        yield name, Packed("mxfp4", shape, (scale,), (1, 2 * _GROUP_BYTES), partial(recipe, shape))
 
 
 def recipe(shape: Shape, operands: Sequence[Operand]) -> Recipe:
-    """Return the recipe of a weight. Raises `Unsupported` for experts of which one would not be held in memory."""
-    from ckptkit.state.quantized.plain_blocks import Transposed4  # imports numpy, which no copy needs
+    """Return the recipe of a weight. Raises `Unsupported` if one expert needs too much memory."""
+    from ckptkit.state.quantized.plain_blocks import Transposed4  # imports numpy, which plain copies do not need
 
     _, columns, rows = shape
-    if columns * rows // 2 > _MOST_AT_HAND:
+    if columns * rows // 2 > _MAX_EXPERT_BYTES:
         message = f"one expert of {list(shape)} would take {columns * rows // 2} bytes of memory"
         raise Unsupported(message, tensor=operands[0].name)
     return Transposed4(operands[0], operands[1], shape)

@@ -13,7 +13,7 @@ EXPONENTS = ("float8_e8m0fnu", "uint8")  # dtypes of scales that are powers of 2
 
 
 def scale_of(name: str, specs: Specs) -> str | None:
-    """Return the tensor with the scales of another; None without any."""
+    """Return the name of the tensor with the scales of another tensor; None without scales."""
     names = [name + suffix for suffix in _SUFFIXES]
     if name.endswith(_WEIGHT):
         names.append(name.removesuffix(_WEIGHT) + _OF_MODULE)
@@ -21,18 +21,18 @@ def scale_of(name: str, specs: Specs) -> str | None:
 
 
 def is_exponent(spec: Spec) -> bool:
-    """Return whether scales are powers of 2, of which the exponents are stored."""
+    """Return whether scales are powers of 2, stored as exponents."""
     return spec.dtype.name in EXPONENTS
 
 
 def mismatch(name: str, expected: object, found: object) -> Mismatch:
-    """Return the error for a tensor beside numbers that does not go with them."""
+    """Return the error for a related tensor that does not fit the numbers of a weight."""
     hint = "check that no file is missing or from another model"
     return Mismatch(f"expected {expected}, found {found}", tensor=name, hint=hint)
 
 
 def require_shape(specs: Specs, name: str, shape: Shape, what: str) -> None:
-    """Raise `Mismatch` for a tensor beside numbers of another shape than they need."""
-    found = specs[name].shape
-    if found != shape:
-        raise mismatch(name, f"{what} {list(shape)}", list(found))
+    """Raise `Mismatch` for a related tensor whose shape does not fit the numbers of a weight."""
+    actual = specs[name].shape
+    if actual != shape:
+        raise mismatch(name, f"{what} {list(shape)}", list(actual))

@@ -1,4 +1,4 @@
-"""List the ways in which quantized weights are stored. Each finds its own weights by names, dtypes and shapes."""
+"""The table of storage schemes for quantized weights. Each scheme finds its weights by names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ckptkit.entry_points import PluginTable
 
 
 class KnownScheme(NamedTuple):
-    """A way to store quantized weights: the `module:function`, a `Finder`, that finds them."""
+    """A storage scheme: the `module:function` (a `Finder`) that finds its weights."""
 
     find: str
 
