@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.layout import KeyPath, Layout
-from ckptkit.models.names.parameters import GROUP_MAP, parameter_of
+from ckptkit.models.names.group_map import GROUP_MAP, parameter_of
 
 _STATE = "state"
 

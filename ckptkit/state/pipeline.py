@@ -6,12 +6,9 @@ Several processes can share the work. Each performs the steps up to `copy`; one 
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from ckptkit.engine.copy import check_complete, copy
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.shares import WHOLE, Share
 from ckptkit.engine.whole_files import compare_archives
-from ckptkit.errors import Corrupt, IOFailure, Occupied, ignore
+from ckptkit.errors import Corrupt, Occupied, ignore
 from ckptkit.formats import locate
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.io.allocation import check_room, missing_bytes
@@ -35,35 +32,7 @@ from ckptkit.state.draft import Conversion
 from ckptkit.state.made_files import create, seal, write_copied_files, write_made
 from ckptkit.state.options import RANK, parse_part
 from ckptkit.state.report import Written
-
-# Ranks of one `torchrun` signal rank 0 through torch's store that they are done. Files on disk cannot be the signal:
-# they may be left from an earlier job that died.
-_ARRIVED = "ckptkit/arrived"
-_POLL_SECONDS = 0.1  # between two polls of the number of finished ranks
-_MAX_WAIT = timedelta(days=30)  # longest difference between the work of two ranks
-
-
-def rank_and_ranks() -> tuple[int, int]:
-    """Return this process's rank and the world size, from the environment."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def wait_for_ranks() -> None:
-    """Signal that this rank is done; as rank 0, also wait until all ranks are done.
-
-    See https://docs.pytorch.org/docs/stable/distributed.html#environment-variable-initialization.
-    """
-    from torch.distributed import DistError, rendezvous
-
-    try:
-        store, rank, ranks = next(rendezvous("env://", timeout=_MAX_WAIT))
-        store.add(_ARRIVED, 1)
-        while rank == 0 and store.add(_ARRIVED, 0) < ranks:
-            time.sleep(_POLL_SECONDS)
-    except DistError as error:
-        raise IOFailure(
-            f"the ranks cannot reach each other: {error}", hint="run single parts with --part instead"
-        ) from error
+from ckptkit.state.torchrun import rank_and_ranks, wait_for_ranks
 
 
 def require_archives_of_one_save(layout: Layout) -> None:

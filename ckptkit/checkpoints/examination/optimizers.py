@@ -17,7 +17,7 @@ from ckptkit.checkpoints.examination.inconsistency import Inconsistency
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapted
-from ckptkit.models.names.parameters import GROUP_MAP
+from ckptkit.models.names.group_map import GROUP_MAP
 
 # states with an element for each of the parameter's. Sources: torch/optim, facebookresearch/schedule_free,
 # NVIDIA/apex and NVIDIA/TransformerEngine

@@ -20,10 +20,9 @@ from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import whole
 from ckptkit.layout.edits import check_ways
 from ckptkit.layout.wrappers import own_name
+from ckptkit.models.names.group_map import GROUP_MAP, HALVES
 from ckptkit.models.names.parameters import (
     BY_PARAMETER,
-    GROUP_MAP,
-    HALVES,
     EntryPlace,
     find_entry,
     is_list_of_names,

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ckptkit.checks.differences import Diff
 
 
-
-
 _FEWEST = 64  # minimum tokens of a run
 _BEYOND = 64  # tokens after a length, so that the changed computation covers several tokens
 _MOST = 8192  # maximum tokens of a run: attention is quadratic in it
