@@ -17,7 +17,7 @@ _SHOWN_CHARACTERS = 40  # of a text in a message
 
 @runtime_checkable
 class Config(Protocol):
-    """A configuration object, such as transformers' or diffusers'."""
+    """A configuration object, such as transformers' `PretrainedConfig`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of its JSON file."""
