@@ -1,4 +1,4 @@
-"""Run `ckptkit cp`: a checkpoint or a delta, as it is, to another place."""
+"""Run `ckptkit cp`: copy a checkpoint or delta unchanged."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def to_json(done: CopiedFiles) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
     files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
-    left = [pick(one, "path", "why") for one in done.left_behind]
-    return {"files": files, "left_behind": left, **pick(done, *names, "notes", "dry_run")}
+    left_behind = [pick(entry, "path", "why") for entry in done.left_behind]
+    return {"files": files, "left_behind": left_behind, **pick(done, *names, "notes", "dry_run")}
 
 
 def report(src: Path, done: CopiedFiles) -> None:

@@ -17,7 +17,7 @@ from ckptkit.io.path import to_path
 if TYPE_CHECKING:
     from ckptkit.checks.differences import Diff, Difference, Kind
 
-_ROWS = 20  # of a table, unless all are asked for
+_ROWS = 20  # rows of a table without --all
 
 
 def diff(
@@ -102,7 +102,7 @@ def to_json(found: Diff) -> dict[str, Any]:
 
 
 def difference_json(one: Difference) -> dict[str, Any]:
-    """Return a difference; numbers are null where there are none."""
+    """Return a difference as JSON; `max_abs` and `first` are null if the values were not compared."""
     sides = {side: str(spec) if spec else None for side, spec in (("a", one.a), ("b", one.b))}
     if one.values:
         sides = {side: repr(value) for side, value in zip("ab", one.values, strict=True)}
@@ -113,7 +113,7 @@ def difference_json(one: Difference) -> dict[str, Any]:
 
 
 def report(found: Diff, *, every: bool) -> None:
-    """Print the result for a reader: what matters most first, the conclusion last."""
+    """Print the result for a reader: the most important differences first, the conclusion last."""
     from ckptkit.checks.differences import Kind, conclude
 
     for text in found.notes:
@@ -134,7 +134,7 @@ def report(found: Diff, *, every: bool) -> None:
 
 
 def report_measured(kinds: Sequence[Kind], *, every: bool) -> None:
-    """Print differences by how large they are; a change of dtype that is that of all is said once."""
+    """Print a table of differences with their sizes. A change of dtype common to all stands in the header."""
     if not kinds:
         return
     most = None if every else _ROWS
@@ -146,7 +146,7 @@ def report_measured(kinds: Sequence[Kind], *, every: bool) -> None:
 
 
 def report_unmeasured(what: str, kinds: Sequence[Kind], *, every: bool) -> None:
-    """Print differences that have no size."""
+    """Print differences without a size, such as other shapes."""
     if kinds:
         say(f"{what}:")
         lines = [f"{kind.difference.name}: {describe_change(kind.difference)}" for kind in kinds]
@@ -166,7 +166,7 @@ def row_of(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
 
 
 def describe_change(one: Difference) -> str:
-    """Return what is another in B."""
+    """Return how a value, dtype or shape differs in B: `old => new`."""
     if one.values:
         return f"{one.values[0]!r:.40} => {one.values[1]!r:.40}"
     if one.a is None or one.b is None:
@@ -177,14 +177,14 @@ def describe_change(one: Difference) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """Return how many of all: a number if few, or else a percentage."""
+    """Return `part` of `whole` as text: a number below 1000, else a percentage, or "all"."""
     if part == whole:
         return "all"
     return f"{part:,}" if part < 1000 else f"{min(100 * part / whole, 99.9):.3g}%"
 
 
 def report_renames(found: Diff, *, every: bool) -> None:
-    """Print the renames, by as few rules as there are."""
+    """Print the renames, folded into as few rules as possible."""
     if not found.renamed:
         return
     from ckptkit.layout.renames import explain
@@ -198,21 +198,21 @@ def report_renames(found: Diff, *, every: bool) -> None:
 
 
 def folded(names: Sequence[str]) -> list[str]:
-    """Return names, with those as one that are the same in every layer."""
+    """Return names, with one line for all names that differ only in the layer number."""
     from ckptkit.layout.renames import fold
 
-    often = Counter(map(fold, names))
-    lines = (times(fold(name), often[fold(name)]) if often[fold(name)] > 1 else name for name in names)
+    counts = Counter(map(fold, names))
+    lines = (times(fold(name), counts[fold(name)]) if counts[fold(name)] > 1 else name for name in names)
     return list(dict.fromkeys(lines))
 
 
 def times(text: str, number: int) -> str:
-    """Return a line that stands for several."""
+    """Return a line with a count, `text  x3`, if it represents several."""
     return f"{text}  x{number}" if number > 1 else text
 
 
 def say_list(lines: Sequence[str], *, every: bool) -> None:
-    """Print some lines, and how many there are beside them."""
+    """Print lines, all or the first `_ROWS` and the number of the others."""
     most = None if every else _ROWS
     for line in lines[:most]:
         say(f"  {line}")
@@ -226,7 +226,7 @@ def say_more(number: int, most: int | None) -> None:
 
 
 def hint(found: Diff) -> None:
-    """Say what to do next."""
+    """Print a hint about the next command, if there is one."""
     if any(
         one.reason == "dtype" and one.a and one.b and one.a.dtype.can_become(one.b.dtype) for one in found.different
     ):

@@ -17,7 +17,7 @@ from ckptkit.io.path import to_path
 if TYPE_CHECKING:
     from ckptkit.diagnosis.doctor import Diagnosis
 
-_ROWS = 20  # of the table, unless all are asked for
+_ROWS = 20  # rows of the table without --all
 
 
 def doctor(
@@ -82,7 +82,7 @@ def to_json(found: Diagnosis) -> dict[str, Any]:
 
 
 def report(found: Diagnosis, *, every: bool) -> None:
-    """Print the findings as a table, and below it the commands that fix them, by the numbers in it."""
+    """Print the findings as a numbered table, and below it the commands that fix them, by number."""
     for text in found.notes:
         note(f"note: {text}")
     shown = found.findings if every else found.findings[:_ROWS]
@@ -101,11 +101,11 @@ def report(found: Diagnosis, *, every: bool) -> None:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return ascending numbers with those that follow each other as a range: 1-4,6."""
-    found: list[list[int]] = []
+    """Return ascending numbers as ranges: 1-4,6."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1] = [found[-1][0], number]
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1] = [ranges[-1][0], number]
         else:
-            found.append([number])
-    return ",".join("-".join(map(str, span)) for span in found)
+            ranges.append([number])
+    return ",".join("-".join(map(str, bounds)) for bounds in ranges)

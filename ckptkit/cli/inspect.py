@@ -89,7 +89,7 @@ def to_json(found: Inspected, *, with_chunks: bool) -> dict[str, Any]:
         **pick(
             found, "step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest"
         ),
-        "producer": found.trainer,  # as it was called before
+        "producer": found.trainer,  # the key of earlier versions
         "adapters": [adapter_json(adapter) for adapter in found.adapters],
         "quantized": quantized_json(found.quantized),
         "salvaged": found.salvaged,
@@ -116,7 +116,7 @@ def group_json(group: Group) -> dict[str, Any]:
 
 
 def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[str, Any]:
-    """Return one tensor of the result."""
+    """Return a tensor as JSON, with its chunks if `with_chunks`."""
     spec = tensor.spec
     result: dict[str, Any] = {"name": name, "dtype": spec.dtype.name, **pick(spec, "shape", "nbytes")}
     if with_chunks:
@@ -125,7 +125,7 @@ def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[s
 
 
 def report(found: Inspected, asked: Path) -> None:
-    """Print the checkpoint at a glance."""
+    """Print a summary of the checkpoint."""
     if found.whole != asked:
         note(f"note: showing the latest complete checkpoint of {asked}")
     for line in found.summary():
@@ -149,7 +149,7 @@ def report(found: Inspected, asked: Path) -> None:
 
 
 def describe_adapter(adapter: InspectedAdapter) -> str:
-    """Return an adapter in a line."""
+    """Return a line about an adapter."""
     rank = " to ".join(map(str, dict.fromkeys((adapter.rows[0], adapter.rows[-1])))) if adapter.rows else "unknown"
     alpha = f"alpha {adapter.alpha}" if adapter.alpha or adapter.config else "alpha is unknown: no adapter_config.json"
     facts = [
@@ -166,7 +166,7 @@ def describe_adapter(adapter: InspectedAdapter) -> str:
 
 
 def describe_quantized(found: InspectedQuantized) -> str:
-    """Return what is quantized in a line."""
+    """Return a line about the quantized weights."""
     if found.refusal is not None:
         return f"quantized: {found.refusal}"
     sizes = ", ".join(" x ".join(map(str, size)) or "a weight" for size in found.sizes)
@@ -179,31 +179,30 @@ def some(names: Sequence[str]) -> str:
 
 
 def describe(group: Group) -> tuple[str, str]:
-    """Return the dtypes of a group, with their shares if there are several, and the keys that it lies under."""
+    """Return the dtypes of a group, with percentages if there are several, and the keys that contain it."""
     total = sum(group.bytes_by_dtype.values()) or 1
     shares = [f"{name} {share(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
     return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), under(group)
 
 
 def under(group: Group) -> str:
-    """Return the keys that a group lies under; of many the first."""
+    """Return the first keys that contain a group, and how many more there are."""
     return ", ".join(group.under[:_MOST_KEYS]) + and_more(len(group.under) - _MOST_KEYS)
 
 
 def share(part: float) -> str:
-    """Return a part of a whole in per cent, never rounded to all or nothing."""
+    """Return a fraction as a percentage that is never rounded to 0 % or 100 %."""
     if 0 < part < 0.01:
         return "<1%"
     return ">99%" if 0.99 < part < 1 else f"{part:.0%}"
 
 
 def count_parameters(number: int) -> str:
-    """Return a number of parameters in words: `8.03 billion parameters`."""
+    """Return a number of parameters as text: `8.03 billion parameters`."""
     return "1 parameter" if number == 1 else f"{format_count(number)} parameters"
 
 
 def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
-    """Return a row per tensor."""
     return [
         (format_bytes(t.spec.nbytes), len(t.chunks), t.spec.dtype.name, list(t.spec.shape), name)
         for name, t in found.layout.tensors.items()
@@ -211,7 +210,7 @@ def tensor_rows(found: Inspected) -> list[tuple[object, ...]]:
 
 
 def tree_rows(found: Inspected) -> list[tuple[object, ...]]:
-    """Return a row per module or tensor; modules alike share one."""
+    """Return a row per module or tensor; similar modules share a row."""
     from ckptkit.checks.tree import fold
 
     return [
@@ -221,7 +220,6 @@ def tree_rows(found: Inspected) -> list[tuple[object, ...]]:
 
 
 def chunk_rows(found: Inspected) -> list[tuple[object, ...]]:
-    """Return a row per chunk."""
     return [
         (name, list(chunk.start), list(chunk.size), chunk.path, chunk.offset)
         for name, tensor in found.layout.tensors.items()

@@ -19,7 +19,7 @@ from ckptkit.words import count, format_bytes, visible
 if TYPE_CHECKING:
     from ckptkit.runs.ls import Listed, Listing
 
-_COLUMN = 9  # characters that a metric takes, at least
+_COLUMN = 9  # minimum width of a metric's column, in characters
 
 
 def ls(
@@ -58,7 +58,7 @@ def to_json(found: Listing) -> dict[str, Any]:
 
 
 def listed_json(one: Listed, *, is_latest: bool) -> dict[str, Any]:
-    """Return one checkpoint of the result."""
+    """Return a checkpoint as JSON."""
     return {
         **pick(one, "path", "step", "world_size", "nbytes", "saved_at", "metrics", "format", "trainer", "problem"),
         "claim": None if one.claim is None else pick(one.claim, "kind", "started", "host"),
@@ -72,7 +72,7 @@ def listed_json(one: Listed, *, is_latest: bool) -> dict[str, Any]:
 
 
 def report(found: Listing, run: Path) -> None:
-    """Print the table, and what to do next."""
+    """Print the table, and hints about the next commands."""
     fixed = [row_of(one) for one in found.checkpoints]
     marks = [marks_of(one, is_latest=one.path == found.latest) for one in found.checkpoints]
     header = ["checkpoint", "age", "ranks", "size", "state"]
@@ -88,7 +88,7 @@ def report(found: Listing, run: Path) -> None:
 
 
 def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
-    """Say what is not in the table, and the commands that come next."""
+    """Print notes about facts that the table does not show, and hints about the next commands."""
     if found.tracker:
         note(f"note: {found.tracker}")
     if hidden:
@@ -112,7 +112,7 @@ def give_hints(found: Listing, run: Path, hidden: Sequence[str]) -> None:
 
 
 def row_of(one: Listed) -> list[str]:
-    """Return what the table says of every checkpoint."""
+    """Return the cells of a checkpoint for the columns that every table has."""
     return [
         one.name,
         age(time.time() - one.saved_at) if one.saved_at else "",
@@ -123,7 +123,7 @@ def row_of(one: Listed) -> list[str]:
 
 
 def state_of(one: Listed) -> str:
-    """Return in words whether a checkpoint is complete, and what did not end."""
+    """Return the state of a checkpoint as text: complete, its problem, or an unfinished upload or deletion."""
     state = "weights only" if one.is_weights_only and one.is_complete else "complete"
     if one.claim is None:
         return one.problem or state
@@ -131,7 +131,7 @@ def state_of(one: Listed) -> str:
 
 
 def marks_of(one: Listed, *, is_latest: bool) -> str:
-    """Return what is to be known of a checkpoint besides."""
+    """Return the marks of a checkpoint as text: latest, pinned, and tracker files that name it."""
     marks = ["latest"] if is_latest else []
     marks += ["pinned"] if one.is_pinned else []
     return ", ".join([*marks, *(f"`{name}`" for name in one.named_by)])
@@ -140,7 +140,7 @@ def marks_of(one: Listed, *, is_latest: bool) -> str:
 def choose_metrics(
     checkpoints: Sequence[Listed], table: Sequence[Sequence[str]], marks: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the metrics that there is room for beside a table, those of most checkpoints first, and the others."""
+    """Return the metrics that fit beside a table, the most frequent first, and the metrics that do not fit."""
     names = [name for name, _ in Counter(name for one in checkpoints for name in one.metrics).most_common()]
     used = sum(max(len(visible(row[i])) for row in table) + 2 for i in range(len(table[0])))
     room = terminal_width() - used - min(max(map(len, marks), default=0), 24)

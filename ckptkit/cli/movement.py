@@ -1,4 +1,4 @@
-"""Show which parameters moved most from one checkpoint to another, for `ckptkit stats A B`."""
+"""Print which parameters changed most between two checkpoints, for `ckptkit stats A B`."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
     )
     if len(kinds) > top:
         say(f"... {len(kinds) - top:,} more that changed less: --top {len(kinds)} lists them")
-    whole = found.whole
-    angle = f", cosine {cosine(whole)}" if cosine(whole) else ""
+    total = found.whole
+    angle = f", cosine {cosine(total)}" if cosine(total) else ""
     say(
-        f"all of {count(whole.tensors, 'tensor')} together: change {whole.change:.3g}{angle}, "
-        f"{per_cent(whole.equal)} equal"
+        f"all of {count(total.tensors, 'tensor')} together: change {total.change:.3g}{angle}, "
+        f"{per_cent(total.equal)} equal"
     )
 
 
 def row_of(movement: Movement) -> tuple[str, ...]:
-    """Return a line of the table."""
+    """Return a row of the table."""
     distance = movement.distance
     layers = ".".join(word for word in movement.peak.split(".") if word.isdecimal())
     return (
@@ -55,8 +55,8 @@ def row_of(movement: Movement) -> tuple[str, ...]:
 
 
 def cosine(movement: Movement) -> str:
-    found = movement.distance.cosine
-    return "" if found is None else f"{found:.4f}"
+    value = movement.distance.cosine
+    return "" if value is None else f"{value:.4f}"
 
 
 def to_json(found: Moved) -> dict[str, Any]:

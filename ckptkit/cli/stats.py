@@ -1,4 +1,4 @@
-"""Run `ckptkit stats`: show the numbers of a checkpoint, or which moved most from one to another."""
+"""Run `ckptkit stats`: statistics of the tensors in a checkpoint, or which tensors changed most between two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptkit.checks.stats import Stats, TensorStats
     from ckptkit.layout.counting import Count
 
-Row = tuple[str, "Count"]  # what a line is called, and what was counted
+Row = tuple[str, "Count"]  # label of a table row, and its statistics
 
 
 def stats(
@@ -88,7 +88,7 @@ def tensor_json(tensor: TensorStats) -> dict[str, Any]:
 
 
 def count_json(found: Count) -> dict[str, Any]:
-    """Return what was counted; null is a number that there is none of."""
+    """Return statistics as JSON; mean and deviation are null without finite numbers."""
     moments = found.moments
     return {
         "norm": moments.norm,
@@ -99,7 +99,7 @@ def count_json(found: Count) -> dict[str, Any]:
 
 
 def report(path: Path, found: Stats, *, each: bool) -> None:
-    """Print the result for a reader: a line for each module or tensor, and one for all."""
+    """Print the result for a reader: a line for each module or tensor, and a line for all."""
     if found.path != path:
         note(f"taking {found.path}")
     total = found.total
@@ -116,7 +116,7 @@ def report(path: Path, found: Stats, *, each: bool) -> None:
 
 
 class Column:
-    """A column of the table, called `name`; unless `always`, only where something is in it."""
+    """A column of the table. Without `always` it is hidden if it is empty in every row."""
 
     def __init__(self, name: str, write: Callable[[Count], str], *, always: bool = True) -> None:
         self.name = name
@@ -124,12 +124,12 @@ class Column:
         self._always = always
 
     def is_shown(self, rows: Sequence[Row]) -> bool:
-        """Return whether there is anything to see."""
+        """Return True if the column is part of a table with these rows."""
         return self._always or any(self.write(counted) for _, counted in rows)
 
 
 def brief(value: float | None) -> str:
-    """Return a number in seven characters or eight: `0.0123`, `-1.23e-5`; nothing where there is none."""
+    """Return a number with three digits: `0.0123`, `-1.23e-5`; "" for None."""
     if value is None:
         return ""
     digits, e, power = f"{value:.3g}".partition("e")
@@ -137,7 +137,7 @@ def brief(value: float | None) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """Return a share as a percentage, such as `3.1%`; nothing for none."""
+    """Return a fraction as a percentage, such as `3.1%`; "" for 0."""
     return f"{100 * part / whole:.2g}%" if part else ""
 
 

@@ -167,7 +167,7 @@ def to_json(found: Sequence[Verified]) -> dict[str, Any]:
 
 
 def report(found: Sequence[Verified], deltas: Collection[Path], *, fast: bool) -> None:
-    """Say what was found: a line for each part, and below all problems. Some of the parts are deltas."""
+    """Print a table with a row for each component or delta, and all problems below it."""
     rows = [
         (
             "ok" if part.is_ok else count(len(part.problems), "problem"),
@@ -196,7 +196,7 @@ def report(found: Sequence[Verified], deltas: Collection[Path], *, fast: bool) -
 
 
 def report_comparison(found: Sequence[Verified]) -> None:
-    """Say what was compared with another checkpoint, and whether it is the same; each note once."""
+    """Print whether the checkpoints are equal to the one of --against, and each note once."""
     pairs = [part.compared for part in found if part.compared is not None]
     for pair in pairs:
         equal = "are the same" if pair.has_same_entries else "were compared, and are not the same"
@@ -208,7 +208,7 @@ def report_comparison(found: Sequence[Verified]) -> None:
 
 
 def report_numbers(numbers: Sequence[TensorStats]) -> None:
-    """Say which tensors have numbers that are seldom meant: no problem by themselves."""
+    """Print the tensors with NaN, Inf, denormal or constant values, which are suspicious but not a problem."""
     rows = [
         (tensor.nan or "", tensor.inf or "", tensor.denormal or "", describe_sameness(tensor), tensor.spec, tensor.name)
         for tensor in numbers
@@ -220,7 +220,7 @@ def report_numbers(numbers: Sequence[TensorStats]) -> None:
 
 
 def describe_sameness(tensor: TensorStats) -> str:
-    """Return the number that all the numbers of a tensor are, if they are the same."""
+    """Return the value of a constant tensor as text, "" for other tensors."""
     if tensor.is_all_zero:
         return "0"
     return f"{tensor.low:g}" if tensor.is_constant and tensor.low is not None else ""
