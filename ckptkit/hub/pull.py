@@ -1,6 +1,6 @@
-"""Pull a checkpoint from the Hub, and compare every file with the sum that the Hub has of it. It appears whole.
+"""Pull a checkpoint from the Hub, and verify every file with its checksum on the Hub. The output is atomic.
 
-Bytes that an interrupted attempt fetched, even half a file, are not fetched again.
+After an interruption, the next pull continues: it does not download bytes again, also within a file.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _OF_GIT = (".git*",)
 
 @dataclass(frozen=True, slots=True)
 class Pulled(Summarized):
-    """The files that were pulled, by name and bytes; `fetched_bytes` of them did not come in an earlier attempt.
+    """The result of a pull. `files` has the size of each file in bytes, by name.
 
-    `format` is None if they are no checkpoint of a known one.
+    This call downloaded `fetched_bytes`; an interrupted call had downloaded the others. `format` is None if the files
+    are not a checkpoint in a known format.
     """
 
     repo_id: str
@@ -78,10 +79,11 @@ def pull(
     sync: bool = True,
     bars: Bars = no_bar,
 ) -> Pulled:
-    """Fetch the files of `org/model[@revision]` that match the globs from the Hub into directory `out`.
+    """Download the files of `org/model[@revision]` that match the globs from the Hub into directory `out`.
 
-    Raises `NotACheckpoint` if there is no such repository, `Unsafe` if a name in it would leave the directory,
-    `Corrupt` if what came is not what the Hub has, `NoRoom`, and `IOFailure` if the Hub cannot be reached.
+    Raises `NotACheckpoint` if the repository does not exist, `Unsafe` if a file name is a path traversal, `Corrupt` if
+    a downloaded file differs from the Hub's checksum, `NoRoom` if the disk is too small, and `IOFailure` if the Hub
+    cannot be reached.
     """
     began = time.perf_counter()
     name, at = parse_place(repo_id, revision)
@@ -94,7 +96,7 @@ def pull(
             check_replaceable(dst, found.files)
         with resumable(Stage(dst, overwrite=overwrite, sync=sync, key=make_key(found, files))) as stage:
             check_room(stage.dst, missing_bytes(stage.path, sizes))
-            here = sum(min(size, bytes_in(stage.path / file)) for file, size in sizes.items())
+            earlier_bytes = sum(min(size, bytes_in(stage.path / file)) for file, size in sizes.items())
             with bars("downloading") as progress:
                 fetch(found, files, stage, jobs, report_progress(progress, sum(sizes.values())))
             with bars("verifying") as progress:
@@ -103,12 +105,15 @@ def pull(
             reader = detect_format(part)
             stage.commit()
     seconds = time.perf_counter() - began
-    is_known = reader.name if reader else None
-    return Pulled(name, at, found.commit, dst, is_known, sizes, sum(sizes.values()) - here, seconds)
+    format_name = reader.name if reader else None
+    return Pulled(name, at, found.commit, dst, format_name, sizes, sum(sizes.values()) - earlier_bytes, seconds)
 
 
 def choose(found: HubRepository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
-    """Return the files to fetch, by name: they match a glob of `include`, if there is one, and none of `exclude`."""
+    """Return the files to download, by name: those that match `include` (default: all) and do not match `exclude`.
+
+    Raises `Unsafe` for an unsafe name, and `Usage` if no file is left.
+    """
     for name in found.files:
         check_path(name, found.repo_id)
     chosen = {
@@ -127,16 +132,16 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 
 
 def check_path(name: str, repo_id: str) -> None:
-    """Raise `Unsafe` unless `name` is that of a file in a repository: steps down, each a plain name."""
-    for step in name.split("/"):
-        check_name(step, Path(repo_id))
+    """Raise `Unsafe` for a path traversal in a file name, and for a name that ckptkit reserves."""
+    for component in name.split("/"):
+        check_name(component, Path(repo_id))
     if name.partition("/")[0] == WORK:
         raise Unsafe(f"the repository has a file `{name!a}`, a name that ckptkit uses itself", path=repo_id)
 
 
 def make_key(found: HubRepository, files: Mapping[str, HubFile]) -> bytes:
-    """Return the key of an attempt: a later one with the same key continues it."""
-    words = {
+    """Return a key for the pull: a later call with the same key continues it after an interruption."""
+    key = {
         "command": "pull",
         "ckptkit": __version__,
         "endpoint": constants.ENDPOINT,
@@ -144,12 +149,12 @@ def make_key(found: HubRepository, files: Mapping[str, HubFile]) -> bytes:
         "commit": found.commit,
         "files": sorted(files),
     }
-    return json.dumps(words, indent=1).encode()
+    return json.dumps(key, indent=1).encode()
 
 
 @contextmanager
 def resumable(stage: Stage) -> Iterator[Stage]:
-    """Open the stage; its files are kept after an error, for the next attempt to continue."""
+    """Open the stage. Keeps its files after an error, so that the next call continues."""
     try:
         yield stage.open()
     except BaseException as error:
@@ -164,7 +169,7 @@ def resumable(stage: Stage) -> Iterator[Stage]:
 def fetch(
     found: HubRepository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, told: Told | None
 ) -> None:
-    """Fetch the files that are not here, several at once; of a file that is here in part, the rest."""
+    """Download the missing files, and the missing ends of partial files, several at once."""
 
     def fetch_one(name: str, follow: Follow) -> None:
         path, nbytes = stage.path / name, files[name].nbytes
@@ -182,24 +187,24 @@ def fetch(
 
 
 def fetch_rest(url: str, path: Path, nbytes: int, follow: Follow) -> None:
-    """Fetch the missing end of a file of `nbytes` bytes."""
+    """Download the missing end of a file of `nbytes` bytes."""
     path.touch()
     with path.open("r+b") as file:
-        here = file.seek(0, SEEK_END)
-        follow(here)
-        told = cast(BinaryIO, CallbackIOWrapper(lambda _: follow(file.tell()), file, "write"))
-        http_get(url, told, resume_size=here, headers=our_headers(), expected_size=nbytes)
+        present = file.seek(0, SEEK_END)
+        follow(present)
+        followed_file = cast(BinaryIO, CallbackIOWrapper(lambda _: follow(file.tell()), file, "write"))
+        http_get(url, followed_file, resume_size=present, headers=our_headers(), expected_size=nbytes)
 
 
 def fetch_huge(found: HubRepository, name: str, stage: Stage) -> None:
-    """Fetch a file that is too large for plain HTTP by the client's own means, which cannot resume half of it."""
+    """Download a file above the HTTP limit with `hf_hub_download`, which cannot resume a partial file."""
     if not (stage.path / name).exists():
         hf_hub_download(found.repo_id, name, revision=found.commit, local_dir=stage.work)
         (stage.work / name).rename(stage.path / name)
 
 
 def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, told: Told | None) -> None:
-    """Raise `Corrupt` if a file is not the one on the Hub; such files are removed, to be fetched again."""
+    """Raise `Corrupt` if a file differs from the Hub's. Removes such files, so that the next pull downloads them."""
     contents = {name: root / name for name in files}
     wrong = differences(contents, sum_all(contents, jobs, told), files)
     for name in wrong:
@@ -210,6 +215,6 @@ def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, told: Told
 
 
 def bytes_in(path: Path) -> int:
-    """Return the bytes in a file; 0 if there is no such file."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     with translate_os_errors(path):
         return path.lstat().st_size if path.exists() else 0
