@@ -54,19 +54,20 @@ _MOST_FAULTS, _MOST_LINES, _MOST_TENSORS = 8, 16, 4
 _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
 
 
-def report_salvage(found: Account, output: Path, *, dry_run: bool) -> None:
+def report_salvage(account: Account, output: Path, *, dry_run: bool) -> None:
     """Print to stderr which tensors were lost, by file and layer, and what to do about it."""
-    if found.repaired:
+    if account.repaired:
         note(
-            f"note: {count(len(found.repaired), 'damaged tensor')} had another copy in the checkpoint, which was taken"
+            f"note: {count(len(account.repaired), 'damaged tensor')} had another copy in the checkpoint, "
+            "which was taken"
         )
-    if found.filled:
-        report_filled(found.filled)
-    if found.is_whole:
+    if account.filled:
+        report_filled(account.filled)
+    if account.is_whole:
         note(f"note: nothing was lost: {output} is complete")
-    if found.lost:
-        report_lost(found, output, dry_run=dry_run)
-    if found.lost and not found.filled:
+    if account.lost:
+        report_lost(account, output, dry_run=dry_run)
+    if account.lost and not account.filled:
         note("hint: --fill-from OTHER takes them from an earlier step, or from the model that the training began with")
 
 
@@ -81,16 +82,16 @@ def report_filled(filled: Sequence[Filled]) -> None:
             note(f"  {layer}  {inside}")
 
 
-def report_lost(found: Account, output: Path, *, dry_run: bool) -> None:
+def report_lost(account: Account, output: Path, *, dry_run: bool) -> None:
     """Print the lost entries by file."""
-    named = [entry for entry in found.lost if entry.name]
+    named = [entry for entry in account.lost if entry.name]
     size = format_bytes(sum(entry.nbytes for entry in named))
-    total = found.kept + len(named)
+    total = account.kept + len(named)
     where = f"{output} would not contain them" if dry_run else f"its {NAME} lists them"
     note(f"lost: {len(named):,} of {count(total, 'entry')} ({size}) are not in {output}; {where}")
     faults: dict[str, list[Lost]] = defaultdict(list)
-    for entry in found.lost:
-        faults[entry.describe(found.source)].append(entry)
+    for entry in account.lost:
+        faults[entry.describe(account.source)].append(entry)
     for fault, lost in list(faults.items())[:_MOST_FAULTS]:
         note(f"  {fault}")
         for layer, inside in by_layer([entry.label for entry in lost if entry.name]):

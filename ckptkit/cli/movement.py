@@ -18,21 +18,21 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
     from ckptkit.checks.stats import stats
 
     with progress_bar("compare") as progress:
-        found = stats(a, b, jobs=jobs, progress=progress)
+        result = stats(a, b, jobs=jobs, progress=progress)
     if json:
-        print_json(to_json(found))
+        print_json(to_json(result))
         return
-    note(f"from {found.a} to {found.b}")
-    for text in found.notes:
+    note(f"from {result.a} to {result.b}")
+    for text in result.notes:
         note(f"note: {text}")
-    kinds = found.by_kind
+    kinds = result.by_kind
     print_table(
         [row_of(movement) for movement in kinds[:top]],
         ("change", "max", "cosine", "equal", "most", "parameter"),
     )
     if len(kinds) > top:
         say(f"... {len(kinds) - top:,} more that changed less: --top {len(kinds)} lists them")
-    total = found.whole
+    total = result.whole
     angle = f", cosine {cosine(total)}" if cosine(total) else ""
     say(
         f"all of {count(total.tensors, 'tensor')} together: change {total.change:.3g}{angle}, "
@@ -59,10 +59,10 @@ def cosine(movement: Movement) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def to_json(found: Moved) -> dict[str, Any]:
+def to_json(result: Moved) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     moved = [
         pick(movement, "name", "change", "equal") | pick(movement.distance, "max_abs", "cosine", "strange")
-        for movement in found.tensors
+        for movement in result.tensors
     ]
-    return {"moved": moved, "equal": found.whole.equal, **pick(found, "a", "b", "notes")}
+    return {"moved": moved, "equal": result.whole.equal, **pick(result, "a", "b", "notes")}

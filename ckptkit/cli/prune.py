@@ -146,26 +146,29 @@ def prune_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
         print_json({**result, "stale": stale, "keep": keep})
         return
     verdict = "aborted" if done.aborted else "abort"
-    table = [*(upload_row(one, verdict) for one in done.stale), *(upload_row(one, "left alone") for one in done.keep)]
+    table = [
+        *(upload_row(upload, verdict) for upload in done.stale),
+        *(upload_row(upload, "left alone") for upload in done.keep),
+    ]
     if table:
         print_table(table, ("upload", "started", "host", "idle", "parts", "whole", "verdict"))
     for line in done.summary():
         say(line)
-    if left := sum(one.whole_bytes for one in done.stale):
+    if left := sum(upload.whole_bytes for upload in done.stale):
         note(f"note: {format_bytes(left)} of whole objects stay there: delete them with the store's own tools")
     if done.stale and not done.aborted:
         note("hint: the same with --yes does it")
 
 
-def upload_json(one: OpenUpload) -> dict[str, Any]:
+def upload_json(upload: OpenUpload) -> dict[str, Any]:
     """Return an upload as JSON."""
-    fields = pick(one, "path", "started", "host", "idle_seconds", "sent_bytes", "whole_bytes")
-    return {**fields, "claimed": one.claim is not None, "files": [part.key for part in one.files]}
+    fields = pick(upload, "path", "started", "host", "idle_seconds", "sent_bytes", "whole_bytes")
+    return {**fields, "claimed": upload.claim is not None, "files": [part.key for part in upload.files]}
 
 
-def upload_row(one: OpenUpload, verdict: str) -> tuple[object, ...]:
-    sizes = (format_bytes(one.sent_bytes), format_bytes(one.whole_bytes) if one.whole_bytes else "")
-    return (one.path, one.started, one.host or "", age(one.idle_seconds), *sizes, verdict)
+def upload_row(upload: OpenUpload, verdict: str) -> tuple[object, ...]:
+    sizes = (format_bytes(upload.sent_bytes), format_bytes(upload.whole_bytes) if upload.whole_bytes else "")
+    return (upload.path, upload.started, upload.host or "", age(upload.idle_seconds), *sizes, verdict)
 
 
 def report(done: Pruned) -> None:

@@ -88,10 +88,10 @@ def report(src: Path, done: Pushed) -> None:
     if done.source != src:
         note(f"taking {done.source}")
     access = "private" if done.is_private else "public"
-    place = f"{done.url}{'' if done.revision == 'main' else f', branch {done.revision}'}"
+    destination = f"{done.url}{'' if done.revision == 'main' else f', branch {done.revision}'}"
     kind = f"{'new, ' if done.is_new else ''}{access}"
     say(f"{'pushed' if done.is_done else 'would push'} {done.source}")
-    say(f"to {place} ({kind})")
+    say(f"to {destination} ({kind})")
     print_table(list(rows(done)), ("  file", "size", "verdict"))
     for text in done.notes:
         say(f"note: {text}")

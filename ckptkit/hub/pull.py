@@ -89,16 +89,16 @@ def pull(
     name, at = parse_place(repo_id, revision)
     dst = to_local(out)
     with silent():
-        found = look_up(name, at)
-        files = choose(found, tuple(include), tuple(exclude))
+        repository = look_up(name, at)
+        files = choose(repository, tuple(include), tuple(exclude))
         sizes = {file: remote.nbytes for file, remote in files.items()}
         if overwrite:
-            check_replaceable(dst, found.files)
-        with resumable(Stage(dst, overwrite=overwrite, sync=sync, key=make_key(found, files))) as stage:
+            check_replaceable(dst, repository.files)
+        with resumable(Stage(dst, overwrite=overwrite, sync=sync, key=make_key(repository, files))) as stage:
             check_room(stage.dst, missing_bytes(stage.path, sizes))
             earlier_bytes = sum(min(size, bytes_in(stage.path / file)) for file, size in sizes.items())
             with bars("downloading") as progress:
-                fetch(found, files, stage, jobs, report_progress(progress, sum(sizes.values())))
+                fetch(repository, files, stage, jobs, report_progress(progress, sum(sizes.values())))
             with bars("verifying") as progress:
                 check(stage.path, files, jobs, report_progress(progress, sum(sizes.values())))
             part = next((part.path for part in Checkpoint.at(stage.path).components), stage.path)
@@ -106,24 +106,24 @@ def pull(
             stage.commit()
     seconds = time.perf_counter() - began
     format_name = reader.name if reader else None
-    return Pulled(name, at, found.commit, dst, format_name, sizes, sum(sizes.values()) - earlier_bytes, seconds)
+    return Pulled(name, at, repository.commit, dst, format_name, sizes, sum(sizes.values()) - earlier_bytes, seconds)
 
 
-def choose(found: HubRepository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
+def choose(repository: HubRepository, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, HubFile]:
     """Return the files to download, by name: those that match `include` (default: all) and do not match `exclude`.
 
     Raises `Unsafe` for an unsafe name, and `Usage` if no file is left.
     """
-    for name in found.files:
-        check_path(name, found.repo_id)
+    for name in repository.files:
+        check_path(name, repository.repo_id)
     chosen = {
         name: file
-        for name, file in found.files.items()
+        for name, file in repository.files.items()
         if (not include or matches(name, include)) and not matches(name, (*exclude, *_OF_GIT))
     }
     if not chosen:
         what = "no file of the repository matches" if include or exclude else "the repository is empty"
-        raise Usage(what, path=found.repo_id, hint=f"it has: {', '.join(list(found.files)[:8])}")
+        raise Usage(what, path=repository.repo_id, hint=f"it has: {', '.join(list(repository.files)[:8])}")
     return chosen
 
 
@@ -139,14 +139,14 @@ def check_path(name: str, repo_id: str) -> None:
         raise Unsafe(f"the repository has a file `{name!a}`, a name that ckptkit uses itself", path=repo_id)
 
 
-def make_key(found: HubRepository, files: Mapping[str, HubFile]) -> bytes:
+def make_key(repository: HubRepository, files: Mapping[str, HubFile]) -> bytes:
     """Return a key for the pull: a later call with the same key continues it after an interruption."""
     key = {
         "command": "pull",
         "ckptkit": __version__,
         "endpoint": constants.ENDPOINT,
-        "repository": found.repo_id,
-        "commit": found.commit,
+        "repository": repository.repo_id,
+        "commit": repository.commit,
         "files": sorted(files),
     }
     return json.dumps(key, indent=1).encode()
@@ -167,7 +167,7 @@ def resumable(stage: Stage) -> Iterator[Stage]:
 
 
 def fetch(
-    found: HubRepository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, told: Told | None
+    repository: HubRepository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, advance: Told | None
 ) -> None:
     """Download the missing files, and the missing ends of partial files, several at once."""
 
@@ -177,13 +177,13 @@ def fetch(
             path.parent.mkdir(parents=True, exist_ok=True)
             if bytes_in(path) > nbytes:
                 path.unlink()
-        with translate_hub_errors(found.repo_id, found.commit, path):
+        with translate_hub_errors(repository.repo_id, repository.commit, path):
             if nbytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
-                fetch_huge(found, name, stage)
+                fetch_huge(repository, name, stage)
             else:
-                fetch_rest(hf_hub_url(found.repo_id, name, revision=found.commit), path, nbytes, follow)
+                fetch_rest(hf_hub_url(repository.repo_id, name, revision=repository.commit), path, nbytes, follow)
 
-    for_each({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, told)
+    for_each({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, advance)
 
 
 def fetch_rest(url: str, path: Path, nbytes: int, follow: Follow) -> None:
@@ -196,17 +196,17 @@ def fetch_rest(url: str, path: Path, nbytes: int, follow: Follow) -> None:
         http_get(url, followed_file, resume_size=present, headers=our_headers(), expected_size=nbytes)
 
 
-def fetch_huge(found: HubRepository, name: str, stage: Stage) -> None:
+def fetch_huge(repository: HubRepository, name: str, stage: Stage) -> None:
     """Download a file above the HTTP limit with `hf_hub_download`, which cannot resume a partial file."""
     if not (stage.path / name).exists():
-        hf_hub_download(found.repo_id, name, revision=found.commit, local_dir=stage.work)
+        hf_hub_download(repository.repo_id, name, revision=repository.commit, local_dir=stage.work)
         (stage.work / name).rename(stage.path / name)
 
 
-def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, told: Told | None) -> None:
+def check(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: Told | None) -> None:
     """Raise `Corrupt` if a file differs from the Hub's. Removes such files, so that the next pull downloads them."""
     contents = {name: root / name for name in files}
-    wrong = differences(contents, sum_all(contents, jobs, told), files)
+    wrong = differences(contents, sum_all(contents, jobs, advance), files)
     for name in wrong:
         with translate_os_errors(root / name):
             (root / name).unlink()

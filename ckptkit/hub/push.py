@@ -123,7 +123,7 @@ def push(
     jobs: int | None = None,
     bars: Bars = no_bar,
 ) -> Pushed:
-    """Push the checkpoint at `path`, or the latest of the run at `path`, to `org/model` on the Hub.
+    """With `yes`, push the checkpoint at `path`, or the latest of the run at `path`, to `org/model` on the Hub.
 
     Without `yes` only returns the plan. A new repository is private unless `public`. An existing repository stays
     private or public, and keeps its model card. Raises `Corrupt` if the checkpoint is damaged locally or on the Hub,
@@ -179,11 +179,11 @@ def make_plan(
     )
 
 
-def verify_and_sum(selection: Selection, jobs: int | None, told: Told | None) -> dict[str, str]:
+def verify_and_sum(selection: Selection, jobs: int | None, advance: Told | None) -> dict[str, str]:
     """Return the SHA-256 of each file. Raises `Corrupt` if the checkpoint is damaged."""
-    verified = verify_part(selection.root, jobs=jobs, progress=told)
+    verified = verify_part(selection.root, jobs=jobs, progress=advance)
     require_sound(verified, f"`ckptkit verify {selection.root}` lists all problems; nothing was pushed")
-    return sum_all(selection.contents, jobs, told)
+    return sum_all(selection.contents, jobs, advance)
 
 
 def send(
@@ -204,8 +204,8 @@ def send(
     changed = differences(selection.contents, sums, basis.files)
     commit = basis.commit
     with bars("uploading") as progress:
-        told = report_progress(progress, sum(plan.files[name] for name in changed))
-        additions = upload(plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, told)
+        advance = report_progress(progress, sum(plan.files[name] for name in changed))
+        additions = upload(plan, {name: selection.contents[name] for name in changed}, sums, has_branch, jobs, advance)
         if not has_branch:
             create_branch(plan.repo_id, plan.revision, basis.commit)
         with translate_hub_errors(plan.repo_id, plan.revision):
@@ -230,7 +230,7 @@ def upload(
     sums: Mapping[str, str],
     has_branch: bool,
     jobs: int | None,
-    told: Told | None,
+    advance: Told | None,
 ) -> list[Addition]:
     """Upload the large files, and return the additions for a commit, which contains the small files itself."""
     additions: dict[str, Addition] = {}
@@ -241,5 +241,5 @@ def upload(
         with translate_hub_errors(plan.repo_id):
             connect().preupload_lfs_files(plan.repo_id, [additions[name]], revision=revision, free_memory=False)
 
-    for_each({name: plan.files[name] for name in contents}, send_one, jobs, told)
+    for_each({name: plan.files[name] for name in contents}, send_one, jobs, advance)
     return [additions[name] for name in contents]

@@ -46,14 +46,14 @@ def digest(content: Content, algorithm: _Hash, follow: Follow = lambda _: None) 
     return algorithm.hexdigest()
 
 
-def sum_all(contents: Mapping[str, Content], jobs: int | None, told: Told | None) -> dict[str, str]:
+def sum_all(contents: Mapping[str, Content], jobs: int | None, advance: Told | None) -> dict[str, str]:
     """Return the SHA-256 of each file by name, computed by `jobs` threads."""
     sums: dict[str, str] = {}
 
     def add(name: str, follow: Follow) -> None:
         sums[name] = digest(contents[name], hashlib.sha256(), follow)
 
-    for_each({name: size_of(content) for name, content in contents.items()}, add, jobs, told)
+    for_each({name: size_of(content) for name, content in contents.items()}, add, jobs, advance)
     return sums
 
 
@@ -85,8 +85,8 @@ Bars = Callable[[str], AbstractContextManager[Progress]]  # opens the progress b
 class Transfers:
     """The transfers of several files in threads. The first error stops all of them."""
 
-    def __init__(self, told: Told | None) -> None:
-        self._told = told
+    def __init__(self, advance: Told | None) -> None:
+        self._advance = advance
         self._lock = Lock()
         self._reached: dict[str, int] = {}
         self._error: BaseException | None = None
@@ -99,8 +99,8 @@ class Transfers:
             more = position - self._reached.get(name, 0)
             if more > 0:
                 self._reached[name] = position
-                if self._told:
-                    self._told(more)
+                if self._advance:
+                    self._advance(more)
 
     @contextmanager
     def one(self, name: str, size: int) -> Iterator[None]:
@@ -116,13 +116,13 @@ class Transfers:
 
 
 def for_each(
-    sizes: Mapping[str, int], do: Callable[[str, Follow], None], jobs: int | None, told: Told | None = None
+    sizes: Mapping[str, int], do: Callable[[str, Follow], None], jobs: int | None, advance: Told | None = None
 ) -> None:
     """Call `do(name, follow)` for each file in `sizes` (bytes by name), with `jobs` threads.
 
     `do` calls `follow` with the position in the file that it has reached.
     """
-    transfers = Transfers(told)
+    transfers = Transfers(advance)
 
     @contextmanager
     def working() -> Iterator[Step[str]]:

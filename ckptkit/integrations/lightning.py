@@ -56,11 +56,11 @@ class CkptkitIO(TorchCheckpointIO):
             raise Usage("storage options are not supported: the plugin writes to local directories")
         if FORM in checkpoint:
             raise Usage(f"`{FORM}` is a name of ckptkit's own")
-        place = to_local(path)
+        directory = to_local(path)
         if isinstance(calling_strategy(), FSDPStrategy | ModelParallelStrategy):
             words = "one file of Lightning's own, without checksums: of whole models this strategy loads nothing else"
-            warn(f"{place} is {words}")
-            super().save_checkpoint(checkpoint, place)
+            warn(f"{directory} is {words}")
+            super().save_checkpoint(checkpoint, directory)
             return
         tensors: dict[str, Any] = {}
         form: dict[str, Any] = {}
@@ -74,10 +74,12 @@ class CkptkitIO(TorchCheckpointIO):
                 others[key] = (value,)  # DCP does not flatten a tuple
         try:
             dcp.save(
-                {**tensors, **others, FORM: (form,)}, storage_writer=Writer(place, "dcp", overwrite=True), no_dist=True
+                {**tensors, **others, FORM: (form,)},
+                storage_writer=Writer(directory, "dcp", overwrite=True),
+                no_dist=True,
             )
         except CheckpointException as error:
-            raise translate(error, place, "save") from error
+            raise translate(error, directory, "save") from error
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -107,13 +109,13 @@ class CkptkitIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, unless it is pinned or a watch is handling it. Renames it to a hidden name first."""
-        place = Path(path)
-        if not place.is_dir():
-            super().remove_checkpoint(place)
+        directory = Path(path)
+        if not directory.is_dir():
+            super().remove_checkpoint(directory)
             return
-        with deleting(place.parent, patience=_PATIENCE):
-            if not find_holds(place):
-                delete(place)
+        with deleting(directory.parent, patience=_PATIENCE):
+            if not find_holds(directory):
+                delete(directory)
 
 
 def as_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> BytesIO:

@@ -28,8 +28,8 @@ def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
     after `patience` seconds.
     """
     with ExitStack() as locks:
-        for place in roots_of(root):
-            locks.enter_context(locking(place, patience))
+        for directory in roots_of(root):
+            locks.enter_context(locking(directory, patience))
         finish_deleting(root)
         yield
 
@@ -55,12 +55,12 @@ def delete(checkpoint: Path) -> None:
 
     Raises `IOFailure` if a file cannot be removed. The checkpoint is hidden then, and the next deletion finishes it.
     """
-    hidden = {place: place.with_name(f".{place.name}{_LEAVING}") for place in roots_of(checkpoint)}
+    hidden = {path: path.with_name(f".{path.name}{_LEAVING}") for path in roots_of(checkpoint)}
     with translate_os_errors(checkpoint):
-        for place, name in hidden.items():
-            again(os.rename, place, name)
+        for path, name in hidden.items():
+            again(os.rename, path, name)
             # Before the first file is removed: after a power failure the checkpoint is complete or hidden.
-            sync_path(place.parent)
+            sync_path(path.parent)
         for name in hidden.values():
             remove(name)
 
@@ -68,8 +68,8 @@ def delete(checkpoint: Path) -> None:
 def finish_deleting(root: Path) -> None:
     """Remove the hidden directories of interrupted deletions."""
     with translate_os_errors(root):
-        for place in roots_of(root):
-            for path in filter(is_hidden, children(place)):
+        for directory in roots_of(root):
+            for path in filter(is_hidden, children(directory)):
                 remove(path)
 
 
@@ -81,4 +81,4 @@ def is_hidden(path: Path) -> bool:
 def is_being_written(checkpoint: Path) -> bool:
     """Return True if a process has locked an existing checkpoint to replace it."""
     with translate_os_errors(checkpoint):
-        return any(is_locked(lock_path(place)) for place in roots_of(checkpoint))
+        return any(is_locked(lock_path(path)) for path in roots_of(checkpoint))

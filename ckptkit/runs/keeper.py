@@ -96,14 +96,14 @@ class RunBackend(Protocol):
 def keeper_of(root: Path) -> RunBackend:
     """Return the backend of the run in directory `root`. Raises `Usage` for a store in which ckptkit cannot delete."""
     keeper = LOCAL.keeper
-    for place in roots_of(root):
-        keeper = known_store(place).keeper
+    for directory in roots_of(root):
+        keeper = known_store(directory).keeper
         if not keeper:
             hint = "manage this run with the tools of its store"
-            raise Usage("ckptkit deletes only in local directories and on s3://", path=place, hint=hint)
+            raise Usage("ckptkit deletes only in local directories and on s3://", path=directory, hint=hint)
         if keeper != LOCAL.keeper and isinstance(root, JoinedPath):
             hint = "name local directories, or one place on s3://"
-            raise Usage("several directories of one run must be local", path=place, hint=hint)
+            raise Usage("several directories of one run must be local", path=directory, hint=hint)
     return cast(RunBackend, load(keeper)(root))
 
 
@@ -111,7 +111,7 @@ def run_of(source: Source) -> Path:
     """Return the path of a run or checkpoint to change, never that of a copy in a local cache."""
     path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
-        return joined([run_of(place) for place in roots_of(path)])
+        return joined([run_of(directory) for directory in roots_of(path)])
     return to_live_path(path)
 
 

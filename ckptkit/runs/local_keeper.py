@@ -33,10 +33,10 @@ def named_best(root: Path) -> Iterator[tuple[str, str]]:
 
     Trainers record the best checkpoint in a small file, or in an entry of a checkpoint.
     """
-    for place in (root, *folders(root)):
+    for directory in (root, *folders(root)):
         for file, key in trainers.best_keys():
-            path = place / file if file else place
-            if path.exists() and (file or place != root):
+            path = directory / file if file else directory
+            if path.exists() and (file or directory != root):
                 yield from read_best(path, file, key, path.stat().st_mtime_ns)
 
 
@@ -98,8 +98,8 @@ class LocalKeeper:
     def pruning(self) -> Iterator[None]:
         """Lock the run for deleting inside the block, and remove the remains of dead processes first."""
         with deleting(self.root):
-            for place in roots_of(self.root):
-                clear_dead(place)
+            for directory in roots_of(self.root):
+                clear_dead(directory)
             yield
 
     def delete(self, checkpoint: Path) -> tuple[str, ...]:
@@ -119,8 +119,8 @@ class LocalKeeper:
 
     def holds(self, checkpoint: Path) -> tuple[str, ...]:
         """Return the reasons that protect a checkpoint, on any disk of the run."""
-        places = [root / checkpoint.name for root in roots_of(checkpoint.parent)]
-        return tuple(dict.fromkeys(hold for place in places for hold in holds_in(place)))
+        paths = [root / checkpoint.name for root in roots_of(checkpoint.parent)]
+        return tuple(dict.fromkeys(reason for path in paths for reason in holds_in(path)))
 
     def pin(self, checkpoint: Path) -> None:
         """Pin a complete checkpoint, with the lock for deleting: without it, prune could delete it before the pin."""

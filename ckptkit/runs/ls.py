@@ -101,7 +101,7 @@ class Listing(Summarized):
     runs: tuple[Path, ...] = ()
 
     def summary(self) -> Iterator[str]:
-        total = format_bytes(sum(one.nbytes for one in self.checkpoints))
+        total = format_bytes(sum(checkpoint.nbytes for checkpoint in self.checkpoints))
         yield f"{self.root}: {count(len(self.checkpoints), 'checkpoint')}, {total}"
         if self.latest is not None:
             yield f"latest: {self.latest.name}"
@@ -141,7 +141,7 @@ def checkpoints_at(path: Path) -> list[Checkpoint]:
     here = Checkpoint.at(path)
     if files := (outputs_in(here) or files_in(here)):
         return [Checkpoint.at(file) for file in files]
-    models = [part.path for part in here.models]
+    models = [component.path for component in here.models]
     is_folder = here.own_step is None and (len(models) > 1 or len(models) == len(here.components))
     if models and is_folder and not here.is_direct:
         return [Checkpoint.at(model) for model in models]
@@ -154,7 +154,7 @@ def outputs_in(here: Checkpoint) -> list[Path]:
     """Return the checkpoints in a directory that contains outputs of ckptkit; [] for other directories."""
     if here.own_step is not None or not here.path.is_dir() or is_there(here.path / MANIFEST):
         return []
-    if not all(part.is_model for part in here.components):
+    if not all(component.is_model for component in here.components):
         return []  # the components of a single checkpoint
     paths = [path for path in children(here.path) if not path.name.startswith(".")]
     if not any(is_made_of_another(path) for path in paths):
@@ -187,7 +187,7 @@ def look_at(
     return Listed(
         checkpoint.path,
         checkpoint.own_step,
-        next((part.reader.name for part in checkpoint.components), None),
+        next((component.reader.name for component in checkpoint.components), None),
         fault is None,
         checkpoint.world_size,
         nbytes,
@@ -220,8 +220,8 @@ def fault_of(checkpoint: Checkpoint) -> str | None:
         return "deleted meanwhile"
     if problem is None:
         return None
-    place = problem.path
-    return problem.message if place in (None, checkpoint.path) else f"{place.name} {problem.message}"
+    path = problem.path
+    return problem.message if path in (None, checkpoint.path) else f"{path.name} {problem.message}"
 
 
 def can_compare_sizes(checkpoint: Checkpoint) -> bool:
@@ -230,7 +230,10 @@ def can_compare_sizes(checkpoint: Checkpoint) -> bool:
         return False
     try:
         parts = checkpoint.components
-        return bool(parts) and sum(part.reader.metadata_bytes(part.path) for part in parts) <= _MOST_METADATA
+        return (
+            bool(parts)
+            and sum(component.reader.metadata_bytes(component.path) for component in parts) <= _MOST_METADATA
+        )
     except (Corrupt, IOFailure, Unsafe):
         return False
 
@@ -239,8 +242,8 @@ def fault_in_metadata(checkpoint: Checkpoint) -> str | None:
     """Return a short description of a contradiction between a checkpoint and its manifest or metadata, or None."""
     problems: list[CkptError] = []
     try:
-        layouts = [part.reader.read(part.path, problems.append) for part in checkpoint.components]
-        problems += (problem for part in checkpoint.components for problem in wrong_sizes(part))
+        layouts = [component.reader.read(component.path, problems.append) for component in checkpoint.components]
+        problems += (problem for component in checkpoint.components for problem in wrong_sizes(component))
     except (Corrupt, IOFailure, Unsafe) as error:
         problems.append(error)
     except Unsupported:  # the metadata cannot be read, so the sizes are unknown
@@ -251,19 +254,19 @@ def fault_in_metadata(checkpoint: Checkpoint) -> str | None:
     return next((finding.line for finding in findings if finding.certainty is Certainty.CERTAIN), None)
 
 
-def wrong_sizes(part: Component) -> Iterator[Corrupt]:
+def wrong_sizes(component: Component) -> Iterator[Corrupt]:
     """Yield an error for each file of a component whose size differs from its manifest.
 
     Ignores a damaged manifest, which `verify` reports.
     """
-    place = part.path if part.path.is_dir() else part.path.parent
+    directory = component.path if component.path.is_dir() else component.path.parent
     try:
-        known = part.manifest.files if part.manifest else {}
+        known = component.manifest.files if component.manifest else {}
     except (Corrupt, Unsafe):
         return
     for name, recorded in known.items():
-        if (size := file_size(place / name)) != recorded.nbytes:
-            yield Corrupt(f"expected {recorded.nbytes} bytes (manifest), found {size}", path=place / name)
+        if (size := file_size(directory / name)) != recorded.nbytes:
+            yield Corrupt(f"expected {recorded.nbytes} bytes (manifest), found {size}", path=directory / name)
 
 
 def describe(error: CkptError, checkpoint: Path) -> str:

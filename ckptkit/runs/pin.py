@@ -58,6 +58,6 @@ def choose(path: Path) -> Path:
     if step_of(resolved) is None and step_of(resolved.parent) is not None:
         raise Usage("this is a part of a checkpoint", path=path, hint=f"pin the whole checkpoint: {resolved.parent}")
     require_complete(resolved)
-    for place in checkpoint.places:
-        require_sound(verify_part(place, fast=True), f"pin another checkpoint, or run `ckptkit verify {resolved}`")
+    for directory in checkpoint.places:
+        require_sound(verify_part(directory, fast=True), f"pin another checkpoint, or run `ckptkit verify {resolved}`")
     return resolved

@@ -55,10 +55,10 @@ class PrunedUploads(Summarized):
     @property
     def freed_bytes(self) -> int:
         """Return the bytes of the aborted parts; 0 if nothing was aborted."""
-        return sum(one.sent_bytes for one in self.stale) if self.aborted else 0
+        return sum(upload.sent_bytes for upload in self.stale) if self.aborted else 0
 
     def summary(self) -> Iterator[str]:
-        what, nbytes = count(len(self.stale), "upload"), format_bytes(sum(one.sent_bytes for one in self.stale))
+        what, nbytes = count(len(self.stale), "upload"), format_bytes(sum(upload.sent_bytes for upload in self.stale))
         if not self.stale:
             yield f"no stale upload; {count(len(self.keep), 'upload')} under way" if self.keep else "no upload"
         elif self.aborted:

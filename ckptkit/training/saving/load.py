@@ -49,18 +49,20 @@ class Stored:
 
     def _outline(self) -> tuple[Tree, Tree]:
         # a sharded checkpoint that was converted to one file still has its dicts wrapped in tuples
-        state = {name: unwrap(part) for name, part in read_file(self._file).items()} if self._file else {}
-        found = {name: outlined(part) if name in IN_PARTS else map_tensors(clone, part) for name, part in state.items()}
-        return found, {} if self._file == self.path / FILE else read_outline(self._reader)
+        state = {name: unwrap(entry) for name, entry in read_file(self._file).items()} if self._file else {}
+        outline = {
+            name: outlined(entry) if name in IN_PARTS else map_tensors(clone, entry) for name, entry in state.items()
+        }
+        return outline, {} if self._file == self.path / FILE else read_outline(self._reader)
 
     def read(self, wanted: Tree) -> None:
         """Fill `wanted`, a subset of the outline's entries, in place. Each rank reads its own shards."""
-        state = {name: part for name, part in wanted.items() if name not in self._in_file}
-        inside = {name: part for name, part in wanted.items() if name in self._in_file and name in IN_PARTS}
+        state = {name: entry for name, entry in wanted.items() if name not in self._in_file}
+        from_file = {name: entry for name, entry in wanted.items() if name in self._in_file and name in IN_PARTS}
         # With the default, torch 2.13 mistakes the checkpoint for one of torch 2.3 on a rank that has no shard of an
         # FSDP1 tensor.
         planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
-        every = dict(flatten(inside)) | state
+        every = dict(flatten(from_file)) | state
         try:
             state_dict_loader.load(every, storage_reader=self._reader, planner=planner, process_group=self._ranks.group)
         except CheckpointException as error:

@@ -175,16 +175,16 @@ class Run:
             raise Usage(f"`step`: expected at least 0, found {step}")
         training = Training(model, optimizer, state, self._ranks, is_adapter=self.state_dict == ADAPTER)
         files = self._files if metrics is None else {**self._files, METRICS: write_metrics(step, metrics)}
-        place = self._place(step)
+        destination = self._place(step)
         try:
-            place.open()
-            held = self._saver.hold({"step": step, **training.take()}, copy=self._thread is not None)
+            destination.open()
+            pending = self._saver.prepare({"step": step, **training.take()}, copy=self._thread is not None)
         except BaseException as error:
-            place.discard()
+            destination.discard()
             if isinstance(error, Occupied):
                 error.path, error.hint = self.checkpoint(step), "save another step, or delete this checkpoint first"
             raise
-        finish = partial(self._finish, place, held, files)
+        finish = partial(self._finish, destination, pending, files)
         if self._thread is None:
             finish()
         else:
@@ -197,17 +197,17 @@ class Run:
             return StorePlace(path, self._ranks, overwrite=path in self._replaced)
         return StagedPlace(path, self._ranks)
 
-    def _finish(self, place: SavePlace, held: PendingState, files: Mapping[str, bytes]) -> None:
+    def _finish(self, destination: SavePlace, pending: PendingState, files: Mapping[str, bytes]) -> None:
         """Write the state, make it visible, and apply the retention rules. Runs in a thread with `background`."""
         try:
-            writer = place.writer(self._saver.format, files, held.tied)
-            self._saver.write(writer, held, place.room)
-            place.show()
+            writer = destination.writer(self._saver.format, files, pending.tied)
+            self._saver.write(writer, pending, destination.room)
+            destination.show()
         except BaseException:
-            place.discard()
+            destination.discard()
             raise
-        self._replaced.discard(place.path)
-        self._ranks.on_first(lambda: self._retain(place.path))
+        self._replaced.discard(destination.path)
+        self._ranks.on_first(lambda: self._retain(destination.path))
 
     def _retain(self, saved: Path) -> None:
         if self._policy.keeps_all and is_remote(self.root):

@@ -59,7 +59,7 @@ class Saver:
         config = files.get(CONFIG) if state_dict == "hf" else None
         self._drops_head = config is not None and is_tied(json.loads(config))
 
-    def hold(self, state: Tree, *, copy: bool) -> PendingState:
+    def prepare(self, state: Tree, *, copy: bool) -> PendingState:
         """Return the entries to write; with `copy`, a CPU copy of them that the training does not change."""
         tied: dict[KeyPath, str] = {}
         if self._drops_head:
@@ -68,23 +68,25 @@ class Saver:
             shared = find_shared(state[MODEL], self._ranks)
             tied = {(MODEL, name): f"{MODEL}.{first}" for name, first in shared.items()}
             state = {**state, MODEL: {name: t for name, t in state[MODEL].items() if name not in shared}}
-        parts = {name: part for name, part in state.items() if name in IN_PARTS}
+        entries = {name: entry for name, entry in state.items() if name in IN_PARTS}
         if self.format == "pt":
-            parts = keep_empty(parts)
+            entries = keep_empty(entries)
         if copy:
-            parts = copy_to_cpu(parts)
+            entries = copy_to_cpu(entries)
         if self._ranks.rank == 0:
-            parts |= {name: wrap(part) for name, part in state.items() if name not in IN_PARTS}
-        return PendingState(parts, tied)
+            entries |= {name: wrap(entry) for name, entry in state.items() if name not in IN_PARTS}
+        return PendingState(entries, tied)
 
-    def write(self, writer: StorageWriter, held: PendingState, path: Path) -> None:
-        """Write a state returned by `hold`, each rank its own shards. Raises an error of any rank on all ranks.
+    def write(self, writer: StorageWriter, pending: PendingState, path: Path) -> None:
+        """Write a state returned by `prepare`, each rank its own shards. Raises an error of any rank on all ranks.
 
         `path` is for error messages only.
         """
         planner = PlainPlanner() if self.format == "pt" else None
         try:
-            state_dict_saver.save(held.state, storage_writer=writer, planner=planner, process_group=self._ranks.group)
+            state_dict_saver.save(
+                pending.state, storage_writer=writer, planner=planner, process_group=self._ranks.group
+            )
         except CheckpointException as error:
             raise translate(error, path, "save") from error
 
@@ -126,19 +128,21 @@ class PlainPlanner(DefaultSavePlanner):
         return super().transform_object(write_item, unwrap(object))
 
 
-def wrap(part: Any) -> Any:
+def wrap(entry: Any) -> Any:
     """Return a dict in a tuple, which DCP stores as one entry instead of flattening it."""
-    return (part,) if isinstance(part, dict) else part
+    return (entry,) if isinstance(entry, dict) else entry
 
 
-def unwrap(part: Any) -> Any:
+def unwrap(entry: Any) -> Any:
     """Undo `wrap`. Returns a dict without a tuple, as in a converted checkpoint, unchanged."""
-    return part[0] if isinstance(part, tuple) and len(part) == 1 and isinstance(part[0], dict) else part
+    return entry[0] if isinstance(entry, tuple) and len(entry) == 1 and isinstance(entry[0], dict) else entry
 
 
 def keep_empty(tree: Tree) -> Tree:
     """Return a state with its empty dicts wrapped, because DCP drops empty dicts."""
-    inner = {name: keep_empty(part) if part else wrap(part) for name, part in tree.items() if isinstance(part, dict)}
+    inner = {
+        name: keep_empty(entry) if entry else wrap(entry) for name, entry in tree.items() if isinstance(entry, dict)
+    }
     return {**tree, **inner}
 
 
