@@ -99,7 +99,7 @@ def report(diagnosis: Diagnosis, *, every: bool) -> None:
         say(f"... {len(diagnosis.findings) - len(shown):,} more: --all lists them")
     fixes = dict.fromkeys(finding.fix for finding in shown if finding.fix)
     for fix in fixes:
-        say(f"fixes {spans(number for number, one in enumerate(shown, 1) if one.fix == fix)}: {fix}")
+        say(f"fixes {spans(number for number, finding in enumerate(shown, 1) if finding.fix == fix)}: {fix}")
     if len(fixes) > 1:
         note("hint: run one of them, then run `ckptkit doctor` on its output")
     say(diagnosis.verdict)
