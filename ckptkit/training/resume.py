@@ -111,9 +111,9 @@ def load_newest(
         except (Corrupt, Unsafe, Unsupported) as error:
             damaged[path] = error
             continue
-        for other, error in damaged.items():
+        for other, reason in damaged.items():
             outcome = free_step_of(other, run, ranks)
-            warn(f"warning: {other} cannot be loaded: {error.message}; resuming from {path}, {outcome}")
+            warn(f"warning: {other} cannot be loaded: {reason.message}; resuming from {path}, {outcome}")
         return
     raise next(iter(damaged.values()))
 
