@@ -85,7 +85,7 @@ def hint_on_command(name: str, commands: Iterable[str]) -> str:
 def hint_on_option(command: str, usage: str, guess: str, options: Iterable[str]) -> str:
     """Return the hint for an unknown option of a command: what to pass instead. `usage` shows its arguments."""
     known = list(options)
-    suggestions = [name for name in _OPTIONS.get(guess, ()) if name in known][:1] or alike(guess, known)
+    suggestions = [name for name in _OPTIONS.get(guess, ()) if name in known][:1] or similar_options(guess, known)
     if suggestions:
         *first, last = suggestions
         return f"pass {', '.join(first)} or {last}" if first else f"pass {last}"
@@ -96,7 +96,7 @@ def hint_on_option(command: str, usage: str, guess: str, options: Iterable[str])
     return f"run `{command} --help`"
 
 
-def alike(guess: str, options: Iterable[str]) -> list[str]:
+def similar_options(guess: str, options: Iterable[str]) -> list[str]:
     """Return the options that share the most words with a guess, or else have a similar spelling."""
     words = set(guess.strip("-").split("-"))
     shared = {name: len(words & set(name.strip("-").split("-"))) for name in options}

@@ -23,12 +23,12 @@ Yes = Annotated[
 ]
 
 
-def withhold(out: Path | None, *, yes: bool) -> dict[str, bool]:
+def dry_run_option(out: Path | None, *, yes: bool) -> dict[str, bool]:
     """Return `dry_run=True` for an output on the Hub without `--yes`, else no options."""
     return {} if yes or not is_on_hub(out) else {"dry_run": True}
 
 
-def noted(done: Done, *, yes: bool) -> Done:
+def with_hub_note(done: Done, *, yes: bool) -> Done:
     """Return the result; after a dry run to the Hub, with a note on what ckptkit would send."""
     if not (done.dry_run and is_on_hub(done.output)):
         return done

@@ -163,7 +163,7 @@ NoSync = Annotated[bool, described(OPTIONS["sync"])]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def asked(options: dict[str, Any]) -> dict[str, Any]:
+def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that the user gave. Under torchrun, adds the option for this rank's part of the work."""
     chosen = given(options)
     if "part" in chosen or not is_rank():

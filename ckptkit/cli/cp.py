@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.cli.consent import Yes, noted, withhold
+from ckptkit.cli.consent import Yes, dry_run_option, with_hub_note
 from ckptkit.cli.conversion import NoSync, Overwrite, Source
 from ckptkit.cli.output import Json, Quiet, note, pick, print_json, print_table, progress_bar, say
 from ckptkit.cli.sources import Also, with_others
@@ -52,8 +52,8 @@ def cp(
 
     src = with_others(src, also)
     with progress_bar("copying") as progress:
-        options = {"overwrite": overwrite, "sync": not no_sync, **withhold(dst, yes=yes)}
-        done = noted(run(src, dst, jobs=jobs, progress=progress, **options), yes=yes)
+        options = {"overwrite": overwrite, "sync": not no_sync, **dry_run_option(dst, yes=yes)}
+        done = with_hub_note(run(src, dst, jobs=jobs, progress=progress, **options), yes=yes)
     if json:
         print_json(to_json(done))
     else:

@@ -130,7 +130,7 @@ def report(result: Diff, *, every: bool) -> None:
     for side, path, names in (("A", result.a, result.only_in_a), ("B", result.b, result.only_in_b)):
         if names:
             say(f"only in {side}, {path}:")
-            say_list(names if every else folded(names), every=every)
+            say_list(names if every else fold_layers(names), every=every)
     report_renames(result, every=every)
     say(conclude(result))
     hint(result)
@@ -153,7 +153,7 @@ def report_unmeasured(what: str, kinds: Sequence[Kind], *, every: bool) -> None:
     if kinds:
         say(f"{what}:")
         lines = [f"{kind.difference.name}: {describe_change(kind.difference)}" for kind in kinds]
-        say_list([times(line, kind.count) for line, kind in zip(lines, kinds, strict=True)], every=every)
+        say_list([with_count(line, kind.count) for line, kind in zip(lines, kinds, strict=True)], every=every)
 
 
 def row_of(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
@@ -169,7 +169,13 @@ def row_of(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
         if with_change and difference.reason == "dtype"
         else difference.name
     )
-    return f"{distance.rel_l2:.3g}", f"{distance.max_abs:.3g}", f"{differ}{strange}", first, times(name, kind.count)
+    return (
+        f"{distance.rel_l2:.3g}",
+        f"{distance.max_abs:.3g}",
+        f"{differ}{strange}",
+        first,
+        with_count(name, kind.count),
+    )
 
 
 def describe_change(difference: Difference) -> str:
@@ -200,20 +206,20 @@ def report_renames(result: Diff, *, every: bool) -> None:
     if every:
         say_list([f"{old} => {new}" for old, new in result.renamed.items()], every=True)
     else:
-        lines = [times(f"{line.old} => {line.new}", line.count) for line in explain(result.renamed)]
+        lines = [with_count(f"{line.old} => {line.new}", line.count) for line in explain(result.renamed)]
         say_list(lines, every=False)
 
 
-def folded(names: Sequence[str]) -> list[str]:
+def fold_layers(names: Sequence[str]) -> list[str]:
     """Return names, with one line for all names that differ only in the layer number."""
     from ckptkit.layout.renames import fold
 
     counts = Counter(map(fold, names))
-    lines = (times(fold(name), counts[fold(name)]) if counts[fold(name)] > 1 else name for name in names)
+    lines = (with_count(fold(name), counts[fold(name)]) if counts[fold(name)] > 1 else name for name in names)
     return list(dict.fromkeys(lines))
 
 
-def times(text: str, number: int) -> str:
+def with_count(text: str, number: int) -> str:
     """Return a line with a count, `text  x3`, if it represents several."""
     return f"{text}  x{number}" if number > 1 else text
 

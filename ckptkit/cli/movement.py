@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.cli.diff import times
+from ckptkit.cli.diff import with_count
 from ckptkit.cli.output import note, pick, print_json, print_table, progress_bar, say
 from ckptkit.words import count, per_cent
 
@@ -50,7 +50,7 @@ def row_of(movement: Movement) -> tuple[str, ...]:
         cosine(movement),
         per_cent(movement.equal),
         layers if movement.tensors > 1 else "",
-        times(movement.name, movement.tensors),
+        with_count(movement.name, movement.tensors),
     )
 
 

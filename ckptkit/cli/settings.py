@@ -29,7 +29,7 @@ def with_options(
     With `over_a_file` the options override settings of a file: an option that is not given is None, and each flag also
     has a `--no-` form.
     """
-    make = overriding if over_a_file else option
+    make = override_option if over_a_file else option
     options = [make(name, setting) for name, setting in settings.items() if name not in set(leave_out)]
 
     def change(command: Command) -> Command:
@@ -97,7 +97,7 @@ def described(setting: Setting, **more: Any) -> Any:
     return typer.Option(help=setting.text, metavar=setting.placeholder, min=setting.least, **more)
 
 
-def overriding(name: str, setting: Setting) -> inspect.Parameter:
+def override_option(name: str, setting: Setting) -> inspect.Parameter:
     """Return the option of a setting that overrides a file. Its default is None; the help shows the setting's."""
     has_default = setting.default not in (MISSING, None, ())
     text = f"{setting.text} [{spell(setting.default)}]" if has_default else setting.text

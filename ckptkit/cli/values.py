@@ -41,7 +41,7 @@ class PlainCommand(TyperCommand):
         """Parse a command line; print the help if it is empty and the command has `no_args_is_help`."""
         if self.no_args_is_help and not args and not ctx.resilient_parsing:
             print_help(ctx)
-        take_over(self.get_params(ctx))
+        parse_plain_values(self.get_params(ctx))
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
@@ -63,7 +63,7 @@ class PlainGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line up to the command."""
-        take_over(self.get_params(ctx))
+        parse_plain_values(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
 
@@ -73,12 +73,12 @@ def print_help(ctx: Any) -> NoReturn:
     raise typer.Exit(2)
 
 
-def take_over(parameters: Any) -> None:
+def parse_plain_values(parameters: Any) -> None:
     for parameter in parameters:
-        parameter.process_value = partial(process, parameter, parameter.process_value)
+        parameter.process_value = partial(parse_value, parameter, parameter.process_value)
 
 
-def process(parameter: Parameter, leave_to_typer: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+def parse_value(parameter: Parameter, leave_to_typer: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
     """Return the parsed value of a parameter, from the command line or its default."""
     try:
         parsed = read(parameter, value)

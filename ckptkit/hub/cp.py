@@ -217,7 +217,7 @@ def list_checkpoint(checkpoint: Checkpoint) -> Contents:
     for problem in problems.list():
         raise problem
     needed = {root / part.name(name) for part in parts for name in (*part.own.needed, *part.own.recorded)}
-    files = list(walk(root, needed)) if checkpoint.path.is_dir() else [(path, "") for path in sorted(needed)]
+    files = list(list_entries(root, needed)) if checkpoint.path.is_dir() else [(path, "") for path in sorted(needed)]
     sizes = {str(path.relative_to(root)): file_size(path) for path, why in files if not why}
     left = tuple(LeftBehind(path, why, str(path.relative_to(root))) for path, why in files if why)
     described = [PlacedFiles(part.place, part.own.needed, part.own.layout.descriptions) for part in parts]
@@ -237,7 +237,7 @@ def read_component(part: Component, root: Path, others: frozenset[Path], problem
     return CopiedComponent(own, tuple(extents), place)
 
 
-def walk(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
+def list_entries(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
     """Yield each file in a directory and its subdirectories, with "" or the reason why it is not copied.
 
     A subdirectory that is not copied is yielded itself.
@@ -254,7 +254,7 @@ def walk(folder: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
             if is_foreign and not any(path in file.parents for file in needed):
                 yield path, reason_to_leave(path, names)
             else:
-                yield from walk(path, needed)
+                yield from list_entries(path, needed)
         elif is_left(path.name, names) or is_strange_link(path) or not path.is_file():
             yield path, reason_to_leave(path, names)
         else:
@@ -309,7 +309,7 @@ def copy_to_directory(
     if overwrite and not (contents.is_file and not dst.is_file()):
         check_replaceable(dst, contents.sizes, by_training=contents.is_of_training)
     key = make_key(contents, source)
-    with staged(Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)) as stage:
+    with resumable_stage(Stage(dst, overwrite=overwrite, sync=sync, key=key, is_file=contents.is_file)) as stage:
         check_room(stage.dst, missing_bytes(stage.path, contents.sizes))
         for name, size in contents.sizes.items():
             make_folder((stage.path / name).parent)
@@ -329,7 +329,7 @@ def make_key(contents: Contents, source: Path) -> bytes:
 
 
 @contextmanager
-def staged(stage: Stage) -> Iterator[Stage]:
+def resumable_stage(stage: Stage) -> Iterator[Stage]:
     """Open the stage. Keeps its files for the next call after an interruption or an I/O failure, else discards them.
 
     A full disk discards them, too.

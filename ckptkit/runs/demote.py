@@ -47,9 +47,9 @@ class Demotion(NamedTuple):
 def plan_demotion(checkpoint: Path) -> Demotion:
     """Return the plan of a `demote`, with the exact number of bytes. Writes nothing.
 
-    Raises a `CkptError` if `demote` would fail, as far as this is known without reading tensors. It fails also if it
-    would delete more than training state, such as a second model, another checkpoint or an unknown file, and if only
-    the optimizer state has the averaged weights to evaluate.
+    Raises a `CkptError` if `demote` would fail, as far as this is known without reading tensors. It also fails if it
+    would delete anything besides training state, such as a second model, another checkpoint or an unknown file, and if
+    the averaged weights for evaluation are only in the optimizer state.
     """
     opened = Checkpoint.open(checkpoint)
     for finding in examine_checkpoint(opened, (find_training_point,)):

@@ -97,7 +97,7 @@ def prune(
     """Choose which checkpoints of a run to keep, and with `yes` delete the others, the oldest first.
 
     Keeps the newest checkpoint, the `keep_last` newest, checkpoints whose step is a multiple of `keep_every`, the best
-    by `keep_best` (METRIC[:min|max][:N]), pinned checkpoints, and those that a latest-checkpoint file names.
+    by `keep_best` (METRIC[:min|max][:N]), pinned checkpoints, and checkpoints that a latest-checkpoint file names.
 
     With `demote`, the other checkpoints become Hugging Face models in bfloat16 instead. `demote` works neither on
     several disks nor on S3. If a run is on several disks, a checkpoint is deleted from all of them or from none.

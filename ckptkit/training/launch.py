@@ -66,7 +66,7 @@ def launch_here(work: Work, nproc: int, report: Report, on_interrupt: Callable[[
         context = start_server()
         ranks: Ranks = {}
         try:
-            with blocked_interrupts():  # a Ctrl-C between start and `update` would leave a rank that nobody kills
+            with blocked_interrupts():  # a Ctrl-C between start and `update` would leave a rank running
                 for number in range(nproc):
                     place = RankPlace(number, nproc, number, nproc, rendezvous)
                     ranks.update([start(context, work, place)])
@@ -167,8 +167,8 @@ def run_rank(work: Work, place: RankPlace, pipe: Connection, environment: dict[s
         pipe.send(error)
         code = error.exit_code
     pipe.close()
-    # Not sys.exit: DTensor's caches keep gloo's threads alive, and one that still holds a tensor when the interpreter
-    # shuts down aborts a process whose work is done (torch 2.13, now and then on a busy machine).
+    # Not sys.exit: DTensor's caches keep gloo's threads alive. A thread that still references a tensor while the
+    # interpreter shuts down sometimes aborts the process after its work is done (torch 2.13, on a busy machine).
     os._exit(code)
 
 

@@ -111,7 +111,7 @@ def open_board(directory: Path) -> Any:
     return SummaryWriter(str(directory))
 
 
-def forget_after(run: Path, step: int) -> None:
+def drop_steps_after(run: Path, step: int) -> None:
     """Remove the steps after `step` from a run's metrics, because the resumed run repeats them."""
     path = run / METRICS
     kept = [line for line in complete_lines(read_file(path)) if step_of(line, path) <= step]

@@ -1,4 +1,4 @@
-"""Find the checkpoints that a run can resume from, and load the newest one that is undamaged."""
+"""Find the checkpoints that a run can resume from, and load the newest undamaged checkpoint."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.data.corpus import open_corpus
 from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import TokenFile, prepare_tokens
-from ckptkit.training.metrics import forget_after
+from ckptkit.training.metrics import drop_steps_after
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, resolve_model
 from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.parallel.precision import param_dtype
@@ -144,7 +144,7 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
     if config.batch_size < mesh.size():
         raise Usage(f"batch_size: expected at least {mesh.size()}, a sequence for each rank, found {config.batch_size}")
     ranks = Ranks()
-    findings = ranks.on_first(partial(find, config))
+    findings = ranks.on_first(partial(find_inputs, config))
     blueprint = choose_blueprint(findings.model, tied=not config.untied, vocab_size=findings.vocab_size)
     weights = config.weights or blueprint.weights
     if config.lora_rank is not None:
@@ -161,11 +161,11 @@ def start(config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = w
     if findings.resume is not None:
         load_newest(trainer, run, findings.candidates, ranks, warn)
     # after the load: a run that cannot be resumed keeps its settings and metrics
-    ranks.on_first(partial(prepare, config, trainer.progress.step, blueprint.files()))
+    ranks.on_first(partial(write_run_files, config, trainer.progress.step, blueprint.files()))
     return trainer, run
 
 
-def find(config: TrainConfig) -> Findings:
+def find_inputs(config: TrainConfig) -> Findings:
     """Find the checkpoint, the model and the tokenizer, and check that the run's directory is writable."""
     candidates = find_resume(config)
     require_writable(config.run)
@@ -276,6 +276,7 @@ def with_adapters(config: TrainConfig, rank: int, model: Blueprint, device_type:
 
 
 def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
+    """Return the run with the format and retention rules of `config`. `files` are written into every checkpoint."""
     return Run(
         config.run,
         state_dict=config.state_dict,
@@ -287,9 +288,9 @@ def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
     )
 
 
-def prepare(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
+def write_run_files(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
     """Write the settings and model files into the run, and drop metrics of steps after `step`."""
     make_folder(config.run)
     for name, content in {SETTINGS: config.to_toml().encode(), **files}.items():
         replace_file(config.run / name, content)
-    forget_after(config.run, step)
+    drop_steps_after(config.run, step)

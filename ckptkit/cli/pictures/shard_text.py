@@ -36,10 +36,10 @@ def draw(row: Row, owners: Sequence[Owner], width: int) -> list[Line]:
     levels = [(a + b) / 2 for a, b in zip(heights, bounds[1:], strict=True)]
     if len(levels) > _TALLEST:
         levels = [(i + 0.5) / _TALLEST for i in range(_TALLEST)]
-    return [draw_line(at_level(row, level), owners, width) for level in levels]
+    return [draw_line(rectangles_at(row, level), owners, width) for level in levels]
 
 
-def at_level(row: Row, level: float) -> list[tuple[Rectangle, int]]:
+def rectangles_at(row: Row, level: float) -> list[tuple[Rectangle, int]]:
     """Return the rectangles at height `level`, left to right, with their owners. Joins neighbors of the same owner."""
     crossed = [
         (rectangle, shard.owner)
@@ -52,9 +52,9 @@ def at_level(row: Row, level: float) -> list[tuple[Rectangle, int]]:
 
 
 def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
-    """Return a line with the shards side by side, each with its owner's mark; see `crowd` for too many shards."""
+    """Return a line with the shards side by side, each with its owner's mark; see `draw_samples` for many shards."""
     if len(parts) * _NARROWEST > width:
-        return crowd(parts, owners, width)
+        return draw_samples(parts, owners, width)
     ends = share_columns([part.right for part, _ in parts], width)
     runs = []
     for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -73,7 +73,7 @@ def share_columns(fractions: Sequence[float], width: int) -> list[int]:
     return ends
 
 
-def crowd(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
+def draw_samples(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
     """Return a line for too many shards: each column has the owner of the shard at its center.
 
     The text shows the first owner's mark, the number of shards, and the last owner's mark.

@@ -95,7 +95,7 @@ class Rope(nn.Module):
         channels = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device="cpu")
         inv_freq = 1.0 / self.config.rope_theta ** (channels / self.config.head_dim)
         if self.config.rope_scaling is not None:
-            inv_freq = stretch(inv_freq, self.config.rope_scaling)
+            inv_freq = scale_frequencies(inv_freq, self.config.rope_scaling)
         self.inv_freq.copy_(inv_freq)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class Rope(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def stretch(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
+def scale_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
     """Return the frequencies divided by the factor; with `llama3` only the low ones, with a smooth transition.
 
     Source: `_compute_llama3_parameters` in transformers/modeling_rope_utils.py.

@@ -44,7 +44,7 @@ class Pretrained:
             hint = "give a directory with the weights dequantized, and no `quantization_config` in its config.json"
             raise Unsupported("the model is quantized: such weights cannot be trained", path=directory, hint=hint)
         self._files = companions.files
-        self._is_checked = False  # whether the model was seen to keep documents apart
+        self._is_checked = False  # True once `documents_checked` has passed for a batch
 
     def build(self) -> nn.Module:
         """Build the model with transformers, in training mode, with the dropout of its config."""
@@ -69,9 +69,9 @@ class Pretrained:
         own = dict(module.named_parameters(recurse=False))
         for parameter in own.values():
             parameter.fill_(torch.nan)  # to detect parameters that no rule initializes
-        # `_init_weights` may access children of the module, and that of a parent may access the module. So run it in a
-        # full model, whose other parameters are on `meta`.
-        with put_into(self._skeleton.get_submodule(name), own):
+        # `_init_weights` of a model may access children of the module it gets, and a parent's call may initialize this
+        # module. So put the module's parameters into a full model, whose other parameters are on `meta`.
+        with replaced_parameters(self._skeleton.get_submodule(name), own):
             for ancestor, owner in ancestry(self._skeleton, name):
                 owner._init_weights(ancestor)
         for key, buffer in module.named_buffers(recurse=False):
@@ -183,7 +183,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def put_into(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def replaced_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace the module's parameters of these names by `parameters` inside the block."""
     own = {key: module.get_parameter(key) for key in parameters}
     for key, parameter in parameters.items():

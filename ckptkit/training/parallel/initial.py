@@ -48,14 +48,14 @@ def whole_parameters(module: nn.Module) -> Iterator[dict[str, Tensor]]:
         key: nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="cpu"), requires_grad=False)
         for key, parameter in own.items()
     }
-    put(module, whole)
+    set_parameters(module, whole)
     try:
         yield dict(whole)
     finally:
-        put(module, own)
+        set_parameters(module, own)
 
 
-def put(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def set_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         setattr(module, name, parameter)
 

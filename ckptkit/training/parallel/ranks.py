@@ -48,7 +48,7 @@ def process_group(place: RankPlace, device: str, *, deterministic: bool = False)
         yield init_device_mesh(chosen.type, (place.world_size,))
         done = True
     finally:
-        # After an error NCCL would deadlock here, since the other ranks wait for this one: leave it to process exit.
+        # After an error NCCL would deadlock here, because other ranks wait for this rank: the process exit ends it.
         if done or chosen.type == "cpu":
             dist.destroy_process_group()
 

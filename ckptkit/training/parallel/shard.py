@@ -74,13 +74,13 @@ def shard(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int
     if config.compile:
         compile_blocks(blocks)
     first_names = find_first_names(model)
-    strategy_mesh = arrange(config, mesh)
+    strategy_mesh = mesh_for_strategy(config, mesh)
     sharding = (Fsdp1 if config.fsdp == "1" else Fsdp2)(config, strategy_mesh, seed)
     multiplied, frozen = count_multiplied(model)
     return ShardedModel(sharding.wrap(blueprint, model), sharding, first_names, matrices, multiplied, frozen)
 
 
-def arrange(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
+def mesh_for_strategy(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that the strategy needs: [shards] or [replicas, shards]."""
     world_size = mesh.size()
     if config.cpu_offload and mesh.device_type == "cpu":

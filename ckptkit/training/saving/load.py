@@ -22,7 +22,7 @@ from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, translate
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap
-from ckptkit.training.saving.state import Tree, flatten, map_tensors, outlined, unflatten
+from ckptkit.training.saving.state import Tree, flatten, map_tensors, to_meta, unflatten
 
 FILE = "state.pt"
 
@@ -51,7 +51,7 @@ class Stored:
         # a sharded checkpoint that was converted to one file still has its dicts wrapped in tuples
         state = {name: unwrap(entry) for name, entry in read_file(self._file).items()} if self._file else {}
         outline = {
-            name: outlined(entry) if name in IN_PARTS else map_tensors(clone, entry) for name, entry in state.items()
+            name: to_meta(entry) if name in IN_PARTS else map_tensors(clone, entry) for name, entry in state.items()
         }
         return outline, {} if self._file == self.path / FILE else read_outline(self._reader)
 

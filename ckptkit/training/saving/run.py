@@ -84,9 +84,9 @@ class Run:
     In every format each rank writes its own shards. With `background`, `save` returns when the state is copied, and a
     thread writes it: call `wait` at the end, or use the run as a context manager.
 
-    Retention keeps the `keep_last` newest checkpoints, those whose step is a multiple of `keep_every`, and the best by
-    `keep_best`, which is METRIC[:min|max][:N]. Without any of these, all checkpoints stay. `files` are written into
-    every checkpoint; pass config.json here.
+    Retention keeps the `keep_last` newest checkpoints, checkpoints whose step is a multiple of `keep_every`, and the
+    best by `keep_best`, which is METRIC[:min|max][:N]. Without any of these, all checkpoints stay. `files` are written
+    into every checkpoint; pass config.json as one of them.
     """
 
     @checked

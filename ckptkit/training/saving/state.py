@@ -87,17 +87,17 @@ def with_lists(tree: Any) -> Any:
     return [inside[key] for key in range(len(inside))]
 
 
-def outlined(tree: Any) -> Any:
+def to_meta(tree: Any) -> Any:
     """Return the tree with a meta tensor of the same shape and dtype in place of each tensor."""
     return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tree)
 
 
-def blank(tree: Any) -> Any:
+def replace_meta(tree: Any) -> Any:
     """Return the tree with an uninitialized CPU tensor in place of each meta tensor."""
     return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype) if each.is_meta else each, tree)
 
 
-def fit(stored: Any, ours: Any, name: str) -> Any:
+def match_to_model(stored: Any, ours: Any, name: str) -> Any:
     """Return the `stored` tree with the tensors of the model (`ours`) as buffers to read into.
 
     Non-tensor leaves are the stored values. Raises `Mismatch`, with a tensor name that starts with `name`, if keys,
@@ -105,7 +105,7 @@ def fit(stored: Any, ours: Any, name: str) -> Any:
     """
     if isinstance(stored, dict) and isinstance(ours, dict):
         require_same_names(stored, ours, name)
-        return {key: fit(value, ours[key], f"{name}.{key}") for key, value in stored.items()}
+        return {key: match_to_model(value, ours[key], f"{name}.{key}") for key, value in stored.items()}
     if isinstance(stored, Tensor) and isinstance(ours, Tensor):
         if stored.shape != ours.shape:
             message = f"expected shape {list(ours.shape)} as in the model, found {list(stored.shape)} in the checkpoint"
@@ -179,12 +179,12 @@ class Training:
                     f"expected `{name}` in the checkpoint, found only {available}",
                     hint=f"load without `{name}` if that is intended",
                 )
-        wanted = {name: blank(stored[name]) for name in ("step", *self.others)}
+        wanted = {name: replace_meta(stored[name]) for name in ("step", *self.others)}
         ours = get_model_state_dict(self.model)
         if are_adapters(stored["model"]):
             self.kept = {name: tensor for name, tensor in ours.items() if read_entry(name) is None}
             ours = {name: tensor for name, tensor in ours.items() if name not in self.kept}
-        wanted["model"] = fit(stored["model"], ours, "model")
+        wanted["model"] = match_to_model(stored["model"], ours, "model")
         if self.optimizer is not None:
             wanted["optim"] = self._prepare_optimizer(stored["optim"], self.optimizer)
         return wanted
@@ -202,8 +202,8 @@ class Training:
                 raise Mismatch("the optimizer has no state for this parameter", tensor=f"optim.state.{name}", hint=hint)
         return {
             # the checkpoint has no state for a parameter that never had a gradient: do not load any for it
-            "state": {name: fit(state[name], ours["state"][name], f"optim.state.{name}") for name in state},
-            "param_groups": blank(stored["param_groups"]),
+            "state": {name: match_to_model(state[name], ours["state"][name], f"optim.state.{name}") for name in state},
+            "param_groups": replace_meta(stored["param_groups"]),
         }
 
     def restore(self, state: Tree) -> None:
@@ -249,10 +249,10 @@ def snapshot(name: str, thing: Stateful | dict[Any, Any]) -> Any:
     """Return a copy of the state of one object. Raises `Usage` unless it has only plain values and full tensors."""
     state = thing if isinstance(thing, dict) else thing.state_dict()
     map_tensors(lambda tensor: require_whole(name, tensor), state)
-    return copied(name, state)
+    return copy_by_saving(name, state)
 
 
-def copied(name: str, state: Any) -> Any:
+def copy_by_saving(name: str, state: Any) -> Any:
     """Return a copy on the CPU, made with torch.save and a safe torch.load.
 
     A state that cannot be loaded again thus fails at the save. Raises `Usage`.
@@ -286,7 +286,7 @@ def take_optimizer(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Tree
         optimizer.state.clear()
     if all(ranks.gather(is_empty)):
         state["state"] = {}
-    state["param_groups"] = copied("optimizer", state["param_groups"])
+    state["param_groups"] = copy_by_saving("optimizer", state["param_groups"])
     return state
 
 
